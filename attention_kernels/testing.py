@@ -1,0 +1,137 @@
+"""Inputs and error budgets that tests and benchmarks share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+# What a kernel must never read, or must read without a trace in a live row.
+GARBAGE_BLOCK = 2**30
+
+
+@dataclass(frozen=True)
+class CanvasBatch:
+    """The tensors of one ``canvas_attention`` call."""
+
+    query: Tensor  # [num_tokens, num_q_heads, head_dim]
+    key_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor  # like key_cache
+    block_table: Tensor  # [num_seqs, max_blocks]
+    query_start_loc: Tensor  # [num_seqs + 1]
+    seq_lens: Tensor  # [num_seqs]
+    causal_rows: Tensor  # [num_seqs]
+    row_spans: Tensor | None = None  # [num_tokens, 2]
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Arguments for ``canvas_attention``, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def num_live_tokens(self) -> int:
+        """Rows that belong to a sequence; the rest is padding."""
+        return int(self.query_start_loc[-1])
+
+
+def make_canvas_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    causal_rows: Sequence[int],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    padded_rows: int = 0,
+    row_spans: Sequence[tuple[int, int]] | None = None,
+    strided_query: bool = False,
+    joint_cache: bool = True,
+    device: str = "cpu",
+    seed: int = 0,
+) -> CanvasBatch:
+    """A batch of random sequences on scattered blocks, with everything that is not live poisoned.
+
+    Args:
+        query_lens: Query rows of each sequence.
+        seq_lens: Keys of each sequence, its query rows included.
+        causal_rows: Leading causal rows of each sequence.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Head size.
+        block_size: Positions in a cache block.
+        dtype: Of the query, and of the cache unless ``cache_dtype`` differs.
+        cache_dtype: float8_e4m3fn for a quantised cache.
+        padded_rows: Query rows behind the last sequence.
+        row_spans: (start, end) for each live query row.
+        strided_query: The query is a slice of a wider tensor, as after a fused projection.
+        joint_cache: Keys and values lie side by side per head in one tensor, as in vLLM 0.33;
+            otherwise each has its own.
+        device: Where the tensors are.
+        seed: Of every random draw.
+
+    Returns:
+        The batch. Cache blocks that no sequence uses, positions behind a sequence's last key and
+        padded query rows are NaN; unused entries of the block table point outside the cache.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_seqs = len(query_lens)
+    used = [-(-length // block_size) for length in seq_lens]
+    num_blocks = sum(used) + 3
+    order = torch.randperm(num_blocks, generator=generator)
+    block_table = torch.full((num_seqs, max([*used, 1]) + 1), GARBAGE_BLOCK, dtype=torch.int32)
+    live = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    taken = 0
+    for seq, count in enumerate(used):
+        blocks = order[taken : taken + count]
+        taken += count
+        block_table[seq, :count] = blocks.to(torch.int32)
+        live.view(-1)[_positions(blocks, block_size)[: seq_lens[seq]]] = True
+
+    caches = torch.randn(num_blocks, num_kv_heads, block_size, 2 * head_dim, generator=generator)
+    caches.masked_fill_(~live[:, None, :, None], float("nan"))
+    caches = caches.to(device).to(cache_dtype or dtype)
+    joint = caches.transpose(1, 2)
+    key_cache, value_cache = joint[..., :head_dim], joint[..., head_dim:]
+    if not joint_cache:
+        key_cache, value_cache = key_cache.contiguous(), value_cache.contiguous()
+
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    num_live = int(starts[-1])
+    num_tokens = num_live + padded_rows
+    width = head_dim + 8 if strided_query else head_dim
+    query = torch.randn(num_tokens, num_heads, width, generator=generator)
+    query[num_live:] = float("nan")
+    spans = None
+    if row_spans is not None:
+        spans = torch.full((num_tokens, 2), GARBAGE_BLOCK, dtype=torch.int32)
+        spans[:num_live] = torch.tensor(row_spans, dtype=torch.int32).view(num_live, 2)
+    return CanvasBatch(
+        query=query.to(device).to(dtype)[..., :head_dim],
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table.to(device),
+        query_start_loc=starts.to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        causal_rows=torch.tensor(causal_rows, dtype=torch.int32, device=device),
+        row_spans=None if spans is None else spans.to(device),
+    )
+
+
+def assert_within_error_budget(
+    actual: Tensor, same_dtype_ref: Tensor, fp64_ref: Tensor, name: str, factor: float = 2.0
+) -> None:
+    """As close to fp64 as plain PyTorch in the same dtype, up to a factor."""
+    assert torch.isfinite(actual).all(), f"{name}: non-finite values"
+    if fp64_ref.numel() == 0:
+        return
+    rounding = torch.finfo(same_dtype_ref.dtype).eps * fp64_ref.abs().max().item()
+    budget = factor * ((same_dtype_ref.double() - fp64_ref).abs().max().item() + rounding)
+    error = (actual.double() - fp64_ref).abs().max().item()
+    assert error <= budget, f"{name}: error {error:.2e} exceeds {budget:.2e}"
+
+
+def _positions(blocks: Tensor, block_size: int) -> Tensor:
+    """Slots of these blocks in a cache flattened over blocks and positions."""
+    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
