@@ -223,9 +223,13 @@ def _attend_rows(
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(num_kv_heads, -1, num_rows, last - first)
-    hidden = ~_visible(lower, upper, spans, first, last)
-    # Filled again after the softmax: a row that sees nothing is zero there and not NaN.
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0)
+    if int(lower.max()) == first and int(upper.min()) == last:
+        # A canvas on its own, the usual step: every row sees every key in reach.
+        weights = scores.softmax(-1)
+    else:
+        # Filled again after the softmax: a row that sees nothing is zero there and not NaN.
+        hidden = ~_visible(lower, upper, spans, first, last)
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0)
     result = weights.flatten(1, 2) @ value  # [N, G * Q, D]
     result = result.view(num_kv_heads, -1, num_rows, head_dim).permute(2, 0, 1, 3)
     out.copy_(result.reshape(num_rows, num_heads, head_dim))
