@@ -1,0 +1,308 @@
+"""vLLM's attention interface on top of :func:`attention_kernels.canvas_attention`.
+
+One back end for every layer and every mixture of prefill, denoise and encode rows. A batch of a
+diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`); for any other model, and for
+stock's own diffusion class, the engine's causal flag is widened to rows here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from attention_kernels.canvas_attention import canvas_attention
+
+
+@dataclass(frozen=True)
+class CanvasAttentionMetadata:
+    """One step's batch, as :func:`canvas_attention` takes it.
+
+    Attributes:
+        query_start_loc: [num_reqs + 1], int32.
+        seq_lens: [num_reqs], int32.
+        block_table: [num_reqs, max_blocks], int32.
+        causal_rows: [num_reqs], int32.
+        row_spans: [num_tokens, 2], int32: the image span of each row; ``None`` without images.
+        num_tokens: Rows of the batch, without padding.
+        max_query_len: Upper bound on the rows of one request.
+        max_seq_len: Upper bound on the keys of one request.
+        window_anchor: ``"canvas"`` or ``"query"``.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal_rows: Tensor
+    row_spans: Tensor | None
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    window_anchor: str
+
+
+def bind_canvas(
+    attn_metadata: dict[str, Any], causal_rows: Tensor, row_spans: Tensor | None, window_anchor: str
+) -> dict[str, Any]:
+    """Give each layer's metadata the rows and spans that the engine's interface cannot carry.
+
+    Args:
+        attn_metadata: What ``build_attn_metadata`` returned: layer name to metadata.
+        causal_rows: [num_reqs], int32, at an address that does not change between steps.
+        row_spans: [num_tokens, 2], int32, or ``None``.
+        window_anchor: ``"canvas"`` or ``"query"``.
+
+    Returns:
+        The same mapping with our metadata replaced; that of other back ends is left as it is.
+    """
+    replaced: dict[int, CanvasAttentionMetadata] = {}
+    bound = {}
+    for layer_name, metadata in attn_metadata.items():
+        if isinstance(metadata, CanvasAttentionMetadata):
+            if id(metadata) not in replaced:
+                replaced[id(metadata)] = replace(
+                    metadata,
+                    causal_rows=causal_rows,
+                    row_spans=row_spans,
+                    window_anchor=window_anchor,
+                )
+            bound[layer_name] = replaced[id(metadata)]
+        else:
+            bound[layer_name] = metadata
+    return bound
+
+
+class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
+    """Turns the engine's batch into :class:`CanvasAttentionMetadata`."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CanvasAttentionMetadata:
+        common = common_attn_metadata
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        if isinstance(common.causal, Tensor):
+            # The rows past the last request are padding of the engine's buffer.
+            causal_rows = query_lens * (common.causal[: query_lens.shape[0]] != 0)
+        elif common.causal:
+            causal_rows = query_lens
+        else:
+            causal_rows = torch.zeros_like(query_lens)
+        spans = None
+        if common.mm_req_doc_ranges:
+            spans = _row_spans_of_requests(common)
+        return CanvasAttentionMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            causal_rows=causal_rows.to(torch.int32),
+            row_spans=spans,
+            num_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            # A flag per request is stock's contract, and its window follows the query row.
+            window_anchor="query",
+        )
+
+
+def _row_spans_of_requests(common: CommonAttentionMetadata) -> Tensor:
+    """The image span of each row from the engine's inclusive (first, last) position ranges.
+
+    Returns:
+        [num_actual_tokens, 2], int32, half-open; (0, 0) for a row in no span.
+    """
+    starts = common.query_start_loc_cpu.tolist()
+    assert common.seq_lens_cpu_upper_bound is not None
+    lens = common.seq_lens_cpu_upper_bound.tolist()
+    spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
+    for request_idx, ranges in (common.mm_req_doc_ranges or {}).items():
+        first_row, end_row = starts[request_idx], starts[request_idx + 1]
+        first_position = lens[request_idx] - (end_row - first_row)
+        for first, last in ranges:
+            low = max(first - first_position, 0) + first_row
+            high = min(last + 1 - first_position + first_row, end_row)
+            if low < high:
+                spans[low:high] = torch.tensor((first, last + 1), dtype=torch.int32)
+    return spans.to(common.seq_lens.device, non_blocking=True)
+
+
+class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
+    """One layer's attention over the paged cache."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        for name, value in (("ALiBi", alibi_slopes), ("attention sinks", sinks)):
+            if value is not None:
+                raise ValueError(f"The CANVAS attention back end does not support {name}.")
+        if kv_cache_dtype not in CanvasAttentionBackend.supported_kv_cache_dtypes:
+            raise ValueError(
+                f"kv_cache_dtype={kv_cache_dtype} is not supported by the CANVAS attention back "
+                f"end; use one of {CanvasAttentionBackend.supported_kv_cache_dtypes}."
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        # A model's sliding window counts the query itself; ours count the keys beside it.
+        self.window = -1 if sliding_window is None else sliding_window - 1
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CanvasAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("the CANVAS attention back end does not quantise its output")
+        if attn_metadata is None:
+            # The engine's memory profile runs without a cache.
+            return output.fill_(0)
+        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        num_tokens = attn_metadata.num_tokens
+        canvas_attention(
+            query[:num_tokens],
+            key_cache,
+            value_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.causal_rows,
+            scale=self.scale,
+            softcap=self.softcap,
+            window_left=self.window,
+            window_right=self.window if attn_metadata.window_anchor == "query" else -1,
+            window_anchor=attn_metadata.window_anchor,  # type: ignore[arg-type]
+            row_spans=attn_metadata.row_spans,
+            out=output[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
+            max_query_len=attn_metadata.max_query_len,
+            max_seq_len=attn_metadata.max_seq_len,
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write this step's keys and values; a slot of -1 is padding and is not written."""
+        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        block_size = key_cache.shape[1]
+        slots = slot_mapping.long()
+        live = slots >= 0
+        slots = slots[live]
+        key_cache[slots // block_size, slots % block_size] = key[: live.shape[0]][live]
+        value_cache[slots // block_size, slots % block_size] = value[: live.shape[0]][live]
+
+
+def split_kv_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Views of the keys and the values in vLLM's cache of one layer.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides.
+        head_size: Elements of one head's key.
+
+    Returns:
+        Two views, [num_blocks, block_size, num_kv_heads, head_size].
+    """
+    key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    return key_cache, value_cache
+
+
+class CanvasAttentionBackend(AttentionBackend):
+    """Attention for batches whose sequences are causal at the head and bidirectional at the tail."""
+
+    # Callers that need more than one causal flag per request ask for this.
+    accepts_causal_rows: ClassVar[bool] = True
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        # vLLM resolves the name through its registry of back ends, whose slot for out-of-tree
+        # back ends is CUSTOM.
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CanvasAttentionImpl]:
+        return CanvasAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CanvasAttentionMetadataBuilder]:
+        return CanvasAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER

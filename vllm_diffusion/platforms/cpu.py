@@ -1,0 +1,148 @@
+"""The CPU platform: what differs when the stock CUDA wheel of vLLM serves without an accelerator.
+
+vLLM's own CPU platform expects its compiled CPU extension, which the CUDA wheel lacks. Here the
+runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``cpu_kernels``),
+attention is this package's PyTorch reference, and experts are a PyTorch loop (``cpu_experts``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger(__name__)
+
+# KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE says otherwise. vLLM's
+# default, 92 % of the machine's memory, suits a machine that does nothing else.
+DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
+# Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
+DEFAULT_BLOCK_SIZE = 16
+
+
+class DiffusionCpuPlatform(CpuPlatform):
+    """vLLM's CPU platform without its compiled extension."""
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        # The first is what a checkpoint stored in float32 is served in.
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Nothing to import: there is no compiled CPU extension."""
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Runs in each worker before any model or runner code: put our pieces in place."""
+        from vllm_diffusion.platforms import cpu_experts, cpu_kernels
+
+        cpu_kernels.register()
+        cpu_experts.register()
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+            raise ValueError(
+                "MLA and sparse attention need an accelerator or vLLM's compiled CPU build; "
+                "the CPU platform of vllm-diffusion serves ordinary attention only."
+            )
+        if selected_backend not in (
+            None,
+            AttentionBackendEnum.CUSTOM,
+            AttentionBackendEnum.CPU_ATTN,
+            # What stock's own Gemma 4 hook chooses where FlashAttention is missing.
+            AttentionBackendEnum.TRITON_ATTN,
+        ):
+            raise ValueError(
+                f"--attention-backend {selected_backend.name} cannot run on the CPU platform of "
+                "vllm-diffusion; leave it unset."
+            )
+        return "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        # Compiling a model of this size takes longer than most conversations with it.
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+        # "all" would choose vLLM's compiled CPU operators.
+        if "none" not in compilation.custom_ops:
+            compilation.custom_ops = ["none"]
+        # Interpreted kernels need no warm-up.
+        vllm_config.kernel_config.enable_jit_warmup = False
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        from vllm_diffusion.config import environment_flags
+        from vllm_diffusion.platforms import detection
+
+        problem = None if environment_flags().force_cpu else detection.nvidia_problem()
+        if problem is not None:
+            raise ValueError(
+                f"{problem}. Update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU."
+            )
+
+        model_config = vllm_config.model_config
+        if model_config is not None and vllm_config.load_config.load_format != "dummy":
+            from vllm_diffusion.platforms.memory import check_checkpoint_fits
+
+            check_checkpoint_fits(model_config)
+
+        scheduler_config = vllm_config.scheduler_config
+        if vllm_config.diffusion_config is None:
+            # As on vLLM's own CPU platform. Diffusion models keep what was asked for.
+            scheduler_config.async_scheduling = False
+
+        cache_config = vllm_config.cache_config
+        kv_cache_space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        if kv_cache_space:
+            cache_config.kv_cache_memory_bytes = int(kv_cache_space) * 1024**3
+        elif cache_config.kv_cache_memory_bytes is None:
+            cache_config.kv_cache_memory_bytes = DEFAULT_KV_CACHE_BYTES
+
+        parallel_config = vllm_config.parallel_config
+        if parallel_config.worker_cls == "auto":
+            parallel_config.worker_cls = "vllm_diffusion.platforms.cpu_worker.DiffusionCpuWorker"
+        if parallel_config.enable_dbo:
+            raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
+
+        vllm_config.profiler_config.torch_profiler_dump_cuda_time_total = False
+        # Workers are spawned: a fork would inherit the OpenMP threads of this process.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # vLLM's automatic binding wants a NUMA node for each rank and keeps one core idle.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
+        os.environ["LOCAL_WORLD_SIZE"] = str(parallel_config.tensor_parallel_size)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        cache_config = vllm_config.cache_config
+        if not cache_config.user_specified_block_size:
+            cache_config.block_size = DEFAULT_BLOCK_SIZE
+
+
+def has_cpp_compiler() -> bool:
+    """Whether ``torch.compile`` can build CPU code here: it needs a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    return shutil.which(compiler) is not None or shutil.which("clang++") is not None

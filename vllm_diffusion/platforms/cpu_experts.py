@@ -1,0 +1,103 @@
+"""Mixture-of-experts layers in plain PyTorch, through vLLM's registration for other platforms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+
+_GATES = {
+    MoEActivation.SILU: F.silu,
+    MoEActivation.GELU: F.gelu,
+    MoEActivation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
+
+
+def register() -> None:
+    """Make vLLM build :class:`TorchExperts` for unquantised experts. Safe to call twice."""
+    name = UnquantizedFusedMoEMethod.__name__
+    if name not in op_registry_oot:
+        UnquantizedFusedMoEMethod.register_oot(TorchExperts)
+
+
+def routed_experts(
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_weights: Tensor,
+    expert_ids: Tensor,
+    activation: MoEActivation,
+) -> Tensor:
+    """Sum of each token's chosen experts, one matrix product per expert that any token chose.
+
+    Args:
+        hidden: [num_tokens, hidden_size].
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size].
+        down: [num_experts, hidden_size, intermediate_size].
+        expert_weights: [num_tokens, top_k], what each chosen expert's output is multiplied by.
+        expert_ids: [num_tokens, top_k], rows of ``gate_up``; -1 for an expert of another rank.
+        activation: The gated activation.
+
+    Returns:
+        [num_tokens, hidden_size] in the dtype of ``hidden``; products are summed in float32.
+    """
+    if activation not in _GATES:
+        raise NotImplementedError(
+            f"experts with activation {activation.value} are not served on the CPU; served are "
+            f"{[a.value for a in _GATES]}"
+        )
+    activate = _GATES[activation]
+    output = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in range(gate_up.shape[0]):
+        token_idx, choice_idx = torch.where(expert_ids == expert)
+        if token_idx.numel() == 0:
+            continue
+        gate, up = F.linear(hidden[token_idx], gate_up[expert]).chunk(2, dim=-1)
+        expert_output = F.linear(activate(gate) * up, down[expert]).float()
+        weights = expert_weights[token_idx, choice_idx].float()
+        output.index_add_(0, token_idx, expert_output * weights[:, None])
+    return output.to(hidden.dtype)
+
+
+class TorchExperts(UnquantizedFusedMoEMethod):
+    """Unquantised experts as a loop over matrix products."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        # The stock constructor would look for a compiled CPU kernel and find none.
+        FusedMoEMethodBase.__init__(self, moe)
+        self.unquantized_backend = UnquantizedMoeBackend.OOT
+        self.supports_pre_processed_weights = True
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids.long()]
+        if layer.apply_router_weight_on_input:
+            raise NotImplementedError(
+                "experts whose router weight multiplies their input are not served on the CPU"
+            )
+        return routed_experts(
+            x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation
+        )

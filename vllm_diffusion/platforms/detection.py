@@ -1,0 +1,153 @@
+"""What accelerator this machine has, and whether it can work. Creates no CUDA context."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class NvidiaDriver:
+    """What NVML reports of the installed NVIDIA driver.
+
+    Attributes:
+        num_devices: GPUs that the driver sees.
+        driver_version: For example ``"580.65.06"``; ``None`` when NVML does not start.
+        cuda_version: Highest CUDA version that the driver runs, as ``(major, minor)``.
+        problem: Why NVML did not start; ``None`` when it did.
+    """
+
+    num_devices: int
+    driver_version: str | None
+    cuda_version: tuple[int, int] | None
+    problem: str | None
+
+
+def is_vllm_cpu_build() -> bool:
+    """True when the installed vLLM was compiled for CPUs, under whichever distribution name."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            if "cpu" in version(name) or name == "vllm-cpu":
+                return True
+        except PackageNotFoundError:
+            continue
+    return False
+
+
+def nvidia_device_node() -> str | None:
+    """The device file of an NVIDIA GPU, ``/dev/dxg`` under WSL, else ``None``."""
+    if Path("/proc/driver/nvidia/version").exists() and Path("/dev/nvidia0").exists():
+        return "/dev/nvidia0"
+    if Path("/dev/nvidia0").exists():
+        return "/dev/nvidia0"
+    if Path("/dev/dxg").exists():
+        return "/dev/dxg"
+    return None
+
+
+@functools.cache
+def nvidia_driver() -> NvidiaDriver:
+    """Ask NVML for the driver's version and the CUDA version it can run."""
+    try:
+        from vllm.utils.import_utils import import_pynvml
+
+        nvml = import_pynvml()
+        nvml.nvmlInit()
+    except Exception as error:
+        return NvidiaDriver(0, None, None, str(error) or type(error).__name__)
+    try:
+        driver_version = nvml.nvmlSystemGetDriverVersion()
+        if isinstance(driver_version, bytes):
+            driver_version = driver_version.decode()
+        packed = nvml.nvmlSystemGetCudaDriverVersion()
+        return NvidiaDriver(
+            nvml.nvmlDeviceGetCount(),
+            driver_version,
+            (packed // 1000, packed % 1000 // 10),
+            None,
+        )
+    except Exception as error:
+        return NvidiaDriver(0, None, None, str(error) or type(error).__name__)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def needed_cuda() -> tuple[int, int] | None:
+    """The CUDA version that the installed torch was built with, ``None`` for a build without it."""
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+def nvidia_problem() -> str | None:
+    """Why an NVIDIA GPU that is present cannot be used; ``None`` when it can or there is none.
+
+    A driver runs every CUDA release of its own major version and of the ones before, so the test
+    is on the major version.
+    """
+    node = nvidia_device_node()
+    driver = nvidia_driver()
+    needed = needed_cuda()
+    if node is None and driver.num_devices == 0:
+        return None
+    if needed is None:
+        return f"an NVIDIA device ({node}) is present, but this torch was built without CUDA"
+    needed_text = f"{needed[0]}.{needed[1]}"
+    if driver.num_devices == 0:
+        if node == "/dev/dxg" and not Path("/usr/lib/wsl/lib/libcuda.so.1").exists():
+            # WSL always has /dev/dxg; without NVIDIA's library the Windows side has no NVIDIA GPU.
+            return None
+        reason = driver.problem or "it reports no device"
+        return (
+            f"an NVIDIA device ({node}) is present, but its driver does not start: {reason}. "
+            f"A driver that runs CUDA {needed_text} is needed"
+        )
+    assert driver.cuda_version is not None
+    if driver.cuda_version[0] < needed[0]:
+        have = f"{driver.cuda_version[0]}.{driver.cuda_version[1]}"
+        return (
+            f"the NVIDIA driver {driver.driver_version} runs CUDA up to {have}, but this torch "
+            f"needs CUDA {needed_text}"
+        )
+    return None
+
+
+@functools.cache
+def working_accelerator() -> str | None:
+    """Name of the vLLM platform, built in or out of tree, that finds an accelerator here."""
+    if nvidia_driver().num_devices > 0 and nvidia_problem() is None:
+        return "cuda"
+    from vllm.platforms import builtin_platform_plugins
+
+    for name in ("tpu", "rocm", "xpu"):
+        if _finds_device(builtin_platform_plugins[name]):
+            return name
+    allowed = os.environ.get("VLLM_PLUGINS")
+    for plugin in entry_points(group="vllm.platform_plugins"):
+        if plugin.name == "vllm_diffusion_cpu":
+            continue
+        if allowed is not None and plugin.name not in allowed.split(","):
+            continue
+        try:
+            found = _finds_device(plugin.load())
+        except Exception:
+            # vLLM reports a broken plugin itself; here it only means "not this one".
+            found = False
+        if found:
+            return plugin.name
+    return None
+
+
+def _finds_device(platform_plugin: object) -> bool:
+    assert callable(platform_plugin)
+    try:
+        return platform_plugin() is not None
+    except Exception:
+        # A probe that fails has found no device; vLLM itself treats it so.
+        return False
