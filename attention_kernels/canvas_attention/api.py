@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -106,15 +107,8 @@ def canvas_attention(
     if query.numel() == 0 or seq_lens.numel() == 0:
         return out
 
-    if impl == "auto":
-        impl = _choose(query)
-    if impl == "cute":
-        raise NotImplementedError(
-            'impl="cute" is not built yet; use impl="auto", "triton" or "reference".'
-        )
-    if impl == "triton":
-        raise NotImplementedError('impl="triton" is not built yet; use impl="reference".')
-    canvas_attention_reference(
+    implementation = _implementation(_choose(query) if impl == "auto" else impl)
+    implementation(
         query,
         key_cache,
         value_cache,
@@ -131,14 +125,39 @@ def canvas_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         out=out,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
     )
     return out
 
 
-def _choose(query: Tensor) -> Literal["reference", "triton"]:
+def _implementation(impl: Impl) -> Callable[..., None]:
+    """The function behind a name; what is not installed is imported only when it is asked for."""
+    if impl == "reference":
+        return canvas_attention_reference
+    if impl == "triton":
+        try:
+            from attention_kernels.canvas_attention.triton import canvas_attention_triton
+        except ImportError as error:
+            raise NotImplementedError(
+                f'impl="triton" cannot be imported ({error}); install triton or use '
+                'impl="reference".'
+            ) from error
+        return canvas_attention_triton
+    raise NotImplementedError(
+        'impl="cute" is not built yet; use impl="auto", "triton" or "reference".'
+    )
+
+
+def _choose(query: Tensor) -> Impl:
     """What ``impl="auto"`` runs, logged once per choice."""
-    choice: Literal["reference", "triton"] = "reference"
+    choice: Impl = "reference"
     reason = f"the tensors are on {query.device.type}"
+    if query.device.type == "cuda":
+        if query.dtype == torch.float64 or not 16 <= query.shape[2] <= 512:
+            reason = f"no kernel takes {query.dtype} with head_dim {query.shape[2]}"
+        else:
+            choice = "triton"
     # A compiler that traces this function must not find a log call in it.
     if not torch.compiler.is_compiling():
         _log_choice(choice, reason)

@@ -32,8 +32,13 @@ def canvas_attention_reference(
     key_scale: float | Tensor | None,
     value_scale: float | Tensor | None,
     out: Tensor,
+    max_query_len: int | None,
+    max_seq_len: int | None,
 ) -> None:
-    """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
+    """Write the attention of every live row into ``out``; arguments as in ``api.py``.
+
+    The launch bounds are not used: lengths are read here anyway.
+    """
     starts = query_start_loc.tolist()
     lens = seq_lens.tolist()
     causal = causal_rows.tolist()

@@ -1,9 +1,13 @@
 """canvas_attention against the figures of the vLLM post and an independent fp64 computation."""
 
+import contextlib
+import functools
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,12 @@ from attention_kernels.testing import (
     assert_within_error_budget,
     make_canvas_batch,
 )
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+make_batch = functools.partial(make_canvas_batch, device=DEVICE)
+
+# "triton-tiny" cuts small inputs into many tiles, several splits and several launches.
+IMPLS = ["reference", "triton", "triton-tiny"]
 
 # The figures of "DiffusionGemma in vLLM": a row per query, a column per key. Written by hand.
 PREFILL_FULL = """
@@ -166,6 +176,7 @@ def expected(
     value_scale=1.0,
 ) -> Tensor:
     """Attention of the live rows in ``dtype``, one sequence and one mask element after the other."""
+    batch = CanvasBatch(**{k: t if t is None else t.cpu() for k, t in batch.tensors().items()})
     out = torch.zeros(batch.num_live_tokens, *batch.query.shape[1:], dtype=dtype)
     block_size = batch.key_cache.shape[1]
     groups = batch.query.shape[1] // batch.key_cache.shape[2]
@@ -214,18 +225,43 @@ def expected(
             scores = softcap * torch.tanh(q @ k.transpose(1, 2) * scale / softcap)
             heads = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
         out[rows] = heads.transpose(0, 1)
-    return out
+    return out.to(DEVICE)
 
 
-def run(batch: CanvasBatch, *, left=-1, right=-1, anchor="canvas", **options) -> Tensor:
-    return canvas_attention(
-        **batch.tensors(),
-        window_left=left,
-        window_right=right,
-        window_anchor=anchor,
-        check_values=True,
-        **options,
-    )
+def nan_scratch(rows, columns, device):
+    return torch.full((rows, columns), float("nan"), dtype=torch.float32, device=device)
+
+
+@contextlib.contextmanager
+def configured(impl: str):
+    """The kernels of an entry of IMPLS, with NaN for scratch; yields the name the API knows."""
+    if impl == "reference":
+        yield impl
+        return
+    from attention_kernels.canvas_attention import triton as kernels
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(kernels, "_scratch", nan_scratch))
+        if impl == "triton-tiny":
+            config = kernels.TritonConfig(16, 16, 4, 1, min_split_keys=32, max_splits=3)
+            patches.enter_context(mock.patch.object(kernels, "choose_config", return_value=config))
+            patches.enter_context(mock.patch.object(kernels, "SCRATCH_BYTES", 20_000))
+            patches.enter_context(mock.patch.object(kernels, "SEARCH_WIDTH", 2))
+            patches.enter_context(mock.patch.object(kernels, "MAX_SPLIT_ROWS", 30))
+        yield "triton"
+
+
+def run(batch: CanvasBatch, *, impl, left=-1, right=-1, anchor="canvas", **options) -> Tensor:
+    with configured(impl) as name:
+        return canvas_attention(
+            **batch.tensors(),
+            window_left=left,
+            window_right=right,
+            window_anchor=anchor,
+            check_values=True,
+            impl=name,
+            **options,
+        )
 
 
 WINDOWS = [
@@ -240,12 +276,22 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("impl", ["reference"])
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        pytest.param("reference", torch.float64, id="reference-fp64"),
+        pytest.param("reference", torch.float32, id="reference-fp32"),
+        pytest.param("reference", torch.bfloat16, id="reference-bf16"),
+        pytest.param("triton", torch.float32, id="triton-fp32"),
+        pytest.param("triton", torch.bfloat16, id="triton-bf16"),
+        pytest.param("triton", torch.float16, id="triton-fp16"),
+        pytest.param("triton-tiny", torch.float32, id="triton-tiny-fp32"),
+    ],
+)
 @pytest.mark.parametrize(("left", "right", "anchor"), WINDOWS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_canvas_attention(impl, left, right, anchor, dtype):
     """Prefill, denoise, encode, fused and empty sequences in one batch agree with fp64."""
-    batch = make_canvas_batch(
+    batch = make_batch(
         query_lens=[13, 8, 8, 16, 0, 1, 1],
         seq_lens=[13, 37, 24, 63, 20, 1, 100],
         causal_rows=[13, 0, 8, 8, 0, 1, 0],
@@ -261,11 +307,11 @@ def test_canvas_attention(impl, left, right, anchor, dtype):
     assert out[len(exact) :].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("impl", ["reference"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (8, 1), (16, 8), (16, 2), (6, 3)])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (16, 8), (16, 2), (6, 2), (20, 1)])
 def test_canvas_attention_heads(impl, num_heads, num_kv_heads):
     """A query head reads the key head of its group."""
-    batch = make_canvas_batch(
+    batch = make_batch(
         [9, 8], [40, 8], [4, 0], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64
     )
     out = run(batch, scale=0.125, softcap=5.0, impl=impl)
@@ -274,46 +320,62 @@ def test_canvas_attention_heads(impl, num_heads, num_kv_heads):
     assert_within_error_budget(out, same, exact, impl)
 
 
-@pytest.mark.parametrize("impl", ["reference"])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(16, 16), (32, 32), (64, 128), (80, 16), (128, 64), (512, 16)]
+)
+def test_canvas_attention_head_dim(impl, head_dim, block_size):
+    """Any head size and block size, powers of two or not."""
+    batch = make_batch([9, 5], [40, 70], [4, 0], head_dim=head_dim, block_size=block_size)
+    out = run(batch, scale=head_dim**-0.5, left=20, impl=impl)
+    exact = expected(batch, torch.float64, scale=head_dim**-0.5, left=20)
+    same = expected(batch, torch.float32, scale=head_dim**-0.5, left=20)
+    # One rounding more than plain PyTorch: scores are in units of log 2.
+    assert_within_error_budget(out, same, exact, impl, factor=4.0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_canvas_attention_fp8_cache(impl, on_device):
     """An FP8 cache is read as its numbers times the scales."""
-    batch = make_canvas_batch(
+    batch = make_batch(
         [9, 8], [40, 50], [4, 0], dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn
     )
     scales = {"key_scale": 0.5, "value_scale": 3.0}
-    given = {k: torch.tensor(v) for k, v in scales.items()} if on_device else scales
+    given = scales
+    if on_device:
+        given = {name: torch.tensor(value, device=DEVICE) for name, value in scales.items()}
     out = run(batch, scale=0.2, impl=impl, **given)
     exact = expected(batch, torch.float64, scale=0.2, **scales)
     same = expected(batch, torch.bfloat16, scale=0.2, **scales)
     assert_within_error_budget(out, same, exact, impl)
 
 
-@pytest.mark.parametrize("impl", ["reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_canvas_attention_span(impl):
     """A span reaches outside the window, ahead of the row, and never past the sequence."""
     spans = [(0, 0)] * 3 + [(3, 30)] * 12 + [(0, 0)] * 5 + [(18, 99)] * 4
-    batch = make_canvas_batch([20, 4], [30, 20], [20, 2], row_spans=spans, padded_rows=2)
+    batch = make_batch([20, 4], [30, 20], [20, 2], row_spans=spans, padded_rows=2)
     out = run(batch, scale=0.2, left=3, impl=impl)
     exact = expected(batch, torch.float64, scale=0.2, left=3)
     same = expected(batch, torch.float32, scale=0.2, left=3)
     assert_within_error_budget(out[: len(exact)], same, exact, impl)
 
 
-@pytest.mark.parametrize("impl", ["reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_canvas_attention_no_keys(impl):
     """Rows of a sequence without keys are zero, also in a given output."""
-    batch = make_canvas_batch([4, 3], [0, 9], [2, 0])
+    batch = make_batch([4, 3], [0, 9], [2, 0])
     out = torch.full_like(batch.query, 7.0)
     run(batch, scale=0.2, impl=impl, out=out)
     assert out[:4].count_nonzero() == 0
     assert out[4:].count_nonzero() == out[4:].numel()
 
 
-@pytest.mark.parametrize("impl", ["reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_canvas_attention_padded_rows(impl):
     """Padded rows of a given output stay as they are."""
-    batch = make_canvas_batch([4, 3], [10, 9], [2, 0], padded_rows=5)
+    batch = make_batch([4, 3], [10, 9], [2, 0], padded_rows=5)
     out = torch.full_like(batch.query, 7.0)
     assert run(batch, scale=0.2, impl=impl, out=out) is out
     assert (out[7:] == 7.0).all()
@@ -322,18 +384,20 @@ def test_canvas_attention_padded_rows(impl):
 
 def test_canvas_attention_no_tokens():
     """A batch without rows or sequences is an empty answer, not an error."""
-    assert run(make_canvas_batch([0], [5], [0]), scale=1.0).shape[0] == 0
-    assert run(make_canvas_batch([], [], [], padded_rows=3), scale=1.0).count_nonzero() == 0
+    assert run(make_batch([0], [5], [0]), impl="auto", scale=1.0).shape[0] == 0
+    empty = make_batch([], [], [], padded_rows=3)
+    assert run(empty, impl="auto", scale=1.0).count_nonzero() == 0
 
 
 def test_canvas_attention_chunked_prefill(monkeypatch):
     """A prefill that runs in several chunks of rows is the same attention."""
     from attention_kernels.canvas_attention import reference
 
-    batch = make_canvas_batch([50, 20], [70, 40], [50, 7], dtype=torch.float64)
-    whole = run(batch, scale=0.2, left=9)
+    batch = make_batch([50, 20], [70, 40], [50, 7], dtype=torch.float64)
+    whole = run(batch, impl="reference", scale=0.2, left=9)
     monkeypatch.setattr(reference, "MAX_SCORES", 4 * 70 * 3)
-    torch.testing.assert_close(run(batch, scale=0.2, left=9), whole, rtol=1e-12, atol=1e-12)
+    chunked = run(batch, impl="reference", scale=0.2, left=9)
+    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
 
 
 @st.composite
@@ -363,7 +427,7 @@ def canvas_batches(draw):
         "softcap": draw(st.sampled_from([0.0, 3.0])),
         "scale": draw(st.sampled_from([0.1, 1.0])),
     }
-    batch = make_canvas_batch(
+    batch = make_batch(
         query_lens,
         seq_lens,
         causal_rows,
@@ -380,8 +444,34 @@ def canvas_batches(draw):
     return batch, options
 
 
+def given_back(batch: CanvasBatch, left: int, right: int, anchor: str) -> CanvasBatch:
+    """The batch after the cache blocks that no row reaches any more were given back."""
+    unused = next(i for i, block in enumerate(batch.key_cache) if block.isnan().all())
+    table = batch.block_table.clone()
+    starts = batch.query_start_loc.tolist()
+    for seq, (seq_len, causal) in enumerate(
+        zip(batch.seq_lens.tolist(), batch.causal_rows.tolist(), strict=True)
+    ):
+        rows = slice(starts[seq], starts[seq + 1])
+        mask = visibility_mask(
+            rows.stop - rows.start,
+            seq_len,
+            causal,
+            window_left=left,
+            window_right=right,
+            window_anchor=anchor,
+            row_spans=None if batch.row_spans is None else batch.row_spans[rows],
+            device=DEVICE,
+        )
+        reached = mask.any(0).nonzero()
+        first = int(reached[0]) if len(reached) else seq_len
+        table[seq, : first // batch.key_cache.shape[1]] = unused
+    return replace(batch, block_table=table)
+
+
 def check_against_fp64(impl, batch, options):
-    out = run(batch, impl=impl, **options)
+    window = {name: options[name] for name in ("left", "right", "anchor")}
+    out = run(given_back(batch, **window), impl=impl, **options)
     exact = expected(batch, torch.float64, **options)
     same = expected(batch, torch.float32, **options)
     assert_within_error_budget(out[: len(exact)], same, exact, impl, factor=4.0)
@@ -410,29 +500,134 @@ def check_alone_is_identical(impl, batch, options):
 
 
 SWEEP = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# The kernels run some hundred times slower under the interpreter.
+SWEPT = [("reference", 60), ("triton", 10), ("triton-tiny", 10)]
 
 
-@settings(SWEEP, max_examples=60)
-@given(canvas_batches())
-def test_canvas_attention_sweep_reference(case):
+def sweep(check, impl, max_examples):
+    @settings(SWEEP, max_examples=max_examples)
+    @given(canvas_batches())
+    def every_case(case):
+        check(impl, *case)
+
+    every_case()
+
+
+@pytest.mark.parametrize(("impl", "max_examples"), SWEPT)
+def test_canvas_attention_sweep(impl, max_examples):
     """Any batch agrees with fp64, and padding and unused blocks leave no trace."""
-    check_against_fp64("reference", *case)
+    sweep(check_against_fp64, impl, max_examples)
 
 
-@settings(SWEEP, max_examples=60)
-@given(canvas_batches())
-def test_canvas_attention_alone_reference(case):
+@pytest.mark.parametrize(("impl", "max_examples"), SWEPT)
+def test_canvas_attention_alone(impl, max_examples):
     """A sequence's output is the same bits alone and in any batch."""
-    check_alone_is_identical("reference", *case)
+    sweep(check_alone_is_identical, impl, max_examples)
 
 
 @pytest.mark.slow
-@settings(SWEEP, max_examples=1500)
-@given(canvas_batches())
-def test_canvas_attention_wide_sweep_reference(case):
-    """The sweep over many more batches."""
-    check_against_fp64("reference", *case)
-    check_alone_is_identical("reference", *case)
+@pytest.mark.parametrize(("impl", "max_examples"), [("reference", 1500), ("triton-tiny", 200)])
+def test_canvas_attention_wide_sweep(impl, max_examples):
+    """The sweeps over many more batches."""
+    sweep(check_against_fp64, impl, max_examples)
+    sweep(check_alone_is_identical, impl, max_examples)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "anchor", "spans"),
+    [
+        pytest.param(-1, -1, "canvas", False, id="full"),
+        pytest.param(20, -1, "canvas", False, id="L20-canvas"),
+        pytest.param(20, 3, "query", False, id="L20-R3-query"),
+        pytest.param(5, -1, "canvas", True, id="L5-canvas-spans"),
+    ],
+)
+@pytest.mark.parametrize("max_splits", [1, 4])
+def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
+    """The kernel computes the key tiles that some row of a query tile sees, and no other."""
+    from attention_kernels.canvas_attention import triton as kernels
+
+    query_lens, seq_lens, causal_rows = [40, 16, 24, 0, 9], [200, 150, 100, 60, 0], [40, 0, 9, 0, 9]
+    # The second span is far behind its rows, so that the keys between are a hole.
+    row_spans = [(0, 0)] * 30 + [(150, 180)] * 10 + [(0, 0)] * 16 + [(3, 20)] * 33
+    batch = make_batch(
+        query_lens, seq_lens, causal_rows, row_spans=row_spans if spans else None, padded_rows=4
+    )
+    config = kernels.TritonConfig(32, 16, 4, 1, min_split_keys=32, max_splits=max_splits)
+    visited = torch.zeros(len(seq_lens), dtype=torch.int32, device=DEVICE)
+    kernels.launch(
+        *[tensor for name, tensor in batch.tensors().items() if name != "row_spans"],
+        torch.zeros_like(batch.query),
+        batch.row_spans,
+        None,
+        None,
+        0.2,
+        1.0,
+        0.0,
+        left,
+        right,
+        anchor == "canvas",
+        max(query_lens),
+        max(seq_lens),
+        config=config,
+        visited=visited,
+    )
+    tokens_per_tile = 32 // 2  # two query heads share a key head
+    starts = batch.query_start_loc.tolist()
+    for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        mask = visibility_mask(
+            query_len,
+            seq_len,
+            causal_rows[seq],
+            window_left=left,
+            window_right=right,
+            window_anchor=anchor,
+            row_spans=batch.row_spans[starts[seq] : starts[seq + 1]] if spans else None,
+            device=DEVICE,
+        )
+        tiles = [keys.any() for rows in mask.split(tokens_per_tile) for keys in rows.split(16, 1)]
+        assert visited[seq] == sum(tiles) * 2, f"sequence {seq}"  # key heads
+
+
+def test_canvas_attention_split_is_used():
+    """Few rows and many keys run as several splits, and the bounds only size the launch."""
+    from attention_kernels.canvas_attention import triton as kernels
+
+    batch = make_batch([8], [300], [0])
+    with (
+        configured("triton-tiny"),
+        mock.patch.object(kernels, "_scratch", side_effect=nan_scratch) as scratch,
+    ):
+        out = canvas_attention(**batch.tensors(), scale=0.2, impl="triton")
+        assert scratch.called
+        bounded = canvas_attention(
+            **batch.tensors(), scale=0.2, impl="triton", max_query_len=8, max_seq_len=300
+        )
+    assert torch.equal(out, bounded)
+
+
+def test_canvas_attention_op():
+    """The custom op passes torch's own checks."""
+    import attention_kernels.canvas_attention.triton  # noqa: F401 (registers the op)
+
+    batch = make_batch([4, 3], [10, 9], [2, 0])
+    tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
+    out = torch.zeros_like(batch.query)
+    arguments = (*tensors, out, None, None, None, 0.2, 1.0, 0.0, 5, -1, True, 7, 32)
+    torch.library.opcheck(torch.ops.attention_kernels.canvas_attention_triton.default, arguments)
+
+
+@pytest.mark.parametrize("impl", ["triton"])
+def test_canvas_attention_compiled(impl):
+    """The public function traces into one graph and computes the same bits."""
+    batch = make_batch([4, 3], [10, 9], [2, 0])
+
+    def attend(query: Tensor) -> Tensor:
+        arguments = {**batch.tensors(), "query": query}
+        return canvas_attention(**arguments, scale=0.2, window_left=5, impl=impl) * 2
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(batch.query), attend(batch.query))
 
 
 def changed(batch: CanvasBatch, **tensors) -> dict:
@@ -511,6 +706,31 @@ def test_canvas_attention_cute_refused():
     """An explicit choice runs or raises."""
     with pytest.raises(NotImplementedError, match='impl="cute"'):
         canvas_attention(**changed(BATCH), impl="cute")
+
+
+def test_canvas_attention_triton_refused():
+    """The kernels say which inputs they do not take."""
+    with pytest.raises(ValueError, match="query has dtype torch.float64"):
+        canvas_attention(
+            **make_batch([4], [9], [0], dtype=torch.float64).tensors(), scale=1.0, impl="triton"
+        )
+    with pytest.raises(ValueError, match="query has head_dim 8"):
+        canvas_attention(
+            **make_batch([4], [9], [0], head_dim=8).tensors(), scale=1.0, impl="triton"
+        )
+
+
+def test_canvas_attention_triton_needs_a_gpu():
+    """Without a GPU and without the interpreter the kernels refuse by name."""
+    code = (
+        "import attention_kernels as a, attention_kernels.testing as t\n"
+        "b = t.make_canvas_batch([4], [9], [0])\n"
+        "try: a.canvas_attention(**b.tensors(), scale=1.0, impl='triton')\n"
+        "except NotImplementedError as e: assert 'TRITON_INTERPRET' in str(e), e\n"
+        "else: raise AssertionError('ran')"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_canvas_attention_auto_logs_once(caplog):

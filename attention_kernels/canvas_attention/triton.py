@@ -1,0 +1,870 @@
+"""Canvas attention over a paged cache, in Triton.
+
+One program takes a tile of query rows of one sequence together with all query heads that share a
+key head, so that a key tile is read once for the whole group, and walks over the key tiles that
+some of its rows see: tiles that every row sees in full without a mask, those on a border of the
+visible range with one. Scores never reach memory. Where a sequence has few rows and many keys,
+its key range is cut into splits that run as programs of their own; each writes an unnormalised
+fp32 partial (accumulator, row maximum, row sum), and a second kernel folds them in order. How a
+tile is cut depends on its own sequence only, so the output of a sequence never depends on who
+shares its batch; a tile in one piece is written directly, which gives the same bits as a fold of
+one partial. The scratch of the partials is bounded: larger batches run in several launches.
+
+Everything that varies from step to step (lengths, causal rows, block table, spans) is read from
+the device, and the grid follows from shapes and the bounds the caller gives, so a captured graph
+replays with new values.
+
+Legend: M rows of a tile (tokens x heads of a group), N keys of a tile, D head size; a position
+counts the keys before it. Windows that are off arrive as NO_WINDOW.
+"""
+
+# Device code is typed by its DSL: only its compile-time arguments carry annotations.
+# mypy: allow-incomplete-defs
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Added to or taken from a position it leaves every key in reach, and fits int32 with it.
+NO_WINDOW = 2**30
+# The most fp32 scratch of one launch. A tile of the widest heads takes 1 MiB, so this is enough
+# programs to fill any GPU several times over.
+SCRATCH_BYTES = 256 * 2**20
+# Sequences with more rows than this fill a GPU without splits.
+MAX_SPLIT_ROWS = 512
+# Sequence lengths read at once when a program looks for its sequence.
+SEARCH_WIDTH = 128
+# Rows that one program of the combine kernel folds.
+COMBINE_ROWS = 8
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Fixed when the kernels below are decorated, so it is read once, here.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """How the kernel is cut. The output of a sequence is fixed by this and the sequence."""
+
+    block_m: int  # rows of a query tile, tokens times heads of a group
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    min_split_keys: int = 1024  # a split is at least this long
+    max_splits: int = 8  # and there are at most this many
+
+
+@triton.jit
+def _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr):
+    """The sequence that a query tile belongs to.
+
+    Sequence i starts at tile (query_start[i] + i * (BLOCK_Q - 1)) // BLOCK_Q, which leaves every
+    sequence at least the tiles it needs and can be read off without a running sum.
+    """
+    found = 0
+    for first in range(0, num_seqs, WIDTH):
+        idx = first + tl.arange(0, WIDTH)
+        start = tl.load(query_start_ptr + idx, mask=idx < num_seqs, other=0)
+        offset = (start + idx * (BLOCK_Q - 1)) // BLOCK_Q
+        found += tl.sum(((idx < num_seqs) & (offset <= tile)).to(tl.int32), 0)
+    return found - 1
+
+
+@triton.jit
+def _row_bounds(
+    row, query_len, seq_len, causal, window_left, window_right, CANVAS_ANCHOR: tl.constexpr
+):
+    """First key that query rows see and one past their last, without spans; scalar or tensor."""
+    context = seq_len - query_len
+    position = context + row
+    anchor = position
+    if CANVAS_ANCHOR:
+        # A causal row lies before the canvas, so this leaves its own position as its anchor.
+        anchor = tl.minimum(position, context + causal)
+    lower = tl.maximum(anchor - window_left, 0)
+    canvas_upper = tl.minimum(position + window_right + 1, seq_len)
+    upper = tl.where(row < causal, position + 1, canvas_upper)
+    return lower, tl.maximum(upper, 0)
+
+
+@triton.jit
+def _load_spans(spans_ptr, token, row, live, causal, seq_len):
+    """Span of each row in keys of its sequence; (0, 0) on canvas rows and where there is none."""
+    has_span = live & (row < causal)
+    start = tl.load(spans_ptr + token * 2, mask=has_span, other=0)
+    end = tl.load(spans_ptr + token * 2 + 1, mask=has_span, other=0)
+    return tl.maximum(start, 0), tl.minimum(end, seq_len)
+
+
+@triton.jit
+def _tile_reach(
+    first_row,
+    last_row,
+    query_len,
+    seq_len,
+    causal,
+    window_left,
+    window_right,
+    span_start,
+    span_end,
+    CANVAS_ANCHOR: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+):
+    """The keys that some row of a tile sees, and those that every row sees.
+
+    Bounds rise with the row, so the first and the last row give both; every row sees itself, so
+    what some row sees has no gap.
+    """
+    lower, all_upper = _row_bounds(
+        first_row, query_len, seq_len, causal, window_left, window_right, CANVAS_ANCHOR
+    )
+    all_lower, upper = _row_bounds(
+        last_row, query_len, seq_len, causal, window_left, window_right, CANVAS_ANCHOR
+    )
+    if HAS_SPANS:
+        inside = span_start < span_end
+        lower = tl.minimum(lower, tl.min(tl.where(inside, span_start, lower), 0))
+        upper = tl.maximum(upper, tl.max(tl.where(inside, span_end, 0), 0))
+    return lower, upper, all_lower, all_upper
+
+
+@triton.jit
+def _split_tiles(
+    num_tiles,
+    query_len,
+    BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+):
+    """Key tiles of one split, from the sequence and constants alone."""
+    per_split = tl.maximum(MIN_SPLIT // BLOCK_N, tl.cdiv(num_tiles, MAX_SPLITS))
+    return tl.where(query_len > MAX_ROWS, tl.maximum(num_tiles, 1), per_split)
+
+
+@triton.jit
+def _operand(tile, like, UPCAST: tl.constexpr):
+    """A tile rounded to the dtype of ``like``, as an operand of a matrix product."""
+    tile = tile.to(like.dtype)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _attend_tile(
+    query_MD,
+    acc_MD,
+    max_M,
+    sum_M,
+    key_N,
+    in_reach_N,
+    visible_MN,
+    block_table_ptr,
+    key_ptr,
+    value_ptr,
+    stride_kb,
+    stride_ks,
+    stride_vb,
+    stride_vs,
+    qk_scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold one key tile into the running softmax; scores are in units of log 2."""
+    d = tl.arange(0, BLOCK_D)
+    slot_N = key_N % CACHE_BLOCK
+    if MASKED:
+        block_N = tl.load(block_table_ptr + key_N // CACHE_BLOCK, mask=in_reach_N, other=0)
+    else:
+        block_N = tl.load(block_table_ptr + key_N // CACHE_BLOCK)
+    block_N = block_N.to(tl.int64)
+    key_ptrs = key_ptr + (block_N * stride_kb + slot_N * stride_ks)[None, :] + d[:, None]
+    value_ptrs = value_ptr + (block_N * stride_vb + slot_N * stride_vs)[:, None] + d[None, :]
+    if MASKED:
+        # Keys out of reach may lie in blocks that were given back: NaN there must not be read.
+        key_DN = tl.load(key_ptrs, mask=in_reach_N[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        key_DN = tl.load(key_ptrs)
+    else:
+        key_DN = tl.load(key_ptrs, mask=(d < HEAD_DIM)[:, None], other=0.0)
+
+    score_MN = tl.dot(
+        _operand(query_MD, query_MD, UPCAST),
+        _operand(key_DN, query_MD, UPCAST),
+        input_precision="ieee",
+    )
+    score_MN *= qk_scale
+    if HAS_SOFTCAP:
+        # tanh from exp2; qk_scale left out log2(e) for it. The exponent is never positive.
+        ratio = tl.exp2(tl.abs(score_MN) * (-2.0 * LOG2_E / softcap))
+        capped = softcap * LOG2_E * (1.0 - ratio) / (1.0 + ratio)
+        score_MN = tl.where(score_MN < 0, -capped, capped)
+    if MASKED:
+        score_MN = tl.where(visible_MN, score_MN, float("-inf"))
+
+    new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
+    # A row that has seen nothing yet keeps a maximum of -inf, which must not be subtracted.
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    weight_MN = tl.exp2(score_MN - base_M[:, None])
+    decay_M = tl.exp2(max_M - base_M)
+    sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
+    acc_MD = acc_MD * decay_M[:, None]
+
+    if MASKED:
+        value_ND = tl.load(
+            value_ptrs, mask=in_reach_N[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+        )
+    elif HEAD_DIM == BLOCK_D:
+        value_ND = tl.load(value_ptrs)
+    else:
+        value_ND = tl.load(value_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    acc_MD = tl.dot(
+        _operand(weight_MN, query_MD, UPCAST),
+        _operand(value_ND, query_MD, UPCAST),
+        acc_MD,
+        input_precision="ieee",
+    )
+    return acc_MD, new_max_M, sum_M
+
+
+@triton.jit
+def _store_rows(
+    out_ptr,
+    out_MD,
+    token_M,
+    head_M,
+    live_M,
+    stride_ot,
+    stride_oh,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    d = tl.arange(0, BLOCK_D)
+    ptrs = out_ptr + (token_M.to(tl.int64) * stride_ot + head_M * stride_oh)[:, None] + d[None, :]
+    mask = live_M[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(ptrs, out_MD.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# What changes between steps must not compile the kernel anew when it happens to be 1 or a
+# multiple of 16.
+_VARYING = ["num_seqs", "first_tile", "window_left", "window_right"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _canvas_attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    causal_rows_ptr,
+    spans_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    part_acc_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    visited_ptr,
+    num_seqs,
+    first_tile,
+    window_left,
+    window_right,
+    qk_scale,
+    softcap,
+    value_factor,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CANVAS_ANCHOR: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    tile = first_tile + tl.program_id(0)
+    seq = _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
+    query_start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - query_start
+    first_row = (tile - (query_start + seq * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
+    if first_row >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    causal = tl.load(causal_rows_ptr + seq)
+
+    # Heads of a group that do not fit one tile take programs of their own.
+    SUBGROUPS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // SUBGROUPS
+    m = tl.arange(0, BLOCK_M)
+    row_M = first_row + m // HEADS
+    head_in_group_M = tl.program_id(1) % SUBGROUPS * HEADS + m % HEADS
+    live_M = (m < BLOCK_Q * HEADS) & (row_M < query_len) & (head_in_group_M < GROUP)
+    token_M = query_start + row_M
+    head_M = kv_head * GROUP + head_in_group_M
+
+    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
+    span_start_M = row_M
+    span_end_M = row_M
+    if HAS_SPANS:
+        span_start_M, span_end_M = _load_spans(spans_ptr, token_M, row_M, live_M, causal, seq_len)
+    lower, upper, all_lower, all_upper = _tile_reach(
+        first_row,
+        last_row,
+        query_len,
+        seq_len,
+        causal,
+        window_left,
+        window_right,
+        span_start_M,
+        span_end_M,
+        CANVAS_ANCHOR,
+        HAS_SPANS,
+    )
+    begin = lower // BLOCK_N
+    end = tl.maximum(tl.cdiv(upper, BLOCK_N), begin)
+    in_one_piece = True
+    if SPLIT:
+        per_split = _split_tiles(end - begin, query_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS, MAX_ROWS)
+        in_one_piece = end - begin <= per_split
+        begin += tl.program_id(2) * per_split
+        if (begin >= end) & (tl.program_id(2) > 0):
+            return
+        end = tl.minimum(begin + per_split, end)
+    # Tiles [full_begin, full_end) are seen in full by every row.
+    full_begin = tl.minimum(tl.maximum(tl.cdiv(all_lower, BLOCK_N), begin), end)
+    full_end = tl.minimum(tl.maximum(all_upper // BLOCK_N, full_begin), end)
+    if HAS_SPANS:
+        full_end = full_begin
+
+    d = tl.arange(0, BLOCK_D)
+    query_MD = tl.load(
+        query_ptr + (token_M.to(tl.int64) * stride_qt + head_M * stride_qh)[:, None] + d[None, :],
+        mask=live_M[:, None] & (d < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    if key_scale_ptr is not None:
+        qk_scale *= tl.load(key_scale_ptr)
+    if value_scale_ptr is not None:
+        value_factor *= tl.load(value_scale_ptr)
+    block_table_ptr += seq.to(tl.int64) * stride_table
+    key_ptr += kv_head.to(tl.int64) * stride_kh
+    value_ptr += kv_head.to(tl.int64) * stride_vh
+    lower_M, upper_M = _row_bounds(
+        row_M, query_len, seq_len, causal, window_left, window_right, CANVAS_ANCHOR
+    )
+    n = tl.arange(0, BLOCK_N)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    visited = 0
+
+    for tile_n in range(full_begin, full_end):
+        acc_MD, max_M, sum_M = _attend_tile(
+            query_MD,
+            acc_MD,
+            max_M,
+            sum_M,
+            tile_n * BLOCK_N + n,
+            None,
+            None,
+            block_table_ptr,
+            key_ptr,
+            value_ptr,
+            stride_kb,
+            stride_ks,
+            stride_vb,
+            stride_vs,
+            qk_scale,
+            softcap,
+            HEAD_DIM,
+            BLOCK_D,
+            CACHE_BLOCK,
+            HAS_SOFTCAP,
+            UPCAST,
+            False,
+        )
+        if COUNT:
+            visited += 1
+    # The tiles on both borders in one loop, so that its code is there once.
+    for i in range(full_begin - begin + end - full_end):
+        tile_n = begin + i
+        if tile_n >= full_begin:
+            tile_n += full_end - full_begin
+        key_N = tile_n * BLOCK_N + n
+        in_reach_N = (key_N >= lower) & (key_N < upper)
+        visible_MN = (key_N[None, :] >= lower_M[:, None]) & (key_N[None, :] < upper_M[:, None])
+        if HAS_SPANS:
+            visible_MN |= (key_N[None, :] >= span_start_M[:, None]) & (
+                key_N[None, :] < span_end_M[:, None]
+            )
+        visible_MN &= live_M[:, None]
+        seen = True
+        if HAS_SPANS:
+            # Only spans can leave a hole in what the rows of a tile see.
+            seen = tl.max(tl.max(visible_MN.to(tl.int32), 1), 0) > 0
+        if seen:
+            acc_MD, max_M, sum_M = _attend_tile(
+                query_MD,
+                acc_MD,
+                max_M,
+                sum_M,
+                key_N,
+                in_reach_N,
+                visible_MN,
+                block_table_ptr,
+                key_ptr,
+                value_ptr,
+                stride_kb,
+                stride_ks,
+                stride_vb,
+                stride_vs,
+                qk_scale,
+                softcap,
+                HEAD_DIM,
+                BLOCK_D,
+                CACHE_BLOCK,
+                HAS_SOFTCAP,
+                UPCAST,
+                True,
+            )
+            if COUNT:
+                visited += 1
+    if COUNT:
+        tl.atomic_add(visited_ptr + seq, visited)
+
+    if not in_one_piece:
+        part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        rows_M = (part * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + m
+        tl.store(part_acc_ptr + rows_M[:, None] * BLOCK_D + d[None, :], acc_MD)
+        tl.store(part_max_ptr + rows_M, max_M)
+        tl.store(part_sum_ptr + rows_M, sum_M)
+    else:
+        # A row that sees nothing has a sum of 0 and an accumulator of 0.
+        out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None] * value_factor
+        _store_rows(
+            out_ptr, out_MD, token_M, head_M, live_M, stride_ot, stride_oh, HEAD_DIM, BLOCK_D
+        )
+
+
+@triton.jit(do_not_specialize=["num_splits", *_VARYING])
+def _combine_kernel(
+    out_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    causal_rows_ptr,
+    spans_ptr,
+    value_scale_ptr,
+    part_acc_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    num_splits,
+    num_seqs,
+    first_tile,
+    window_left,
+    window_right,
+    value_factor,
+    stride_ot,
+    stride_oh,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CANVAS_ANCHOR: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Fold the partials of ROWS rows of one tile; a tile in one piece is already written."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    tile = first_tile + tl.program_id(0)
+    seq = _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
+    query_start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - query_start
+    first_row = (tile - (query_start + seq * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
+    if (first_row >= query_len) | (query_len > MAX_ROWS):
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    causal = tl.load(causal_rows_ptr + seq)
+    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
+    span_start_M = tl.arange(0, BLOCK_M)
+    span_end_M = span_start_M
+    if HAS_SPANS:
+        m_M = tl.arange(0, BLOCK_M)
+        row_M = first_row + m_M // HEADS
+        live_M = (m_M < BLOCK_Q * HEADS) & (row_M < query_len)
+        span_start_M, span_end_M = _load_spans(
+            spans_ptr, query_start + row_M, row_M, live_M, causal, seq_len
+        )
+    lower, upper, _, _ = _tile_reach(
+        first_row,
+        last_row,
+        query_len,
+        seq_len,
+        causal,
+        window_left,
+        window_right,
+        span_start_M,
+        span_end_M,
+        CANVAS_ANCHOR,
+        HAS_SPANS,
+    )
+    num_tiles = tl.maximum(tl.cdiv(upper, BLOCK_N) - lower // BLOCK_N, 0)
+    per_split = _split_tiles(num_tiles, query_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS, MAX_ROWS)
+    if num_tiles <= per_split:
+        return
+
+    SUBGROUPS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row_R = first_row + r // HEADS
+    head_in_group_R = tl.program_id(1) % SUBGROUPS * HEADS + r % HEADS
+    live_R = (r < BLOCK_Q * HEADS) & (row_R < query_len) & (head_in_group_R < GROUP)
+    head_R = tl.program_id(1) // SUBGROUPS * GROUP + head_in_group_R
+    part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * num_splits
+    live_splits = tl.cdiv(num_tiles, per_split)
+
+    d = tl.arange(0, BLOCK_D)
+    max_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    for split in range(live_splits):
+        max_R = tl.maximum(max_R, tl.load(part_max_ptr + (part + split) * BLOCK_M + r))
+    base_R = tl.where(max_R == float("-inf"), 0.0, max_R)
+    sum_R = tl.zeros([ROWS], dtype=tl.float32)
+    acc_RD = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    for split in range(live_splits):
+        rows_R = (part + split) * BLOCK_M + r
+        weight_R = tl.exp2(tl.load(part_max_ptr + rows_R) - base_R)
+        sum_R += tl.load(part_sum_ptr + rows_R) * weight_R
+        acc_RD += tl.load(part_acc_ptr + rows_R[:, None] * BLOCK_D + d[None, :]) * weight_R[:, None]
+    if value_scale_ptr is not None:
+        value_factor *= tl.load(value_scale_ptr)
+    out_RD = acc_RD / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None] * value_factor
+    _store_rows(
+        out_ptr,
+        out_RD,
+        query_start + row_R,
+        head_R,
+        live_R,
+        stride_ot,
+        stride_oh,
+        HEAD_DIM,
+        BLOCK_D,
+    )
+
+
+def canvas_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    window_anchor: str,
+    row_spans: Tensor | None,
+    key_scale: float | Tensor | None,
+    value_scale: float | Tensor | None,
+    out: Tensor,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+) -> None:
+    """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
+    _check_supported(query)
+    # Numbers are folded on the host; only what lies on the device is read there.
+    key_factor = 1.0 if key_scale is None or isinstance(key_scale, Tensor) else key_scale
+    value_factor = 1.0 if value_scale is None or isinstance(value_scale, Tensor) else value_scale
+    run = _canvas_attention_op if torch.compiler.is_compiling() else launch
+    run(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal_rows,
+        out,
+        row_spans,
+        key_scale if isinstance(key_scale, Tensor) else None,
+        value_scale if isinstance(value_scale, Tensor) else None,
+        scale * key_factor,
+        value_factor,
+        softcap,
+        window_left,
+        window_right,
+        window_anchor == "canvas",
+        query.shape[0] if max_query_len is None else max_query_len,
+        block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+    )
+
+
+def launch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    out: Tensor,
+    row_spans: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
+    value_factor: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    canvas_anchor: bool,
+    max_query_len: int,
+    max_seq_len: int,
+    config: TritonConfig | None = None,
+    visited: Tensor | None = None,
+) -> None:
+    """Launch the kernels on checked arguments.
+
+    ``config`` fixes how the work is cut; ``visited`` [num_seqs], int32, counts the key tiles that
+    the programs of each sequence computed.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    num_seqs = seq_lens.shape[0]
+    if config is None:
+        config = choose_config(query, key_cache.dtype)
+    cut = _constants(config, num_heads // num_kv_heads, head_dim, canvas_anchor, row_spans)
+    block_q = config.block_m // cut["HEADS"]
+    num_tiles = (num_tokens + num_seqs * (block_q - 1)) // block_q
+    head_programs = num_kv_heads * -(-cut["GROUP"] // cut["HEADS"])
+    num_splits = _num_splits(config, window_left, row_spans, max_query_len, max_seq_len)
+
+    launch_tiles = num_tiles
+    part_acc = part_max = part_sum = None
+    if num_splits > 1:
+        rows_per_tile = head_programs * num_splits * config.block_m
+        launch_tiles = min(
+            num_tiles, max(1, SCRATCH_BYTES // (rows_per_tile * (cut["BLOCK_D"] + 2) * 4))
+        )
+        part_acc = _scratch(launch_tiles * rows_per_tile, cut["BLOCK_D"], query.device)
+        part_max, part_sum = _scratch(2, launch_tiles * rows_per_tile, query.device).unbind()
+
+    windows = [NO_WINDOW if window < 0 else window for window in (window_left, window_right)]
+    for first_tile in range(0, num_tiles, launch_tiles):
+        grid = (min(launch_tiles, num_tiles - first_tile), head_programs)
+        _canvas_attention_kernel[(*grid, num_splits)](
+            query,
+            key_cache,
+            value_cache,
+            out,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            causal_rows,
+            row_spans,
+            key_scale,
+            value_scale,
+            part_acc,
+            part_max,
+            part_sum,
+            visited,
+            num_seqs,
+            first_tile,
+            *windows,
+            scale if softcap > 0 else scale * LOG2_E.value,
+            softcap,
+            value_factor,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_table.stride(0),
+            **cut,
+            CACHE_BLOCK=key_cache.shape[1],
+            HAS_SOFTCAP=softcap > 0,
+            # Triton's interpreter multiplies the bits of bf16 operands as integers.
+            UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
+            SPLIT=num_splits > 1,
+            COUNT=visited is not None,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if num_splits > 1:
+            _combine_kernel[(*grid, -(-config.block_m // COMBINE_ROWS))](
+                out,
+                query_start_loc,
+                seq_lens,
+                causal_rows,
+                row_spans,
+                value_scale,
+                part_acc,
+                part_max,
+                part_sum,
+                num_splits,
+                num_seqs,
+                first_tile,
+                *windows,
+                value_factor,
+                *out.stride()[:2],
+                **cut,
+                ROWS=COMBINE_ROWS,
+                num_warps=4,
+            )
+
+
+def _check_supported(query: Tensor) -> None:
+    if query.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(
+            f'query has dtype {query.dtype}; impl="triton" takes '
+            f'{", ".join(map(str, SUPPORTED_DTYPES))}. Use impl="reference" for others.'
+        )
+    if not 16 <= query.shape[2] <= 512:
+        raise ValueError(
+            f'query has head_dim {query.shape[2]}; impl="triton" takes 16 to 512. Use '
+            'impl="reference" for others.'
+        )
+    if query.device.type != "cuda" and not INTERPRETED:
+        raise NotImplementedError(
+            f'impl="triton" needs CUDA tensors and got {query.device}; set TRITON_INTERPRET=1 '
+            'before Python starts to run it on a CPU, or use impl="reference".'
+        )
+
+
+def _constants(
+    config: TritonConfig,
+    group: int,
+    head_dim: int,
+    canvas_anchor: bool,
+    row_spans: Tensor | None,
+) -> dict[str, int | bool]:
+    """The compile-time arguments that both kernels share."""
+    return {
+        "GROUP": group,
+        "HEADS": min(group, config.block_m),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "CANVAS_ANCHOR": canvas_anchor,
+        "HAS_SPANS": row_spans is not None,
+        "MIN_SPLIT": config.min_split_keys,
+        "MAX_SPLITS": config.max_splits,
+        "MAX_ROWS": MAX_SPLIT_ROWS,
+        "WIDTH": SEARCH_WIDTH,
+    }
+
+
+def _num_splits(
+    config: TritonConfig,
+    window_left: int,
+    row_spans: Tensor | None,
+    max_query_len: int,
+    max_seq_len: int,
+) -> int:
+    """Splits that the longest reach within the caller's bounds can need.
+
+    Only how many programs are launched: where a tile is cut is decided on the device, from its
+    own sequence.
+    """
+    reach = max_seq_len
+    if window_left >= 0 and row_spans is None:
+        reach = min(reach, window_left + max_query_len)
+    # One tile more than the reach fills, since it need not start on a border.
+    tiles = -(-reach // config.block_n) + 1
+    return min(config.max_splits, max(1, -(-tiles // (config.min_split_keys // config.block_n))))
+
+
+def _scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Uninitialised memory for partials; every number read from it was written in the launch."""
+    return torch.empty(rows, columns, dtype=torch.float32, device=device)
+
+
+def choose_config(query: Tensor, cache_dtype: torch.dtype) -> TritonConfig:
+    """The tuned configuration for these inputs on this device."""
+    return TritonConfig(32, 32, 4, 2)
+
+
+@torch.library.custom_op("attention_kernels::canvas_attention_triton", mutates_args=("out",))
+def _canvas_attention_op(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    out: Tensor,
+    row_spans: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
+    value_factor: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    canvas_anchor: bool,
+    max_query_len: int,
+    max_seq_len: int,
+) -> None:
+    launch(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal_rows,
+        out,
+        row_spans,
+        key_scale,
+        value_scale,
+        scale,
+        value_factor,
+        softcap,
+        window_left,
+        window_right,
+        canvas_anchor,
+        max_query_len,
+        max_seq_len,
+    )
+
+
+@_canvas_attention_op.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    """Writes ``out`` and returns nothing."""
