@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_diffusion.model_state.request_slots import DenoisingDefaults
+
+OPTION = "--additional-config '{\"diffusion\": {...}}'"
 
 
 @dataclass(frozen=True)
@@ -25,3 +37,179 @@ def environment_flags() -> EnvironmentFlags:
         disabled=os.environ.get("VLLM_DIFFUSION_DISABLE", "") == "1",
         force_cpu=os.environ.get("VLLM_DIFFUSION_CPU", "") == "1",
     )
+
+
+@dataclass(frozen=True)
+class PluginSettings:
+    """What the operator sets with ``--additional-config '{"diffusion": {...}}'``.
+
+    ``None`` leaves a setting to the checkpoint's ``generation_config.json``.
+
+    Attributes:
+        max_denoising_steps: N, the step cap of every canvas, at least 1.
+        t_min: Temperature after the last step, above 0.
+        t_max: Temperature at the first step, at least ``t_min``.
+        entropy_bound: Nats, above 0.
+        confidence_threshold: Mean entropy in nats, above 0.
+        stability_threshold: Steps, at least 0.
+        window_anchor: ``"canvas"`` ties the sliding window of a canvas row to its canvas, as the
+            reference implementation does; ``"query"`` to the row, as stock vLLM does.
+    """
+
+    max_denoising_steps: int | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    entropy_bound: float | None = None
+    confidence_threshold: float | None = None
+    stability_threshold: int | None = None
+    window_anchor: str = "canvas"
+
+    def __post_init__(self) -> None:
+        for name in ("max_denoising_steps", "stability_threshold"):
+            _check_number(name, getattr(self, name), int, low=0 if name[0] == "s" else 1)
+        for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
+            _check_number(name, getattr(self, name), float, low=0.0)
+        if self.window_anchor not in ("canvas", "query"):
+            raise ValueError(
+                f'window_anchor={self.window_anchor!r} is not known; set it to "canvas" or "query".'
+            )
+
+
+def _check_number(name: str, value: object, kind: type, low: float) -> None:
+    """Raise a ``ValueError`` unless ``value`` is ``None`` or a finite number in range.
+
+    Integers start at ``low``; floats must be above it.
+    """
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{name}={value!r} must be an integer of at least {int(low)}.")
+    elif not number or not math.isfinite(value) or value <= low:  # type: ignore[arg-type]
+        raise ValueError(f"{name}={value!r} must be a number above {low:g}.")
+
+
+def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
+    """Parse and validate ``additional_config["diffusion"]``.
+
+    Raises:
+        ValueError: Naming the setting, what it got and what is allowed.
+    """
+    additional = vllm_config.additional_config
+    section = additional.get("diffusion", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{OPTION}: diffusion must be a mapping; got {section!r}.")
+    known = [field.name for field in fields(PluginSettings)]
+    for name in section:
+        if name not in known:
+            raise ValueError(f"{OPTION}: {name} is not known; known are {', '.join(known)}.")
+    try:
+        return PluginSettings(**section)
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from None
+
+
+# Keys of generation_config.json, with the type that each must have.
+_GENERATION_KEYS: dict[str, type] = {
+    "max_denoising_steps": int,
+    "t_min": float,
+    "t_max": float,
+    "confidence_threshold": float,
+    "stability_threshold": int,
+}
+_SAMPLER_CLASS = "EntropyBoundSamplerConfig"
+
+
+def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
+    """Denoising settings: start-up option over ``--diffusion-config`` over the checkpoint's file.
+
+    Raises:
+        ValueError: Naming the missing or malformed key, its file, and how to set it.
+    """
+    from vllm_diffusion.model_state.request_slots import DenoisingDefaults
+
+    settings = plugin_settings(vllm_config)
+    generation, source = _generation_config(vllm_config.model_config)
+    values: dict[str, Any] = {}
+    for name, kind in _GENERATION_KEYS.items():
+        value = getattr(settings, name)
+        if value is None and name == "max_denoising_steps" and vllm_config.diffusion_config:
+            value = vllm_config.diffusion_config.max_denoising_steps
+        if value is None:
+            value = generation.get(name)
+        if value is None:
+            raise ValueError(
+                f"{source} has no {name}, which DiffusionGemma's denoising needs. Add it there, "
+                f"or set it with --additional-config '{{\"diffusion\": {{\"{name}\": ...}}}}'."
+            )
+        try:
+            _check_number(name, value, kind, low=0 if kind is float or name[0] == "s" else 1)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        values[name] = value
+    if values["t_max"] < values["t_min"]:
+        raise ValueError(
+            f"t_max={values['t_max']} is below t_min={values['t_min']}; the temperature falls from "
+            "t_max to t_min."
+        )
+    values["entropy_bound"] = _entropy_bound(settings, generation, source)
+    return DenoisingDefaults(**values)
+
+
+def _entropy_bound(settings: PluginSettings, generation: Mapping[str, Any], source: str) -> float:
+    sampler = generation.get("sampler_config")
+    if not isinstance(sampler, Mapping):
+        sampler = {}
+    name = sampler.get("_cls_name", _SAMPLER_CLASS)
+    if name != _SAMPLER_CLASS:
+        raise ValueError(
+            f"{source}: sampler_config is a {name}; only {_SAMPLER_CLASS} is implemented."
+        )
+    if settings.entropy_bound is not None:
+        return settings.entropy_bound
+    bound = sampler.get("entropy_bound")
+    if bound is None:
+        raise ValueError(
+            f"{source} has no sampler_config.entropy_bound. Add it there, or set entropy_bound "
+            f"with {OPTION}."
+        )
+    try:
+        _check_number("sampler_config.entropy_bound", bound, float, low=0.0)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    return float(bound)
+
+
+def _generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str]:
+    """The checkpoint's generation settings, and a name for where they come from."""
+    folder = model_config.generation_config
+    if folder in ("auto", "vllm"):
+        folder = model_config.hf_config_path or model_config.model
+    path = Path(folder) / "generation_config.json"
+    if path.is_file():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} must hold a JSON object.")
+        return content, str(path)
+    # A checkpoint on the hub: vLLM knows how to find it.
+    return model_config.try_get_generation_config(), f"generation_config.json of {folder}"
+
+
+def compile_backend(vllm_config: VllmConfig) -> str | None:
+    """Backend of ``torch.compile`` for the decision step, ``None`` to run it eagerly.
+
+    Eager where the operator asked for it, and on a CPU without a C++ compiler.
+    """
+    from vllm.platforms import current_platform
+
+    if vllm_config.model_config.enforce_eager:
+        return None
+    if current_platform.is_cpu():
+        from vllm_diffusion.platforms.cpu import has_cpp_compiler
+
+        return "inductor" if has_cpp_compiler() else None
+    return str(current_platform.simple_compile_backend)

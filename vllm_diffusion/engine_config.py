@@ -1,0 +1,105 @@
+"""What is checked and chosen when a DiffusionGemma checkpoint is configured, before it is loaded.
+
+vLLM calls :meth:`DiffusionGemmaEngineConfig.verify_and_update_config` for our architecture only.
+Every ``ValueError`` here reaches the user before a weight is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_diffusion import upstream
+from vllm_diffusion.config import diffusion_gemma_defaults, plugin_settings
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
+
+
+class DiffusionGemmaEngineConfig:
+    """Our entry in vLLM's table of architecture-specific configuration."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Nothing: all that is ours needs the whole configuration."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        problem = upstream.problem()
+        if problem is not None:
+            raise ValueError(problem)
+        plugin_settings(vllm_config)
+        _check_canvas_length(vllm_config)
+        _choose_attention(vllm_config)
+
+        from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
+
+        DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+        diffusion_gemma_defaults(vllm_config)
+        _check_sizes(vllm_config)
+        _choose_scheduler(vllm_config)
+
+
+def _check_canvas_length(vllm_config: VllmConfig) -> None:
+    canvas_length = getattr(vllm_config.model_config.hf_config, "canvas_length", None)
+    if canvas_length is None:
+        raise ValueError(
+            "config.json of the checkpoint has no canvas_length; add the number of positions that "
+            "it denoises together (256 for DiffusionGemma-26B)."
+        )
+
+
+def _check_sizes(vllm_config: VllmConfig) -> None:
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    max_model_len = vllm_config.model_config.max_model_len
+    if canvas_length >= max_model_len:
+        raise ValueError(
+            f"canvas_length={canvas_length} leaves no room for a prompt in "
+            f"max_model_len={max_model_len}; set --max-model-len above {canvas_length}."
+        )
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    if budget < 2 * canvas_length:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} is below two canvases of {canvas_length}, and a "
+            f"canvas is scheduled whole or not at all; set --max-num-batched-tokens to at least "
+            f"{2 * canvas_length}."
+        )
+
+
+def _choose_attention(vllm_config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    chosen = vllm_config.attention_config.backend
+    if current_platform.is_cpu():
+        register_backend(
+            AttentionBackendEnum.CUSTOM, "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+        )
+        able = (None, AttentionBackendEnum.CUSTOM)
+        default = AttentionBackendEnum.CUSTOM
+    else:
+        # The back ends of vLLM that take a causal flag per sequence.
+        able = (None, AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN)
+        default = None
+    if chosen not in able:
+        names = " or ".join(backend.name for backend in able if backend is not None)
+        raise ValueError(
+            f"--attention-backend {chosen.name} cannot serve DiffusionGemma, whose batches mix "
+            f"causal and bidirectional sequences; leave it unset or set it to {names}."
+        )
+    if chosen is None and default is not None:
+        vllm_config.attention_config.backend = default
+
+
+def _choose_scheduler(vllm_config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    scheduler_config = vllm_config.scheduler_config
+    if scheduler_config.scheduler_cls is None:
+        scheduler_config.scheduler_cls = SCHEDULER
+    if scheduler_config.async_scheduling is None and current_platform.is_cpu():
+        # Nothing runs beside the engine's process here, so there is nothing to hide.
+        scheduler_config.async_scheduling = False
+    # An image's rows attend to one another in both directions, so they must be in one pass.
+    scheduler_config.disable_chunked_mm_input = True

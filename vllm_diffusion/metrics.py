@@ -1,0 +1,194 @@
+"""What a request, and the whole engine, took: passes, rows and denoising steps.
+
+The scheduler counts on the host, from what it scheduled and what came back. The numbers of one
+request ride to the API process in vLLM's ``RequestSpecDecodeMetrics``, whose per-step lists are
+free for diffusion models; those of the engine in ``SpecDecodingStats.num_draft_tokens_per_pos``,
+likewise. :func:`request_metrics` and :class:`DiffusionStatLogger` read them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+
+class CanvasRequestRecord(RequestSpecDecodeMetrics):
+    """The trace of one request.
+
+    ``per_step_drafted`` has an entry per pass: its canvas rows, or minus its causal rows (prompt
+    and finished canvas). ``per_step_accepted`` has the tokens that the pass emitted.
+    """
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Called by the stock scheduler for passes with draft tokens; keeps its totals only."""
+        super().observe(num_draft_tokens, num_accepted, detailed=False)
+
+    def observe_pass(self, signed_rows: int, num_emitted: int) -> None:
+        self.per_step_drafted.append(signed_rows)
+        self.per_step_accepted.append(num_emitted)
+
+
+@dataclass(frozen=True)
+class DiffusionRequestMetrics:
+    """What one finished request took.
+
+    Attributes:
+        passes: Forward passes in which the request had rows.
+        encode_rows: Causal rows: prompt tokens computed, and tokens of finished canvases.
+        canvas_rows: Rows of canvases that were being denoised.
+        projected_rows: Rows that were projected to the vocabulary.
+        denoise_steps_per_canvas: Steps of each canvas, in order.
+    """
+
+    passes: int
+    encode_rows: int
+    canvas_rows: int
+    projected_rows: int
+    denoise_steps_per_canvas: tuple[int, ...]
+
+
+def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
+    """Metrics of a finished ``CompletionOutput``; ``None`` while it is unfinished.
+
+    Args:
+        completion: One of ``RequestOutput.outputs``.
+    """
+    record = completion.spec_decode_metrics
+    if record is None or not record.per_step_drafted:
+        return None
+    steps: list[int] = []
+    in_canvas = False
+    for rows in record.per_step_drafted:
+        if rows < 0:
+            in_canvas = False
+            continue
+        if not in_canvas:
+            steps.append(0)
+            in_canvas = True
+        steps[-1] += 1
+    canvas_rows = sum(rows for rows in record.per_step_drafted if rows > 0)
+    emitted = sum(record.per_step_accepted)
+    read_only = any(
+        n and rows > 0
+        for rows, n in zip(record.per_step_drafted, record.per_step_accepted, strict=True)
+    )
+    return DiffusionRequestMetrics(
+        passes=len(record.per_step_drafted),
+        encode_rows=-sum(rows for rows in record.per_step_drafted if rows < 0),
+        canvas_rows=canvas_rows,
+        # The pass that encodes a finished canvas projects its rows too.
+        projected_rows=canvas_rows + (0 if read_only else emitted),
+        denoise_steps_per_canvas=tuple(steps),
+    )
+
+
+@dataclass
+class PassTotals:
+    """Totals of the engine since the last time they were sent."""
+
+    passes: int = 0
+    encode_rows: int = 0
+    canvas_rows: int = 0
+    projected_rows: int = 0
+    denoise_steps: int = 0
+    canvases: int = 0
+
+
+class PassCounters:
+    """The scheduler's side of the counting."""
+
+    def __init__(self) -> None:
+        self._totals = PassTotals()
+
+    def observe(
+        self, record: Any, *, num_rows: int, is_canvas: bool, num_emitted: int, read_only: bool
+    ) -> None:
+        """Count one request's part of one pass.
+
+        Args:
+            record: The request's :class:`CanvasRequestRecord`.
+            num_rows: Its rows in the pass.
+            is_canvas: Whether they are a canvas: being denoised, or finished and being encoded.
+            num_emitted: Tokens that the pass emitted for it.
+            read_only: Whether its canvas is emitted when it converges, and never encoded.
+        """
+        # A canvas is emitted by the pass that encodes it, unless it is only read.
+        denoised = is_canvas and (num_emitted == 0 or read_only)
+        totals = self._totals
+        totals.passes += 1
+        totals.projected_rows += num_rows if is_canvas else 0
+        totals.canvases += 1 if num_emitted else 0
+        if denoised:
+            totals.canvas_rows += num_rows
+            totals.denoise_steps += 1
+        else:
+            totals.encode_rows += num_rows
+        if isinstance(record, CanvasRequestRecord):
+            record.observe_pass(num_rows if denoised else -num_rows, num_emitted)
+
+    def attach(self, stats: SpecDecodingStats | None, num_spec_tokens: int) -> SpecDecodingStats | None:
+        """Move the totals into the engine's statistics of this step; ``None`` if there are none."""
+        if self._totals == PassTotals():
+            return stats
+        if stats is None:
+            stats = SpecDecodingStats.new(num_spec_tokens)
+        stats.num_draft_tokens_per_pos = list(astuple(self._totals))
+        self._totals = PassTotals()
+        return stats
+
+
+_HELP = {
+    "passes": "Forward passes, counted once for each request that had rows in them.",
+    "encode_rows": "Causal rows: prompt tokens and tokens of finished canvases.",
+    "canvas_rows": "Rows of canvases that were being denoised.",
+    "projected_rows": "Rows projected to the vocabulary.",
+    "denoise_steps": "Denoising steps of canvases.",
+    "canvases": "Canvases emitted.",
+}
+
+
+class DiffusionStatLogger(StatLoggerBase):
+    """Adds ``vllm_diffusion:*`` counters to the server's ``/metrics``, for diffusion models."""
+
+    _counters: dict[str, Counter] | None = None
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        model_config = vllm_config.model_config
+        self._is_diffusion = bool(model_config is not None and model_config.is_diffusion)
+        if not self._is_diffusion:
+            return
+        # One registry per process, several engines.
+        if DiffusionStatLogger._counters is None:
+            DiffusionStatLogger._counters = {
+                name: Counter(f"vllm_diffusion:{name}", help_text, ["model_name", "engine"])
+                for name, help_text in _HELP.items()
+            }
+        self._labels = (model_config.served_model_name, str(engine_index))
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if not self._is_diffusion or scheduler_stats is None:
+            return
+        stats = scheduler_stats.spec_decoding_stats
+        if stats is None or len(stats.num_draft_tokens_per_pos) != len(fields(PassTotals)):
+            return
+        assert self._counters is not None
+        for field, value in zip(fields(PassTotals), stats.num_draft_tokens_per_pos, strict=True):
+            self._counters[field.name].labels(*self._labels).inc(value)
+
+    def log_engine_initialized(self) -> None:
+        """vLLM's own loggers say what is to be said at start."""
+
+    def log(self) -> None:
+        """vLLM's own logger prints a line of diffusion statistics."""

@@ -1,0 +1,215 @@
+"""What any block-diffusion model needs of the model runner; nothing here knows an architecture.
+
+A family subclasses :class:`BlockDiffusionModelState`, says with what rule and what noise it
+denoises, and names its state in ``get_model_state_cls()`` of its model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_diffusion.attention.backend import bind_canvas
+from vllm_diffusion.config import compile_backend, plugin_settings
+from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
+from vllm_diffusion.request_params import parse_canvas_params
+from vllm_diffusion.sampling.canvas_step import Noise
+from vllm_diffusion.sampling.sampler import DiffusionSampler
+
+
+class BlockDiffusionModelState(ModelState):
+    """Canvases, causal rows and the sampler of a block-diffusion model."""
+
+    # A canvas's rows are all draft tokens; there is no extra token per step.
+    num_new_sampled_tokens_per_step: int = 0
+    supports_prompt_embeds: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.settings = plugin_settings(vllm_config)
+        self.canvas_length: int = vllm_config.diffusion_config.canvas_length
+        self.vocab_size: int = self.model_config.get_vocab_size()
+        self.slots = CanvasSlots(
+            self.max_num_reqs, self.canvas_length, self.denoising_defaults(), device
+        )
+        self._slot_of_request: dict[str, int] = {}
+        # At fixed addresses, so that a replayed graph sees each step's values.
+        self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._causal_flags = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+
+    # What a family says of itself.
+
+    def denoising_defaults(self) -> DenoisingDefaults:
+        """Settings of requests that bring none."""
+        raise NotImplementedError
+
+    def policy(self) -> Policy:
+        """The rule that decides what to keep of a canvas."""
+        raise NotImplementedError
+
+    def noise(self) -> Noise:
+        """What fills positions without a decided token."""
+        raise NotImplementedError
+
+    def project(self, rows: Tensor) -> Tensor:
+        """Logits of what ``compute_logits`` returned.
+
+        Args:
+            rows: [num_rows, ...].
+
+        Returns:
+            [num_rows, vocab_size], float32.
+        """
+        return rows.float()
+
+    def store_soft_embeds(self, probs: Tensor, slot: Tensor, position: Tensor) -> None:
+        """Keep what self-conditioning needs of this step; nothing without self-conditioning."""
+
+    def row_spans(self, input_batch: InputBatch) -> Tensor | None:
+        """[num_tokens, 2], int32: the span that each causal row attends in both directions."""
+        return None
+
+    # What the model runner calls.
+
+    def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
+        has_self_conditioning = (
+            type(self).store_soft_embeds is not BlockDiffusionModelState.store_soft_embeds
+        )
+        return (
+            DiffusionSampler(
+                sampler,
+                self.slots,
+                self.policy(),
+                self.noise(),
+                project=self.project,
+                store_soft_embeds=self.store_soft_embeds if has_self_conditioning else None,
+                vocab_size=self.vocab_size,
+                compile_backend=compile_backend(self.vllm_config),
+            ),
+            None,
+        )
+
+    def get_supported_generation_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        self._slot_of_request[new_req_data.req_id] = req_index
+        sampling_params = new_req_data.sampling_params
+        params = parse_canvas_params(
+            sampling_params.extra_args if sampling_params else None,
+            canvas_length=self.canvas_length,
+            vocab_size=self.vocab_size,
+            max_denoising_steps=self.slots.defaults.max_denoising_steps,
+            logprob_token_ids=sampling_params.logprob_token_ids if sampling_params else None,
+        )
+        # A request that was preempted comes back with what it generated as part of its prefill.
+        num_generated = len(new_req_data.prefill_token_ids) - new_req_data.prompt_len
+        self.slots.add_request(req_index, params, num_generated)
+
+    def remove_request(self, req_id: str) -> None:
+        slot = self._slot_of_request.pop(req_id, None)
+        if slot is not None:
+            self.slots.remove_request(slot)
+
+    def apply_staged_writes(self) -> None:
+        self.slots.apply_staged_writes()
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> Tensor | None:
+        return None
+
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, Any]:
+        return {}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        return {}
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            num_reqs = input_batch.num_reqs_after_padding
+            num_tokens = input_batch.num_tokens_after_padding
+        else:
+            num_reqs = input_batch.num_reqs
+            num_tokens = input_batch.num_tokens
+        causal_rows, causal_flags = self._causal(input_batch, num_reqs)
+        attn_metadata = build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_start_loc_gpu=input_batch.query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
+            max_query_len=int(input_batch.num_scheduled_tokens.max()),
+            seq_lens=input_batch.seq_lens,
+            # A captured graph is replayed at any length.
+            max_seq_len=(
+                self.max_model_len
+                if for_capture
+                else int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+            ),
+            block_tables=block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
+            for_cudagraph_capture=for_capture,
+            causal=causal_flags,
+        )
+        return bind_canvas(
+            attn_metadata, causal_rows, self.row_spans(input_batch), self.settings.window_anchor
+        )
+
+    def _causal(self, input_batch: InputBatch, num_reqs: int) -> tuple[Tensor, Tensor]:
+        """Leading causal rows of each request, and the same as a flag per request.
+
+        Rows of a canvas that is being denoised attend in both directions; prompt rows and rows of
+        a finished canvas are causal. A request never has both in one pass here, so a flag says
+        the same to back ends that know only those.
+
+        Returns:
+            Two int32 tensors [num_reqs] at addresses that never change; padding rows are 0.
+        """
+        n = input_batch.num_reqs
+        query_lens = input_batch.query_start_loc[1 : n + 1] - input_batch.query_start_loc[:n]
+        cu_num_logits = input_batch.cu_num_logits
+        num_canvas_rows = torch.where(
+            self.slots.encoding[input_batch.idx_mapping],
+            0,
+            cu_num_logits[1 : n + 1] - cu_num_logits[:n],
+        )
+        self._causal_rows[:n] = query_lens - num_canvas_rows
+        self._causal_flags[:n] = num_canvas_rows == 0
+        self._causal_rows[n:num_reqs] = 0
+        self._causal_flags[n:num_reqs] = 0
+        return self._causal_rows[:num_reqs], self._causal_flags[:num_reqs]

@@ -1,0 +1,143 @@
+"""DiffusionGemma's state: canvas embeddings with gated self-conditioning, and image spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_diffusion.config import diffusion_gemma_defaults
+from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
+from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.model_state.request_slots import DenoisingDefaults
+from vllm_diffusion.sampling.canvas_step import Noise, uniform_noise
+
+
+class DiffusionGemmaModelState(BlockDiffusionModelState):
+    """State of one engine that serves DiffusionGemma."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        text_config = self.model_config.hf_text_config
+        hidden_size = text_config.hidden_size
+        # Last step's probability-weighted embedding of each canvas position.
+        self._soft_embeds = torch.zeros(
+            self.max_num_reqs, self.canvas_length, hidden_size, dtype=self.dtype, device=device
+        )
+        # A captured graph reads the embeddings at this address.
+        self._inputs_embeds = torch.zeros(
+            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
+        )
+        self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
+        self._has_image_spans = (
+            self.supports_mm_inputs
+            and getattr(text_config, "use_bidirectional_attention", None) == "vision"
+        )
+
+    def denoising_defaults(self) -> DenoisingDefaults:
+        return diffusion_gemma_defaults(self.vllm_config)
+
+    def policy(self) -> Policy:
+        return entropy_bound_policy
+
+    def noise(self) -> Noise:
+        return uniform_noise(self.vocab_size)
+
+    def project(self, rows: Tensor) -> Tensor:
+        return self.model.project(rows)
+
+    def store_soft_embeds(self, probs: Tensor, slot: Tensor, position: Tensor) -> None:
+        embedding = self.model.model.embed_tokens
+        shard = embedding.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        soft = probs[:, first:end].to(self.dtype) @ embedding.weight[: end - first]
+        if get_tensor_model_parallel_world_size() > 1:
+            soft = tensor_model_parallel_all_reduce(soft)
+        self._soft_embeds[slot, position] = soft * self.model.model.normalizer
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> Tensor | None:
+        if self.supports_mm_inputs:
+            self.execute_mm_encoder(scheduled_encoder_inputs)
+            embeds, is_mm_embed = self.gather_mm_embeddings(input_batch)
+            self._mm_embeds = (embeds, is_mm_embed) if embeds else None
+        return None
+
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, Any]:
+        input_ids = input_batch.input_ids[: input_batch.num_tokens]
+        if self._mm_embeds is None:
+            embeds = self.model.embed_input_ids(input_ids)
+        else:
+            mm_embeds, is_mm_embed = self._mm_embeds
+            self._mm_embeds = None
+            embeds = self.model.embed_input_ids(
+                input_ids, multimodal_embeddings=mm_embeds, is_multimodal=is_mm_embed
+            )
+        self._inputs_embeds[: input_batch.num_tokens] = embeds
+        if input_batch.num_draft_tokens > 0:
+            self._condition_canvases(input_batch)
+        self.model.hand_through_hidden_rows = True
+        return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
+
+    def _condition_canvases(self, input_batch: InputBatch) -> None:
+        """Replace the embeddings of canvas rows by self-conditioned ones, all rows at once.
+
+        Rows of a finished canvas that is being encoded keep their plain embeddings: the encoder
+        has no such module.
+        """
+        slots = self.slots
+        rows = input_batch.logits_indices
+        slot = input_batch.expanded_idx_mapping.long()
+        position = input_batch.expanded_local_pos.long()
+        # The first step of a canvas has nothing to go by; a pinned position is told nothing.
+        has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
+        signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
+        plain = self._inputs_embeds[rows]
+        conditioned = self.model.self_conditioning(plain, signal)
+        self._inputs_embeds[rows] = torch.where(
+            slots.encoding[slot][:, None], plain, conditioned
+        )
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
+
+    def row_spans(self, input_batch: InputBatch) -> Tensor | None:
+        """The image that each prompt row lies in, from positions known on the host."""
+        if not self._has_image_spans or not input_batch.has_prefill:
+            return None
+        spans = np.zeros((input_batch.num_tokens, 2), dtype=np.int32)
+        any_span = False
+        for i, req_id in enumerate(input_batch.req_ids):
+            if not input_batch.is_prefilling_np[i]:
+                continue
+            first_row = int(input_batch.query_start_loc_np[i])
+            end_row = int(input_batch.query_start_loc_np[i + 1])
+            offset = first_row - int(input_batch.num_computed_tokens_np[i])
+            for feature in self.encoder_cache.mm_features.get(req_id, ()):
+                for first, last in feature.mm_position.extract_embeds_range():
+                    low = max(first + offset, first_row)
+                    high = min(last + 1 + offset, end_row)
+                    if low < high:
+                        spans[low:high] = (first, last + 1)
+                        any_span = True
+        return async_tensor_h2d(spans, device=self.device) if any_span else None

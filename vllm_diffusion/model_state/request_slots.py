@@ -1,0 +1,146 @@
+"""Per-request tensors of a block-diffusion model, one row per slot, at addresses that never change.
+
+R is the number of slots (``max_num_seqs``), C the canvas length. The host stages what a new
+request brings and :meth:`CanvasSlots.apply_staged_writes` copies it once per step; the rest is
+written by the compiled step of the sampler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_diffusion.request_params import CanvasParams
+
+
+@dataclass(frozen=True)
+class DenoisingDefaults:
+    """What a request gets that does not say otherwise.
+
+    Attributes:
+        max_denoising_steps: N, also the most that a request may ask for.
+        t_min: Temperature after the last step.
+        t_max: Temperature at the first step.
+        entropy_bound: Nats.
+        confidence_threshold: Mean entropy in nats below which a canvas may stop (entropy bound),
+            or probability from which a token is revealed (confidence threshold).
+        stability_threshold: Steps that must repeat the argmax canvas.
+    """
+
+    max_denoising_steps: int
+    t_min: float
+    t_max: float
+    entropy_bound: float
+    confidence_threshold: float
+    stability_threshold: int
+
+
+class CanvasSlots:
+    """The canvases of all running requests."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        canvas_length: int,
+        defaults: DenoisingDefaults,
+        device: torch.device,
+    ) -> None:
+        R, C = num_slots, canvas_length
+        self.num_slots = R
+        self.canvas_length = C
+        self.defaults = defaults
+        self.device = device
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # The denoising loop's state.
+        self.canvas = zeros(R, C, dtype=torch.int64)
+        self.argmax_canvas = zeros(R, C, dtype=torch.int64)
+        self.step = zeros(R, dtype=torch.int32)
+        self.stable_steps = zeros(R, dtype=torch.int32)
+        self.canvas_idx = zeros(R, dtype=torch.int32)
+        # True while a request's rows are known tokens: its prompt, or a finished canvas.
+        self.encoding = zeros(R, dtype=torch.bool)
+
+        # What the request asked for.
+        self.max_steps = zeros(R, dtype=torch.int32)
+        self.stability_threshold = zeros(R, dtype=torch.int32)
+        self.entropy_bound = zeros(R, dtype=torch.float32)
+        self.confidence_threshold = zeros(R, dtype=torch.float32)
+        self.t_min = zeros(R, dtype=torch.float32)
+        self.t_max = zeros(R, dtype=torch.float32)
+        self.read_only = zeros(R, dtype=torch.bool)
+        self.seed_canvas = zeros(R, C, dtype=torch.int64)
+        self.has_seed_canvas = zeros(R, dtype=torch.bool)
+        self.pinned = zeros(R, C, dtype=torch.bool)
+
+        # Host side: what features are in use, so that those that are not cost nothing.
+        self.read_only_np = np.zeros(R, dtype=bool)
+        self.allowed_ids: dict[int, torch.Tensor] = {}
+        self._staged: dict[int, tuple[CanvasParams, int]] = {}
+
+    def add_request(self, slot: int, params: CanvasParams, num_generated: int) -> None:
+        """Stage a new owner of ``slot``; every tensor's row is rewritten.
+
+        Args:
+            slot: The row.
+            params: What the request asks of its canvases.
+            num_generated: Tokens that it generated before it was preempted; 0 for a new request.
+        """
+        self._staged[slot] = (params, num_generated)
+        self.read_only_np[slot] = params.read_only
+        self.allowed_ids.pop(slot, None)
+        if params.allowed_ids is not None:
+            self.allowed_ids[slot] = async_tensor_h2d(
+                list(params.allowed_ids), dtype=torch.int64, device=self.device
+            )
+
+    def remove_request(self, slot: int) -> None:
+        """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
+        self._staged.pop(slot, None)
+        self.read_only_np[slot] = False
+        self.allowed_ids.pop(slot, None)
+
+    def apply_staged_writes(self) -> None:
+        """Copy staged rows to the device, all at once."""
+        if not self._staged:
+            return
+        C = self.canvas_length
+        slots = list(self._staged)
+        rows = list(self._staged.values())
+        self._staged.clear()
+        index = self._to_device(np.array(slots, dtype=np.int64))
+
+        defaults = self.defaults
+        for tensor, values in (
+            (self.max_steps, [p.max_steps or defaults.max_denoising_steps for p, _ in rows]),
+            (self.stability_threshold, [defaults.stability_threshold] * len(rows)),
+            (self.entropy_bound, [defaults.entropy_bound] * len(rows)),
+            (self.confidence_threshold, [defaults.confidence_threshold] * len(rows)),
+            (self.t_min, [defaults.t_min] * len(rows)),
+            (self.t_max, [defaults.t_max] * len(rows)),
+            (self.read_only, [p.read_only for p, _ in rows]),
+            (self.has_seed_canvas, [p.seed_canvas is not None for p, _ in rows]),
+            (self.canvas_idx, [n // (p.canvas_length or C) for p, n in rows]),
+        ):
+            tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
+        for tensor in (self.step, self.stable_steps, self.canvas):
+            tensor[index] = 0
+        self.argmax_canvas[index] = -1
+        self.encoding[index] = True
+
+        seed_canvas = np.zeros((len(rows), C), dtype=np.int64)
+        pinned = np.zeros((len(rows), C), dtype=bool)
+        for i, (params, _) in enumerate(rows):
+            if params.seed_canvas is not None:
+                seed_canvas[i, : len(params.seed_canvas)] = params.seed_canvas
+            pinned[i, list(params.pinned)] = True
+        self.seed_canvas[index] = self._to_device(seed_canvas)
+        self.pinned[index] = self._to_device(pinned)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return async_tensor_h2d(array, device=self.device)

@@ -1,0 +1,281 @@
+"""DiffusionGemma on vLLM's Gemma 4 backbone: one set of weights, used as encoder and decoder.
+
+Which of the two a row of a forward pass is, the state decides (causal or canvas rows); it also
+applies :class:`SelfConditioning` to canvas rows. This file holds layers and weight names only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModel, DiffusionGemmaConfig
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.gemma4 import Gemma4Model
+from vllm.model_executor.models.gemma4_mm import (
+    Gemma4DummyInputsBuilder,
+    Gemma4ForConditionalGeneration,
+    Gemma4MultimodalEmbedder,
+    Gemma4MultiModalProcessor,
+    Gemma4ProcessingInfo,
+)
+from vllm.model_executor.models.interfaces import SupportsMultiModal, SupportsQuant
+from vllm.model_executor.models.module_mapping import MultiModelKeys
+from vllm.model_executor.models.transformers.utils import recursive_replace_linear
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+# A tower is quantised only where its matrices divide into the blocks of the quantised formats.
+_TOWER_BLOCK = 64
+_LAYER_SCALAR = re.compile(r"model\.(encoder\.language_model|decoder)\.layers\.(\d+)\.layer_scalar$")
+
+
+class SelfConditioning(nn.Module):
+    """Adds the previous step's soft embedding to canvas embeddings through a gated MLP."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        eps: float,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+
+        def linear(in_size: int, out_size: int, name: str) -> ReplicatedLinear:
+            return ReplicatedLinear(
+                in_size,
+                out_size,
+                bias=False,
+                quant_config=quant_config,
+                prefix=f"{prefix}.{name}",
+                return_bias=False,
+            )
+
+        self.pre_norm = RMSNorm(hidden_size, eps=eps)
+        self.gate_proj = linear(hidden_size, intermediate_size, "gate_proj")
+        self.up_proj = linear(hidden_size, intermediate_size, "up_proj")
+        self.down_proj = linear(intermediate_size, hidden_size, "down_proj")
+        self.post_norm = RMSNorm(hidden_size, eps=eps, has_weight=False)
+
+    def forward(self, canvas_embeds: Tensor, signal: Tensor) -> Tensor:
+        """Condition canvas rows; a zero signal still normalises them.
+
+        Args:
+            canvas_embeds: [num_rows, hidden_size], scaled token embeddings.
+            signal: [num_rows, hidden_size], soft embedding of the previous step, or zeros.
+
+        Returns:
+            [num_rows, hidden_size].
+        """
+        x = self.pre_norm(signal)
+        gated = F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
+        return self.post_norm(canvas_embeds + self.down_proj(gated))
+
+
+class DiffusionGemmaProcessingInfo(Gemma4ProcessingInfo):
+    """Gemma 4's multimodal processing under DiffusionGemma's config; there is no audio tower."""
+
+    def get_hf_config(self) -> DiffusionGemmaConfig:
+        return self.ctx.get_hf_config(DiffusionGemmaConfig)
+
+    def has_audio(self) -> bool:
+        return False
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Gemma4MultiModalProcessor,
+    info=DiffusionGemmaProcessingInfo,
+    dummy_inputs=Gemma4DummyInputsBuilder,
+)
+class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQuant):
+    """The model that vLLM builds for the architecture of the same name."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "model.decoder.self_conditioning.": "self_conditioning.",
+            "model.decoder.": "model.",
+            "model.encoder.language_model.": "model.",
+            "model.encoder.vision_tower.": "vision_tower.",
+            "model.encoder.embed_vision.": "embed_vision.",
+        },
+    )
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    # Images are Gemma 4's, from parsing to embedding. Its methods are borrowed one by one because
+    # its constructor builds a language model of its own.
+    embed_multimodal = Gemma4ForConditionalGeneration.embed_multimodal
+    _parse_and_validate_image_input = Gemma4ForConditionalGeneration._parse_and_validate_image_input
+    _parse_and_validate_video_input = Gemma4ForConditionalGeneration._parse_and_validate_video_input
+    _parse_and_validate_multimodal_inputs = (
+        Gemma4ForConditionalGeneration._parse_and_validate_multimodal_inputs
+    )
+    _process_image_input = Gemma4ForConditionalGeneration._process_image_input
+    _process_video_input = Gemma4ForConditionalGeneration._process_video_input
+    _get_max_soft_tokens = Gemma4ForConditionalGeneration._get_max_soft_tokens
+    _encoder_chunk = staticmethod(Gemma4ForConditionalGeneration._encoder_chunk)
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        from vllm_diffusion.model_state.diffusion_gemma import DiffusionGemmaModelState
+
+        return DiffusionGemmaModelState
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        placeholders = {"image": "<|image|>", "video": "<|video|>"}
+        if modality not in placeholders:
+            raise ValueError(f"DiffusionGemma takes images and videos, not {modality}.")
+        return placeholders[modality]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        text_config = vllm_config.model_config.hf_text_config
+        quant_config = vllm_config.quant_config
+        self.config = config
+        self.model_dtype = vllm_config.model_config.dtype
+        # Read by the borrowed image methods.
+        self.multimodal_config = vllm_config.model_config.multimodal_config
+        self._enable_mm_lora = False
+        self._build_vision(vllm_config, prefix)
+
+        # Full-attention layers have no v_proj: their values are their keys before normalisation.
+        text_config.attention_k_eq_v = True
+        self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            text_config.vocab_size,
+            text_config.hidden_size,
+            quant_config=quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if text_config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        # Softcapping comes after the product, in float32 (see project).
+        self.logits_processor = LogitsProcessor(text_config.vocab_size)
+        self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self.self_conditioning = SelfConditioning(
+            text_config.hidden_size,
+            getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
+            text_config.rms_norm_eps,
+            quant_config,
+            maybe_prefix(prefix, "self_conditioning"),
+        )
+        # Set before each pass by the state: the sampler projects its rows itself, a few at a time.
+        self.hand_through_hidden_rows = False
+
+    def _build_vision(self, vllm_config: VllmConfig, prefix: str) -> None:
+        self.vision_tower = None
+        self.embed_vision = None
+        vision_config = getattr(self.config, "vision_config", None)
+        if vision_config is None:
+            return
+        quant_config = vllm_config.quant_config
+        divides = (
+            vision_config.hidden_size % _TOWER_BLOCK == 0
+            and vision_config.intermediate_size % _TOWER_BLOCK == 0
+        )
+        # Compressed-tensors decides by its own list of ignored modules.
+        if quant_config is not None and quant_config.get_name() != "compressed-tensors":
+            quant_config = quant_config if divides else None
+        with self._mark_tower_model(vllm_config, {"image", "video"}):
+            self.vision_tower = AutoModel.from_config(config=vision_config)
+            self.embed_vision = Gemma4MultimodalEmbedder(
+                vision_config,
+                vllm_config.model_config.hf_text_config,
+                quant_config=quant_config,
+                prefix=maybe_prefix(prefix, "embed_vision"),
+            )
+            recursive_replace_linear(
+                self.vision_tower, quant_config, prefix=maybe_prefix(prefix, "vision_tower")
+            )
+
+    def get_mm_mapping(self) -> MultiModelKeys:
+        return MultiModelKeys.from_string_field(
+            language_model="model", connector=["embed_vision"], tower_model=["vision_tower"]
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        return self.model(
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=intermediate_tensors,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Hidden rows for the sampler, logits for anybody else (``prompt_logprobs``)."""
+        if self.hand_through_hidden_rows:
+            self.hand_through_hidden_rows = False
+            return hidden_states
+        return self.project(hidden_states)
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Softcapped logits.
+
+        Args:
+            hidden_states: [num_rows, hidden_size].
+
+        Returns:
+            [num_rows, vocab_size], float32; the cap is applied in float32.
+        """
+        logits = self.logits_processor(self.lm_head, hidden_states).float()
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return AutoWeightsLoader(self).load_weights(
+            _with_equal_layer_scalars(weights), mapper=self.hf_to_vllm_mapper
+        )
+
+
+def _with_equal_layer_scalars(
+    weights: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass weights on, each layer's scalar once, after checking that both copies agree.
+
+    The encoder and the decoder share every layer and each has its own ``layer_scalar`` in the
+    checkpoint, but one backbone multiplies by one.
+
+    Raises:
+        ValueError: If a layer's two scalars differ.
+    """
+    seen: dict[str, tuple[str, Tensor]] = {}
+    for name, weight in weights:
+        match = _LAYER_SCALAR.match(name)
+        if match is None:
+            yield name, weight
+            continue
+        layer = match.group(2)
+        if layer not in seen:
+            seen[layer] = (name, weight)
+            yield name, weight
+        elif not torch.equal(seen[layer][1].float(), weight.float()):
+            other, value = seen[layer]
+            raise ValueError(
+                f"The checkpoint's {name} ({weight.item():g}) differs from its {other} "
+                f"({value.item():g}). Encoder and decoder share one backbone here, so a checkpoint "
+                "that scales their layers differently cannot be served."
+            )

@@ -1,0 +1,160 @@
+"""The ``diffusion_*`` arguments of one request: parsed, checked, and nothing else.
+
+Used at the door (in the API process, where a mistake becomes a 400 that names the field) and in
+the worker (where the same values come in already checked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "diffusion_"
+
+
+class RequestParamError(ValueError):
+    """A request's argument is of the wrong type, out of range, or contradicts another.
+
+    Attributes:
+        field: Name of the argument.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field} {message}")
+        self.field = field
+
+
+@dataclass(frozen=True)
+class CanvasParams:
+    """What a request asks of its canvases.
+
+    Attributes:
+        max_steps: Step cap N of this request; ``None`` for the server's.
+        canvas_length: Width of its canvases in tokens; ``None`` for the server's.
+        seed_canvas: The first canvas's starting tokens; ``None`` for random ones.
+        pinned: Positions that keep their ``seed_canvas`` token as input in every step.
+        read_only: Emit one canvas on the step that converges, and end; it is never encoded.
+        allowed_ids: The only token ids that may be read; ``None`` for all.
+    """
+
+    max_steps: int | None = None
+    canvas_length: int | None = None
+    seed_canvas: tuple[int, ...] | None = None
+    pinned: tuple[int, ...] = ()
+    read_only: bool = False
+    allowed_ids: tuple[int, ...] | None = None
+
+
+_NAMES = (
+    "diffusion_max_steps",
+    "diffusion_canvas_length",
+    "diffusion_seed_canvas",
+    "diffusion_pinned",
+    "diffusion_read_only",
+    "diffusion_constrained",
+)
+
+
+def parse_canvas_params(
+    extra_args: Mapping[str, Any] | None,
+    *,
+    canvas_length: int,
+    vocab_size: int,
+    max_denoising_steps: int,
+    logprob_token_ids: Sequence[int] | None = None,
+) -> CanvasParams:
+    """Check a request's ``diffusion_*`` arguments.
+
+    Args:
+        extra_args: ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
+        canvas_length: The server's canvas width in tokens.
+        vocab_size: Number of token ids.
+        max_denoising_steps: The server's step cap.
+        logprob_token_ids: ``SamplingParams.logprob_token_ids``, the allowed set of
+            ``diffusion_constrained``.
+
+    Raises:
+        RequestParamError: Naming the field, what it got and what is allowed.
+    """
+    args = {k: v for k, v in (extra_args or {}).items() if k.startswith(PREFIX)}
+    if not args:
+        return CanvasParams()
+    for name in args:
+        if name not in _NAMES:
+            raise RequestParamError(name, f"is not known; known are {', '.join(_NAMES)}.")
+
+    width = _int_in_range(args, "diffusion_canvas_length", 1, canvas_length)
+    seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
+    expected = width or canvas_length
+    if seed_canvas is not None and len(seed_canvas) != expected:
+        raise RequestParamError(
+            "diffusion_seed_canvas",
+            f"must hold exactly {expected} token ids, one per canvas position; got "
+            f"{len(seed_canvas)}.",
+        )
+    pinned = _id_list(args, "diffusion_pinned", expected)
+    if pinned and seed_canvas is None:
+        raise RequestParamError(
+            "diffusion_pinned", "needs diffusion_seed_canvas, whose tokens it holds in place."
+        )
+    constrained = _flag(args, "diffusion_constrained")
+    if constrained and not logprob_token_ids:
+        raise RequestParamError(
+            "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
+        )
+    return CanvasParams(
+        # Stock lowers a cap above the server's to the server's; so do we.
+        max_steps=_capped(
+            _int_in_range(args, "diffusion_max_steps", 1, None), max_denoising_steps
+        ),
+        canvas_length=width,
+        seed_canvas=seed_canvas,
+        pinned=pinned or (),
+        read_only=_flag(args, "diffusion_read_only"),
+        allowed_ids=tuple(logprob_token_ids) if constrained and logprob_token_ids else None,
+    )
+
+
+def _capped(value: int | None, cap: int) -> int | None:
+    return None if value is None else min(value, cap)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _int_in_range(
+    args: Mapping[str, Any], name: str, low: int, high: int | None
+) -> int | None:
+    value = args.get(name)
+    if value is None:
+        return None
+    if not _is_int(value) or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise RequestParamError(
+            name, f"must be an integer of at least {low}{upper}; got {value!r}."
+        )
+    return int(value)
+
+
+def _id_list(args: Mapping[str, Any], name: str, bound: int) -> tuple[int, ...] | None:
+    value = args.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(_is_int(item) for item in value):
+        raise RequestParamError(name, f"must be a list of integers; got {value!r}.")
+    for item in value:
+        if not 0 <= item < bound:
+            raise RequestParamError(name, f"must hold integers in [0, {bound}); got {item}.")
+    return tuple(int(item) for item in value)
+
+
+def _flag(args: Mapping[str, Any], name: str) -> bool:
+    value = args.get(name)
+    if value is None:
+        return False
+    # The server's vllm_xargs narrows JSON booleans to 0 and 1.
+    if not isinstance(value, (bool, int)) or value not in (0, 1):
+        raise RequestParamError(name, f"must be true or false (or 1 or 0); got {value!r}.")
+    return bool(value)

@@ -1,0 +1,176 @@
+"""One step of every canvas, as one compiled function over all request slots.
+
+All shapes are those of the slots, so the function is compiled once whatever the batch. R is the
+number of slots, C the canvas length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.decoding.policy import Policy, StepInputs
+from vllm_diffusion.model_state.request_slots import CanvasSlots
+from vllm_diffusion.sampling.noise import Purpose, uniform_tokens
+
+# What fills positions that hold no decided token: (seed [R], canvas_idx [R], step [R], C,
+# purpose) -> [R, C], int64.
+Noise = Callable[[Tensor, Tensor, Tensor, int, Purpose], Tensor]
+
+
+def uniform_noise(vocab_size: int) -> Noise:
+    """Random tokens, uniform over the vocabulary (DiffusionGemma)."""
+
+    def noise(
+        seed: Tensor, canvas_idx: Tensor, step: Tensor, length: int, purpose: Purpose
+    ) -> Tensor:
+        return uniform_tokens(seed, canvas_idx, step, length, vocab_size, purpose)
+
+    return noise
+
+
+def mask_noise(mask_token_id: int) -> Noise:
+    """The mask token (masked diffusion models)."""
+
+    def noise(
+        seed: Tensor, canvas_idx: Tensor, step: Tensor, length: int, purpose: Purpose
+    ) -> Tensor:
+        return torch.full(
+            (seed.shape[0], length), mask_token_id, dtype=torch.int64, device=seed.device
+        )
+
+    return noise
+
+
+class SlotStatistics(NamedTuple):
+    """:class:`RowStatistics` by slot and position, all [R, C]; zero where there was no row."""
+
+    argmax: Tensor
+    candidate: Tensor
+    entropy: Tensor
+    confidence: Tensor
+
+
+class StepOutput(NamedTuple):
+    """What the engine is told.
+
+    Attributes:
+        tokens: [R, C], int64, tokens of an emitting slot.
+        num_emitted: [R], int32, how many of them are emitted now; 0 for most.
+    """
+
+    tokens: Tensor
+    num_emitted: Tensor
+
+
+def schedule_temperature(slots: CanvasSlots) -> Tensor:
+    """[R], float32: each slot's temperature at its current step."""
+    remaining = (slots.max_steps - slots.step).clamp(min=1).float()
+    fraction = remaining / slots.max_steps.clamp(min=1).float()
+    return slots.t_min + (slots.t_max - slots.t_min) * fraction
+
+
+def make_canvas_step(
+    slots: CanvasSlots, policy: Policy, noise: Noise, compile_backend: str | None
+) -> Callable[[SlotStatistics, Tensor, Tensor, Tensor], StepOutput]:
+    """Bind :func:`advance_canvases` to a server's state, policy and noise.
+
+    Args:
+        slots: The state, updated in place.
+        policy: The rule that decides what to keep.
+        noise: What fills the rest.
+        compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
+    """
+
+    def step(
+        statistics: SlotStatistics, num_rows: Tensor, starting: Tensor, seed: Tensor
+    ) -> StepOutput:
+        return advance_canvases(slots, policy, noise, statistics, num_rows, starting, seed)
+
+    if compile_backend is None:
+        return step
+    return torch.compile(step, fullgraph=True, dynamic=False, backend=compile_backend)
+
+
+def advance_canvases(
+    slots: CanvasSlots,
+    policy: Policy,
+    noise: Noise,
+    statistics: SlotStatistics,
+    num_rows: Tensor,
+    starting: Tensor,
+    seed: Tensor,
+) -> StepOutput:
+    """Denoise, converge, encode and begin canvases: whatever each slot is at.
+
+    Args:
+        slots: The state, updated in place.
+        policy: The rule that decides what to keep.
+        noise: What fills the rest.
+        statistics: Of the rows that ran.
+        num_rows: [R], int32, canvas rows of each slot in this pass; 0 for a slot that had none.
+        starting: [R], bool, slots whose prompt was completed in this pass.
+        seed: [R], int64, each request's seed.
+    """
+    C = slots.canvas_length
+    active = num_rows > 0
+    encoded = active & slots.encoding
+    denoised = active & ~slots.encoding
+    valid = torch.arange(C, device=num_rows.device)[None, :] < num_rows[:, None]
+
+    decision = policy(
+        StepInputs(
+            candidate=statistics.candidate,
+            argmax=statistics.argmax,
+            previous_argmax=slots.argmax_canvas,
+            entropy=statistics.entropy,
+            confidence=statistics.confidence,
+            canvas=slots.canvas,
+            valid=valid,
+            stable_steps=slots.stable_steps,
+            entropy_bound=slots.entropy_bound,
+            confidence_threshold=slots.confidence_threshold,
+            stability_threshold=slots.stability_threshold,
+        )
+    )
+    done = denoised & (decision.done | (slots.step + 1 >= slots.max_steps))
+    emitting = encoded | (done & slots.read_only)
+
+    # Tokens of the canvas as it will be committed: on an encode pass, what was decided before.
+    result = torch.where(denoised[:, None], decision.result, slots.canvas)
+
+    # The next pass's canvas.
+    renoised = torch.where(
+        decision.keep,
+        decision.tokens,
+        noise(seed, slots.canvas_idx, slots.step, C, Purpose.RENOISE),
+    )
+    renoised = torch.where(slots.pinned, slots.seed_canvas, renoised)
+    denoised_canvas = torch.where(done[:, None], result, renoised)
+    fresh = encoded | starting
+    canvas_idx = slots.canvas_idx + encoded.to(torch.int32)
+    first_step = torch.zeros_like(slots.step)
+    initial = noise(seed, canvas_idx, first_step, C, Purpose.INITIAL)
+    initial = torch.where(
+        (starting & slots.has_seed_canvas)[:, None], slots.seed_canvas, initial
+    )
+    canvas = torch.where(denoised[:, None], denoised_canvas, slots.canvas)
+    canvas = torch.where(fresh[:, None], initial, canvas)
+
+    step = torch.where(denoised, slots.step + 1, slots.step)
+    stable_steps = torch.where(denoised, decision.stable_steps, slots.stable_steps)
+    argmax_canvas = torch.where(denoised[:, None], decision.result, slots.argmax_canvas)
+    encoding = torch.where(denoised, done & ~slots.read_only, slots.encoding)
+
+    slots.canvas.copy_(canvas)
+    slots.argmax_canvas.copy_(torch.where(fresh[:, None], -1, argmax_canvas))
+    slots.step.copy_(torch.where(fresh, first_step, step))
+    slots.stable_steps.copy_(torch.where(fresh, torch.zeros_like(stable_steps), stable_steps))
+    slots.canvas_idx.copy_(canvas_idx)
+    slots.encoding.copy_(encoding & ~fresh)
+    return StepOutput(
+        tokens=result, num_emitted=torch.where(emitting, num_rows, torch.zeros_like(num_rows))
+    )

