@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_diffusion import upstream
+from vllm_diffusion import plugin, upstream
 from vllm_diffusion.config import diffusion_gemma_defaults, plugin_settings
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ class DiffusionGemmaEngineConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        problem = upstream.problem()
-        if problem is not None:
-            raise ValueError(problem)
+        _check_upstream()
         plugin_settings(vllm_config)
         _check_canvas_length(vllm_config)
         _choose_attention(vllm_config)
@@ -39,6 +37,19 @@ class DiffusionGemmaEngineConfig:
         diffusion_gemma_defaults(vllm_config)
         _check_sizes(vllm_config)
         _choose_scheduler(vllm_config)
+
+
+def _check_upstream() -> None:
+    problem = upstream.problem()
+    failure = plugin.failure()
+    if problem is None and failure is not None:
+        problem = (
+            f"vllm-diffusion could not register itself with vLLM {upstream.installed_version()} "
+            f"({type(failure).__name__}: {failure}): reinstall vLLM with {upstream.INSTALL}, or set "
+            "VLLM_DIFFUSION_DISABLE=1 to serve with stock vLLM alone."
+        )
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _check_canvas_length(vllm_config: VllmConfig) -> None:

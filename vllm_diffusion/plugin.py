@@ -6,34 +6,59 @@ for models that are not ours. What does not fit is said when a diffusion checkpo
 
 from __future__ import annotations
 
+import logging
+
 from vllm_diffusion.config import environment_flags
+from vllm_diffusion.upstream import INSTALL
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 _MODEL_CLASS = "vllm_diffusion.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"
 
 
-def register() -> None:
-    """Register our model class, its start-up checks and its request validation.
+_failure: Exception | None = None
 
-    Safe to call twice.
+
+def failure() -> Exception | None:
+    """Why :func:`register` did not finish in this process; ``None`` if it did."""
+    return _failure
+
+
+def register() -> None:
+    """Register our start-up checks, our model class and our request validation.
+
+    Safe to call twice. What does not fit is kept for :func:`failure`, which the start-up checks
+    ask when a diffusion checkpoint is configured.
     """
+    global _failure
     if environment_flags().disabled:
         return
+    _failure = None
+    can_check = False
     try:
-        from vllm.model_executor.models import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-        from vllm_diffusion import validation
         from vllm_diffusion.engine_config import DiffusionGemmaEngineConfig
 
+        # First, so that every later failure is told by our checks.
         MODELS_CONFIG_MAP[ARCHITECTURE] = DiffusionGemmaEngineConfig
+        can_check = True
+
+        from vllm.model_executor.models import ModelRegistry
+
+        from vllm_diffusion import validation
+
         ModelRegistry.register_model(ARCHITECTURE, _MODEL_CLASS)
         validation.install()
-    except Exception:
-        # Stock's class would now serve unnoticed, so this is said aloud.
-        import logging
-
-        logging.getLogger("vllm.vllm_diffusion").exception(
-            "vllm-diffusion could not register itself; diffusion checkpoints will not be served "
-            "by it. Run `vllm-diffusion doctor`."
+    except Exception as error:
+        _failure = error
+        # Where nothing can check, stock's class serves unnoticed unless this is said aloud.
+        logger.log(
+            logging.DEBUG if can_check else logging.ERROR,
+            "vllm-diffusion could not register itself with this vLLM (%s: %s), so it serves no "
+            "diffusion checkpoint here; run %s.",
+            type(error).__name__,
+            error,
+            INSTALL,
         )

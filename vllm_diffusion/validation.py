@@ -53,6 +53,10 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         "presence_penalty": params.presence_penalty != 0.0,
         "frequency_penalty": params.frequency_penalty != 0.0,
         "repetition_penalty": params.repetition_penalty != 1.0,
+        # The engine asserts that prompt log-probabilities come with a first token, which a canvas
+        # yields passes later.
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
     }
     for field, is_set in unsupported.items():
         if is_set:

@@ -1,0 +1,70 @@
+"""Checkpoints made for tests: the shipped one's files with other weights or settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vllm_diffusion
+
+SHIPPED = Path(vllm_diffusion.__file__).parent / "checkpoints" / "tiny_diffusion_gemma"
+
+
+def copy_checkpoint(
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    text_config: dict[str, Any] | None = None,
+    generation_config: dict[str, Any] | None = None,
+) -> Path:
+    """The shipped checkpoint in ``folder``, with keys replaced; a value of ``None`` removes one."""
+    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
+    for name, changes, section in (
+        ("config.json", config, None),
+        ("config.json", text_config, "text_config"),
+        ("generation_config.json", generation_config, None),
+    ):
+        if not changes:
+            continue
+        path = folder / name
+        content = json.loads(path.read_text())
+        target = content[section] if section else content
+        for key, value in changes.items():
+            if value is None:
+                target.pop(key, None)
+            else:
+                target[key] = value
+        path.write_text(json.dumps(content))
+    return folder
+
+
+def random_checkpoint(folder: Path, *, seed: int = 0, gain: float = 4.0, **changes: Any) -> Path:
+    """A checkpoint of random weights whose distributions are far from uniform.
+
+    Args:
+        folder: Where to put it.
+        seed: Of the weights.
+        gain: Standard deviation of matrices relative to ``1 / sqrt(fan_in)``; large enough that a
+            wrong mask or a missing module moves the logits by nats, not by rounding.
+        changes: As for :func:`copy_checkpoint`.
+    """
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    copy_checkpoint(folder, **changes)
+    generator = torch.Generator().manual_seed(seed)
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float32)
+    seen: set[int] = set()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.data_ptr() in seen or parameter.dim() < 2:
+                continue
+            seen.add(parameter.data_ptr())
+            scale = gain if "embed" not in name and "vision" not in name else 1.0
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder

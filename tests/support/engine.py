@@ -1,0 +1,117 @@
+"""The real engine in the test's process, with what its sampler saw recorded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class StepRecord:
+    """One request's canvas rows in one pass.
+
+    Attributes:
+        request_id: The engine's id.
+        canvas: [num_rows], the tokens that the pass started from.
+        logits: [num_rows, vocab_size], softcapped, before temperature.
+        encoding: Whether the rows were a finished canvas.
+    """
+
+    request_id: str
+    canvas: Tensor
+    logits: Tensor
+    encoding: bool
+
+
+class TracedEngine:
+    """``vllm.LLM`` and the model runner inside it."""
+
+    def __init__(self, checkpoint: Path, **kwargs: Any) -> None:
+        from vllm import LLM
+
+        defaults: dict[str, Any] = {
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "enforce_eager": True,
+            "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+            "kv_cache_memory_bytes": 64 * 1024**2,
+        }
+        self.llm = LLM(str(checkpoint), **(defaults | kwargs))
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.steps: list[StepRecord] = []
+
+    @property
+    def state(self) -> Any:
+        return self.runner.model_state
+
+    @property
+    def slots(self) -> Any:
+        return self.runner.model_state.slots
+
+    @contextmanager
+    def recording(self) -> Iterator[list[StepRecord]]:
+        """Record every pass's canvas rows."""
+        sampler = self.runner.sampler
+        original = type(sampler).__call__
+        steps: list[StepRecord] = []
+
+        def recording_call(this: Any, rows: Tensor, input_batch: Any, *args: Any) -> Any:
+            if rows.shape[0] and input_batch.num_draft_tokens_per_req is not None:
+                logits = this.project(rows)
+                bounds = input_batch.cu_num_logits_np
+                for i, req_id in enumerate(input_batch.req_ids):
+                    low, high = int(bounds[i]), int(bounds[i + 1])
+                    if low == high:
+                        continue
+                    slot = int(input_batch.idx_mapping_np[i])
+                    steps.append(
+                        StepRecord(
+                            req_id,
+                            self.slots.canvas[slot, : high - low].clone(),
+                            logits[low:high].clone(),
+                            bool(self.slots.encoding[slot]),
+                        )
+                    )
+            return original(this, rows, input_batch, *args)
+
+        type(sampler).__call__ = recording_call
+        try:
+            yield steps
+        finally:
+            type(sampler).__call__ = original
+
+    def generate(
+        self, prompts: list[list[int]], *, seeds: list[int], max_tokens: int, **params: Any
+    ) -> list[Any]:
+        """Token ids in, finished ``CompletionOutput`` of each prompt out, in order."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                max_tokens=max_tokens, seed=seed, **({"skip_special_tokens": False} | params)
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
+        return [output.outputs[0] for output in outputs]
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.runner, self.scheduler
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+

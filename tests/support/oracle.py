@@ -1,0 +1,129 @@
+"""Hugging Face's ``generate`` with our random draws, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.sampling.noise import Purpose, gumbel_noise, random_words, uniform_tokens
+
+
+@dataclass
+class OracleRun:
+    """One generation.
+
+    Attributes:
+        tokens: What was generated, up to and including the first end token.
+        logits: Per denoising step, [canvas_length, vocab_size], softcapped, before temperature.
+        canvases: Per denoising step, the canvas it started from, [canvas_length].
+        steps_per_canvas: Denoising steps of each canvas.
+    """
+
+    tokens: list[int]
+    logits: list[Tensor] = field(default_factory=list)
+    canvases: list[Tensor] = field(default_factory=list)
+    steps_per_canvas: list[int] = field(default_factory=list)
+
+
+class OurNoise:
+    """Stands in for ``torch.randint`` and ``torch.multinomial`` inside ``generate``.
+
+    ``generate`` draws in a fixed order: a canvas's first tokens, then in each step candidates and
+    new noise.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = torch.tensor([seed])
+        self.canvas_idx = -1
+        self.step = -1
+        self._drew_candidates = False
+
+    def randint(self, low: int, high: int, size: tuple[int, int], **_: Any) -> Tensor:
+        assert low == 0
+        assert size[0] == 1
+        purpose = Purpose.RENOISE
+        if not self._drew_candidates:
+            self.canvas_idx += 1
+            self.step = -1
+            purpose = Purpose.INITIAL
+        self._drew_candidates = False
+        return uniform_tokens(
+            self.seed,
+            torch.tensor([self.canvas_idx]),
+            torch.tensor([max(self.step, 0)]),
+            size[1],
+            high,
+            purpose,
+        )
+
+    def multinomial(self, probs: Tensor, num_samples: int) -> Tensor:
+        assert num_samples == 1
+        self.step += 1
+        self._drew_candidates = True
+        rows, vocab_size = probs.shape
+        words = random_words(
+            self.seed.expand(rows),
+            torch.full((rows,), self.canvas_idx),
+            torch.full((rows,), self.step),
+            torch.arange(rows),
+            vocab_size,
+        )
+        return (probs.log() + gumbel_noise(words)).argmax(dim=-1, keepdim=True)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with (
+            mock.patch("torch.randint", self.randint),
+            mock.patch("torch.multinomial", self.multinomial),
+        ):
+            yield
+
+
+class Oracle:
+    """``transformers``' DiffusionGemma, batch 1, DynamicCache, eager attention."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import DiffusionGemmaForBlockDiffusion
+
+        self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+            checkpoint, dtype=dtype, attn_implementation="eager"
+        ).eval()
+        self.end_tokens = set(self.model.generation_config.eos_token_id)
+
+    def generate(
+        self, prompt: list[int], *, seed: int, max_tokens: int, ignore_eos: bool = False, **kwargs: Any
+    ) -> OracleRun:
+        """Generate from token ids with our noise of ``seed``."""
+        run = OracleRun(tokens=[])
+        noise = OurNoise(seed)
+        original = self.model.forward
+
+        def recording_forward(*args: Any, **forward_kwargs: Any) -> Any:
+            output = original(*args, **forward_kwargs)
+            run.logits.append(output.logits[0].detach().float())
+            run.canvases.append(forward_kwargs["decoder_input_ids"][0].clone())
+            if noise.step < 0:
+                run.steps_per_canvas.append(0)
+            run.steps_per_canvas[-1] += 1
+            return output
+
+        if ignore_eos:
+            kwargs["eos_token_id"] = None
+        with noise.installed(), mock.patch.object(self.model, "forward", recording_forward):
+            output = self.model.generate(
+                torch.tensor([prompt]), max_new_tokens=max_tokens, **kwargs
+            )
+        tokens = output.sequences[0, len(prompt) :].tolist()
+        for i, token in enumerate(tokens):
+            if token in self.end_tokens and not ignore_eos:
+                tokens = tokens[: i + 1]
+                break
+        run.tokens = tokens[:max_tokens]
+        return run
