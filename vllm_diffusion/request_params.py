@@ -6,6 +6,7 @@ the worker (where the same values come in already checked).
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,9 +106,7 @@ def parse_canvas_params(
         )
     return CanvasParams(
         # Stock lowers a cap above the server's to the server's; so do we.
-        max_steps=_capped(
-            _int_in_range(args, "diffusion_max_steps", 1, None), max_denoising_steps
-        ),
+        max_steps=_capped(_int_in_range(args, "diffusion_max_steps", 1, None), max_denoising_steps),
         canvas_length=width,
         seed_canvas=seed_canvas,
         pinned=pinned or (),
@@ -120,20 +119,23 @@ def _capped(value: int | None, cap: int) -> int | None:
     return None if value is None else min(value, cap)
 
 
+def _shown(value: object) -> str:
+    """``value`` as text that fits a message, however long it is."""
+    return reprlib.repr(value)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _int_in_range(
-    args: Mapping[str, Any], name: str, low: int, high: int | None
-) -> int | None:
+def _int_in_range(args: Mapping[str, Any], name: str, low: int, high: int | None) -> int | None:
     value = args.get(name)
     if value is None:
         return None
     if not _is_int(value) or value < low or (high is not None and value > high):
         upper = "" if high is None else f" and at most {high}"
         raise RequestParamError(
-            name, f"must be an integer of at least {low}{upper}; got {value!r}."
+            name, f"must be an integer of at least {low}{upper}; got {_shown(value)}."
         )
     return int(value)
 
@@ -143,7 +145,7 @@ def _id_list(args: Mapping[str, Any], name: str, bound: int) -> tuple[int, ...] 
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(_is_int(item) for item in value):
-        raise RequestParamError(name, f"must be a list of integers; got {value!r}.")
+        raise RequestParamError(name, f"must be a list of integers; got {_shown(value)}.")
     for item in value:
         if not 0 <= item < bound:
             raise RequestParamError(name, f"must hold integers in [0, {bound}); got {item}.")
@@ -156,5 +158,5 @@ def _flag(args: Mapping[str, Any], name: str) -> bool:
         return False
     # The server's vllm_xargs narrows JSON booleans to 0 and 1.
     if not isinstance(value, (bool, int)) or value not in (0, 1):
-        raise RequestParamError(name, f"must be true or false (or 1 or 0); got {value!r}.")
+        raise RequestParamError(name, f"must be true or false (or 1 or 0); got {_shown(value)}.")
     return bool(value)

@@ -1,0 +1,263 @@
+"""The entry points: harmless to every vLLM command, and clear where a diffusion checkpoint is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from vllm_diffusion import metrics, plugin, upstream, validation
+from vllm_diffusion.engine_config import DiffusionGemmaEngineConfig
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's tables as they are, put back after the test."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models import config as models_config
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import input_processor
+
+    monkeypatch.setattr(models_config, "MODELS_CONFIG_MAP", dict(models_config.MODELS_CONFIG_MAP))
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    monkeypatch.setattr(SamplingParams, "_validate_diffusion", SamplingParams._validate_diffusion)
+    name = "validate_diffusion_sampling_params"
+    monkeypatch.setattr(input_processor, name, getattr(input_processor, name))
+    monkeypatch.setattr(plugin, "_failure", None)
+    return monkeypatch
+
+
+def test_register_twice(tables: pytest.MonkeyPatch) -> None:
+    """The second registration changes nothing."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import input_processor
+
+    for _ in range(2):
+        plugin.register()
+        assert MODELS_CONFIG_MAP[plugin.ARCHITECTURE] is DiffusionGemmaEngineConfig
+        entry = ModelRegistry.models[plugin.ARCHITECTURE]
+        assert entry.module_name == "vllm_diffusion.models.diffusion_gemma"
+        assert SamplingParams._validate_diffusion is validation.validate_sampling_params
+        assert (
+            input_processor.validate_diffusion_sampling_params
+            is validation.validate_diffusion_arguments
+        )
+        assert plugin.failure() is None
+
+
+def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
+    """No other architecture's entry is touched."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    def others() -> tuple[dict[str, Any], dict[str, Any]]:
+        ours = plugin.ARCHITECTURE
+        return (
+            {name: value for name, value in MODELS_CONFIG_MAP.items() if name != ours},
+            {name: value for name, value in ModelRegistry.models.items() if name != ours},
+        )
+
+    before = others()
+    plugin.register()
+    assert others() == before
+
+
+def _without_attribute(path: str) -> Any:
+    def remove(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(path)
+
+    return remove
+
+
+def _without_module(name: str) -> Any:
+    def remove(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    return remove
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        pytest.param(
+            _without_attribute("vllm.model_executor.models.config.MODELS_CONFIG_MAP"),
+            id="no table of configuration hooks",
+        ),
+        pytest.param(
+            _without_module("vllm.model_executor.models.config"), id="no module of that table"
+        ),
+        pytest.param(_without_module("vllm.model_executor.models"), id="no model registry"),
+        pytest.param(
+            _without_attribute("vllm.sampling_params.SamplingParams._validate_diffusion"),
+            id="no diffusion validation",
+        ),
+        pytest.param(
+            _without_attribute("vllm.v1.engine.input_processor.validate_diffusion_sampling_params"),
+            id="no validation of diffusion arguments",
+        ),
+    ],
+)
+def test_register_never_raises(
+    remove: Any, tables: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vLLM without the tables that we use still starts, and what happened is kept."""
+    remove(tables)
+    with caplog.at_level(logging.DEBUG):
+        plugin.register()
+    assert plugin.failure() is not None
+    assert "vllm-diffusion" in caplog.text
+
+
+def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
+    tables: pytest.MonkeyPatch,
+) -> None:
+    """What could not be registered is said when a diffusion checkpoint is configured."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    tables.delattr("vllm.sampling_params.SamplingParams._validate_diffusion")
+    plugin.register()
+    tables.setattr(upstream, "problem", lambda: None)
+    with pytest.raises(ValueError, match="could not register.*_validate_diffusion.*pip install"):
+        MODELS_CONFIG_MAP[plugin.ARCHITECTURE].verify_and_update_config(object())
+
+
+def test_register_says_aloud_where_no_check_could_be_put(
+    tables: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a hook to speak from, stock would serve unnoticed: an error in the log, one line."""
+    tables.delattr("vllm.model_executor.models.config.MODELS_CONFIG_MAP")
+    tables.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.ERROR):
+        plugin.register()
+    assert len(caplog.records) == 1
+    assert "MODELS_CONFIG_MAP" in caplog.text
+    assert "pip install" in caplog.text
+
+
+def test_register_disabled(tables: pytest.MonkeyPatch) -> None:
+    """VLLM_DIFFUSION_DISABLE=1 leaves the tables alone."""
+    from vllm.model_executor.models import config as models_config
+
+    tables.setitem(models_config.MODELS_CONFIG_MAP, plugin.ARCHITECTURE, "stock")
+    tables.setenv("VLLM_DIFFUSION_DISABLE", "1")
+    plugin.register()
+    assert models_config.MODELS_CONFIG_MAP[plugin.ARCHITECTURE] == "stock"
+
+
+@pytest.mark.parametrize("installed", ["0.32.1", "0.34.0", "0.330.0", "1.33.0", None])
+def test_unsupported_vllm_is_an_error_of_a_diffusion_checkpoint(
+    installed: str | None, tables: pytest.MonkeyPatch
+) -> None:
+    """Registering is silent; configuring a diffusion checkpoint says what to install."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    tables.setattr(upstream, "installed_version", lambda: installed)
+    plugin.register()
+    assert plugin.failure() is None
+    with pytest.raises(ValueError, match="pip install") as error:
+        MODELS_CONFIG_MAP[plugin.ARCHITECTURE].verify_and_update_config(object())
+    message = str(error.value)
+    assert "0.33" in message
+    assert (installed or "no vLLM") in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("installed", ["0.33.0", "0.33.2", "0.33.1.post1", "0.33.0+cpu"])
+def test_problem_supported_vllm(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every patch release of the supported version will do, if its symbols are as known."""
+    monkeypatch.setattr(upstream, "installed_version", lambda: installed)
+    monkeypatch.setattr(upstream, "moved_symbols", list)
+    assert upstream.problem() is None
+
+
+def test_problem_moved_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A symbol that moved is named, in one sentence with what to do."""
+    moved = "vllm.somewhere:Thing.method"
+    monkeypatch.setattr(upstream, "moved_symbols", lambda: [f"{moved}\n  was: a\n  now: b"])
+    message = upstream.problem()
+    assert message is not None
+    assert moved in message
+    assert upstream.INSTALL in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("symbol", upstream.TABLE, ids=lambda symbol: symbol.path)
+def test_upstream_symbol(symbol: upstream.Symbol) -> None:
+    """Each symbol of vLLM that we rely on is as committed."""
+    committed = json.loads(upstream.SIGNATURES.read_text(encoding="utf-8"))
+    actual = upstream.signature_of(symbol.path)
+    assert actual != "missing"
+    assert actual == committed[symbol.path]
+    assert symbol.reason.endswith(".")
+
+
+def test_upstream_table_is_the_committed_file() -> None:
+    """The committed file holds the table's symbols, each once, and nothing else."""
+    paths = [symbol.path for symbol in upstream.TABLE]
+    assert len(paths) == len(set(paths))
+    assert set(paths) == set(json.loads(upstream.SIGNATURES.read_text(encoding="utf-8")))
+
+
+def test_upstream_table_after_registration(tables: pytest.MonkeyPatch) -> None:
+    """What we put in a symbol's place does not hide what was there."""
+    plugin.register()
+    assert upstream.moved_symbols() == []
+
+
+def test_upstream_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 0 and a count; 1 and the difference where a symbol moved."""
+    assert upstream.main([]) == 0
+    total = len(upstream.TABLE)
+    assert f"{total} of {total} symbols as known" in capsys.readouterr().out
+
+    gone = upstream.Symbol("vllm.sampling_params:NoSuchThing", upstream.Use.CALLED, "Test.")
+    monkeypatch.setattr(upstream, "TABLE", (*upstream.TABLE, gone))
+    assert upstream.main([]) == 1
+    output = capsys.readouterr().out
+    assert f"{total} of {total + 1} symbols as known" in output
+    assert f"{gone.path}\n  was: not recorded\n  now: missing" in output
+
+
+def test_upstream_main_update(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--update`` writes what is committed."""
+    path = tmp_path / "signatures.json"
+    committed = upstream.SIGNATURES.read_text(encoding="utf-8")
+    monkeypatch.setattr(upstream, "SIGNATURES", path)
+    assert upstream.main(["--update"]) == 0
+    assert json.loads(path.read_text(encoding="utf-8")) == json.loads(committed)
+
+
+def test_signature_of_missing() -> None:
+    """Neither a missing module nor a missing attribute is an exception."""
+    assert upstream.signature_of("vllm.no_such_module:x") == "missing"
+    assert upstream.signature_of("vllm.sampling_params:SamplingParams.no.such") == "missing"
+
+
+def test_entry_points() -> None:
+    """Platform, models and counters have names of their own, to be chosen by VLLM_PLUGINS."""
+    groups = ("vllm.platform_plugins", "vllm.general_plugins", "vllm.stat_logger_plugins")
+    found = {
+        (group, entry.name): entry.load()
+        for group in groups
+        for entry in importlib.metadata.entry_points(group=group)
+        if entry.value.startswith("vllm_diffusion")
+    }
+    assert set(found) == {
+        ("vllm.platform_plugins", "vllm_diffusion_cpu"),
+        ("vllm.general_plugins", "vllm_diffusion"),
+        ("vllm.stat_logger_plugins", "vllm_diffusion_metrics"),
+    }
+    assert found["vllm.general_plugins", "vllm_diffusion"] is plugin.register
+    assert (
+        found["vllm.stat_logger_plugins", "vllm_diffusion_metrics"] is metrics.DiffusionStatLogger
+    )
