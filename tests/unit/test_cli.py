@@ -1,0 +1,278 @@
+"""The ``vllm-diffusion`` command, with a few lines of HTTP server where vLLM would be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_diffusion.cli import checkpoint, demo, server
+from vllm_diffusion.cli.main import main
+
+# Behaves as its first argument says: see the tests.
+FAKE_SERVER = '''
+import http.server, json, os, signal, subprocess, sys, time
+behaviour, port = sys.argv[1], int(sys.argv[2])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pid", os.getpid(), "child", child.pid, flush=True)
+if behaviour == "dies":
+    print("ValueError: no such thing", flush=True)
+    sys.exit(3)
+if behaviour == "stubborn":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if behaviour == "never-ready":
+    print("Resolved architecture: Fake", flush=True)
+    time.sleep(600)
+PIECES = [] if behaviour == "empty" else ["1", "5\\x1b[2J"]
+METRICS = """
+vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0
+vllm_diffusion:passes_total{model_name="m"} 6.0
+vllm_diffusion:denoise_steps_total{model_name="m"} 4.0
+vllm_diffusion:canvases_total{model_name="m"} 1.0
+vllm:diffusion_num_denoising_steps_total{model_name="m"} 5.0
+"""
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200, METRICS.encode() if self.path == "/metrics" else b"")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.headers["authorization"] != "Bearer " + os.environ["VLLM_API_KEY"]:
+            return self.reply(401, b"{}")
+        if behaviour == "refuses":
+            return self.reply(400, json.dumps({"error": {"message": "too long"}}).encode())
+        chunks = [{"choices": [{"index": 0, "delta": {"content": p}}]} for p in PIECES]
+        chunks.append({"choices": [], "usage": {"completion_tokens": 3}})
+        lines = ["data: " + json.dumps(chunk) for chunk in chunks] + ["data: [DONE]", ""]
+        if behaviour == "breaks-off":
+            self.reply(200, ("\\n\\n".join(lines[:1]) + "\\n\\n").encode(), length=10_000)
+            os._exit(1)
+        self.reply(200, "\\n\\n".join(lines).encode())
+
+    def reply(self, status, body, length=None):
+        self.send_response(status)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(length or len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def log_message(self, *args):
+        pass
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+'''
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a fake server's command line; its log and its key are in a folder of the test."""
+    monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "fake_server.py"
+    script.write_text(FAKE_SERVER, encoding="utf-8")
+
+    def make(behaviour: str) -> list[str]:
+        return [sys.executable, str(script), behaviour, "{port}"]
+
+    return make
+
+
+@pytest.fixture
+def run_demo(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Runs ``vllm-diffusion demo`` against a fake server."""
+    # The test's process keeps its own signal handlers.
+    monkeypatch.setattr(demo, "_ENDING_SIGNALS", ())
+    monkeypatch.setattr(demo, "shipped_checkpoint", lambda: tmp_path)
+
+    def run(behaviour: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(demo, "vllm_serve", lambda *_: command(behaviour))
+        status = main(["demo", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def processes_of(log: str) -> list[int]:
+    """Ids of the fake server and of its child."""
+    words = log.split()
+    return [int(words[words.index("pid") + 1]), int(words[words.index("child") + 1])]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not merely waiting to be collected."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"still running: {pids}"
+        time.sleep(0.05)
+
+
+def test_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """The path, alone on standard output, of a folder that has a model in it."""
+    assert main(["checkpoint"]) == 0
+    folder = Path(capsys.readouterr().out.removesuffix("\n"))
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_checkpoint_missing(tmp_path: Path, monkeypatch, capsys) -> None:
+    """One sentence that names the file, nothing on standard output."""
+    monkeypatch.setattr(checkpoint, "FOLDER", tmp_path)
+    assert main(["checkpoint"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert str(tmp_path / "config.json") in captured.err
+
+
+def test_no_engine_import() -> None:
+    """The command answers at once: torch and vLLM are imported by the subcommand that needs them."""
+    code = (
+        "import sys; from vllm_diffusion.cli.main import main; main(['checkpoint']); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'openai')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "a", "b"]])
+def test_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake in the command line is answered with its usage and status 2."""
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert "usage: vllm-diffusion" in capsys.readouterr().err
+
+
+def test_demo(run_demo, tmp_path: Path) -> None:
+    """The answer alone on standard output, harmless to a terminal; figures on standard error."""
+    status, out, err = run_demo("good", "What is 7+8?")
+    assert status == 0
+    assert out == "15\N{REPLACEMENT CHARACTER}[2J\n"
+    assert "denoise steps per canvas  4.0  (4 steps, 1 canvas)" in err
+    assert "tokens per pass           0.5  (3 tokens, 6 passes" in err
+    assert "tokens per second" in err
+    assert "vLLM's own counters       5 passes over canvases" in err
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_demo_empty_answer(run_demo) -> None:
+    """No answer is a failure, and what it took is still said."""
+    status, out, err = run_demo("empty")
+    assert (status, out) == (1, "")
+    assert "The answer is empty." in err
+
+
+def test_demo_server_dies(run_demo, tmp_path: Path) -> None:
+    """The end of its log is printed, the whole log stays, and its child does not."""
+    status, out, err = run_demo("dies")
+    assert (status, out) == (1, "")
+    assert "stopped with exit status 3 before it was ready" in err
+    assert "ValueError: no such thing" in err
+    (log,) = tmp_path.glob("*.log")
+    assert str(log) in err
+    assert_gone(processes_of(log.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"), [("refuses", "too long"), ("breaks-off", "did not answer")]
+)
+def test_demo_refused(behaviour: str, said: str, run_demo) -> None:
+    """What the server said, in a sentence and no stack trace."""
+    status, _, err = run_demo(behaviour)
+    assert status == 1
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_demo_empty_prompt(run_demo) -> None:
+    """Refused before a server is started."""
+    status, out, err = run_demo("good", " ")
+    assert (status, out) == (1, "")
+    assert err == "The prompt is empty; ask something.\n"
+
+
+def test_demo_disabled(run_demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo never shows stock vLLM's answer as ours."""
+    monkeypatch.setenv("VLLM_DIFFUSION_DISABLE", "1")
+    status, _, err = run_demo("good")
+    assert status == 1
+    assert "unset it" in err
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_demo_interrupted(kind: signal.Signals, command, tmp_path: Path) -> None:
+    """Ctrl-C and an end from outside stop the server and its child, without a stack trace."""
+    code = (
+        "import sys, tempfile, pathlib; from vllm_diffusion.cli import demo, main; "
+        f"tempfile.tempdir = {str(tmp_path)!r}; "
+        f"demo.shipped_checkpoint = lambda: pathlib.Path({str(tmp_path)!r}); "
+        f"demo.vllm_serve = lambda *_: {command('never-ready')!r}; "
+        "sys.exit(main.main(['demo']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (logs := [p for p in tmp_path.glob("*.log") if "Resolved" in p.read_text()]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = processes_of(logs[0].read_text(encoding="utf-8"))
+    process.send_signal(kind)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("Interrupted.\n")
+    assert "Traceback" not in err
+    assert_gone(pids)
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_server_timeout(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is never ready is given up; its progress is said until then."""
+    monkeypatch.setattr(server, "_REPORT_SECONDS", 0.2)
+    said: list[str] = []
+    started = server.Server(command("never-ready"), report=said.append, timeout=3.0)
+    with pytest.raises(server.ServerError, match="not ready after 3 s"), started:
+        pass
+    assert said
+    assert said[-1].endswith("starting the engine's process")
+    assert_gone(processes_of(started.log_tail()))
+
+
+def test_server_stubborn(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ignores SIGINT and SIGTERM is killed, with its child."""
+    patience = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
+    monkeypatch.setattr(server, "_STOP_SECONDS", patience)
+    with server.Server(command("stubborn"), report=print, timeout=60.0) as started:
+        pids = processes_of(started.log_tail())
+    assert_gone(pids)
+
+
+def test_server_interrupted_stop(command) -> None:
+    """A second Ctrl-C, while the server is taking its time to stop, kills it at once."""
+    started = server.Server(command("stubborn"), report=print, timeout=60.0)
+    started.__enter__()
+    pids = processes_of(started.log_tail())
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        started.__exit__(None)
+    assert_gone(pids)
+
+
+def test_vllm_serve() -> None:
+    """This machine only, and no key among the arguments."""
+    arguments = server.vllm_serve("model", "--max-num-seqs", "2")
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert not any("key" in argument for argument in arguments)

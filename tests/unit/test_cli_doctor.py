@@ -1,0 +1,178 @@
+"""What ``vllm-diffusion doctor`` says, fact by fact; the whole report runs in ``test_doctor``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from vllm_diffusion.cli import diagnosis
+from vllm_diffusion.cli.diagnosis import Fact, Mark
+from vllm_diffusion.cli.doctor import lines
+from vllm_diffusion.platforms import detection
+
+
+def test_lines() -> None:
+    """Columns are aligned; a remedy stands under its fact."""
+    facts = [Fact("a", "1"), Fact("long name", "2", Mark.PROBLEM, "mend it")]
+    assert lines(facts) == [
+        "  ok       a          1",
+        "  problem  long name  2",
+        "                      -> mend it",
+    ]
+
+
+def fact_of(environ: dict[str, str], name: str) -> Fact:
+    (fact,) = [fact for fact in diagnosis.environment_facts(environ) if fact.name == name]
+    return fact
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "mark"),
+    [
+        ("VLLM_DIFFUSION_DISABLE", "1", Mark.PROBLEM),
+        ("VLLM_DIFFUSION_DISABLE", "yes", Mark.WARNING),
+        ("VLLM_DIFFUSION_DISABLE", "0", Mark.OK),
+        ("VLLM_DIFFUSION_CPU", "1", Mark.OK),
+        ("VLLM_DIFFUSION_CPU", "true", Mark.WARNING),
+        ("VLLM_PLUGINS", "vllm_diffusion,vllm_diffusion_cpu,vllm_diffusion_metrics", Mark.OK),
+        ("VLLM_PLUGINS", "vllm_diffusion,vllm_diffusion_cpu", Mark.WARNING),
+        ("VLLM_PLUGINS", "vllm_diffusion_cpu", Mark.PROBLEM),
+        ("VLLM_PLUGINS", "", Mark.PROBLEM),
+        ("VLLM_TARGET_DEVICE", "cpu", Mark.PROBLEM),
+        ("VLLM_TARGET_DEVICE", "cuda", Mark.OK),
+        ("PYTHONDONTWRITEBYTECODE", "1", Mark.WARNING),
+    ],
+)
+def test_environment(name: str, value: str, mark: Mark, monkeypatch) -> None:
+    """Every variable that decides who serves is marked, and what is marked can be mended."""
+    monkeypatch.setattr(detection, "is_vllm_cpu_build", lambda: False)
+    fact = fact_of({name: value}, name)
+    assert fact.mark is mark
+    assert bool(fact.remedy) == (mark is not Mark.OK)
+
+
+def test_environment_unset() -> None:
+    """Nothing set is nothing wrong."""
+    assert all(fact.mark is Mark.OK for fact in diagnosis.environment_facts({}))
+
+
+@pytest.mark.parametrize(
+    ("requirement", "mark"),
+    [("pytest>=1", Mark.OK), ("pytest<1", Mark.WARNING), ("no-such-thing>=1", Mark.PROBLEM)],
+)
+def test_package(requirement: str, mark: Mark) -> None:
+    """A version out of range is a warning, a missing package a problem; both name the command."""
+    parsed = Requirement(requirement)
+    fact = diagnosis.package_fact(parsed.name, parsed)
+    assert fact.mark is mark
+    assert (requirement in fact.remedy) == (mark is not Mark.OK)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "mark"),
+    [
+        ("linux", "x86_64", Mark.OK),
+        ("linux", "aarch64", Mark.WARNING),
+        ("darwin", "arm64", Mark.PROBLEM),
+        ("win32", "AMD64", Mark.PROBLEM),
+    ],
+)
+def test_system(system: str, machine: str, mark: Mark) -> None:
+    """Systems without wheels of vLLM are told what to use."""
+    assert diagnosis.system_fact(system, machine).mark is mark
+
+
+DRIVER = detection.NvidiaDriver(1, "535.10", (12, 2), None)
+NO_DRIVER = detection.NvidiaDriver(0, None, None, "no library")
+
+
+@pytest.mark.parametrize(
+    ("driver", "problem", "found", "force_cpu", "mark", "said"),
+    [
+        (NO_DRIVER, None, None, "", Mark.OK, "none; the CPU serves"),
+        (DRIVER, None, "cuda", "", Mark.OK, "cuda, 1 device"),
+        (DRIVER, "the driver is too old", None, "", Mark.PROBLEM, "too old"),
+        (DRIVER, "the driver is too old", None, "1", Mark.WARNING, "too old"),
+    ],
+)
+def test_accelerator(driver, problem, found, force_cpu, mark, said, monkeypatch) -> None:
+    """A GPU that cannot start is a problem unless the CPU was asked for."""
+    monkeypatch.setattr(detection, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(detection, "nvidia_problem", lambda: problem)
+    monkeypatch.setattr(detection, "working_accelerator", lambda: found)
+    monkeypatch.setenv("VLLM_DIFFUSION_CPU", force_cpu)
+    facts = diagnosis.accelerator_facts()
+    assert facts[-1].mark is mark
+    assert said in facts[-1].value
+    if driver is DRIVER:
+        assert facts[0].value == "535.10, CUDA up to 12.2"
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not there yet is judged by the one that it will be made in."""
+    fact = diagnosis.disk_fact("cache", tmp_path / "not" / "yet")
+    assert fact.mark is Mark.OK
+    monkeypatch.setattr(diagnosis, "_NEEDED_CACHE_BYTES", 2**62)
+    assert diagnosis.disk_fact("cache", tmp_path).mark is Mark.WARNING
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert diagnosis.disk_fact("cache", tmp_path).mark is Mark.PROBLEM
+
+
+def test_one_line() -> None:
+    """The message of an error, also of pydantic's, on one line."""
+
+    class WrappedError(Exception):
+        def errors(self) -> list[dict[str, str]]:
+            return [{"msg": "Value error,\n too small"}]
+
+    assert diagnosis.one_line(WrappedError("frame")) == "Value error, too small"
+    assert diagnosis.one_line(ValueError("a\n  b")) == "a b"
+    assert diagnosis.one_line(ValueError()) == "ValueError"
+
+
+def test_safely() -> None:
+    """A check that breaks is a problem in the report, not the end of it."""
+
+    def broken() -> list[Fact]:
+        raise OSError("gone")
+
+    assert diagnosis._safely("disk", broken) == [Fact("disk", "gone", Mark.PROBLEM)]
+
+
+def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
+    unwanted = ("VLLM_PLUGINS", "VLLM_DIFFUSION_DISABLE", "VLLM_TARGET_DEVICE")
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_diffusion.cli.main", "doctor"],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.engine
+def test_doctor() -> None:
+    """On a machine that can serve: what would, and exit status 0."""
+    report = doctor(VLLM_DIFFUSION_CPU="1")
+    assert report.returncode == 0, report.stdout + report.stderr
+    assert "vllm_diffusion.platforms.cpu.DiffusionCpuPlatform" in report.stdout
+    assert "vllm_diffusion.models.diffusion_gemma.DiffusionGemmaForBlockDiffusion" in report.stdout
+    assert "vllm_diffusion.attention.backend.CanvasAttentionBackend" in report.stdout
+    assert "This machine can serve" in report.stdout
+    assert "Traceback" not in report.stderr
+
+
+@pytest.mark.engine
+def test_doctor_problem() -> None:
+    """With the plugin shut out: exit status 1, and how to mend it."""
+    report = doctor(VLLM_PLUGINS="vllm_diffusion_cpu", VLLM_DIFFUSION_CPU="1")
+    assert report.returncode == 1, report.stdout + report.stderr
+    assert "problem  model class" in report.stdout
+    assert "or unset it" in report.stdout

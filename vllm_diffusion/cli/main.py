@@ -1,0 +1,48 @@
+"""The ``vllm-diffusion`` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.metadata import version
+
+from vllm_diffusion.cli import checkpoint, demo, doctor
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-diffusion",
+        description="Diffusion LLMs on stock vLLM. To serve one, run `vllm serve` as usual.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
+    )
+    subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (demo, checkpoint, doctor):
+        module.add_parser(subcommands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Returns:
+        Its exit status: 0 only if it did what it is for.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output is gone; Python must not complain about it on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
