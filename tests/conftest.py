@@ -1,9 +1,22 @@
-"""Settings that must be in place before anything imports torch or vLLM."""
+"""Settings that must be in place before anything imports torch or vLLM, and shared fixtures."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 # The engine runs in the test's process, where its state can be looked at.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One ``vllm serve`` process for every test that asks for it."""
+    from tests.support.server import shared_server
+
+    with shared_server(tmp_path_factory.mktemp("server")) as running:
+        yield running

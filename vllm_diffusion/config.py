@@ -141,7 +141,7 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
         if value is None:
             raise ValueError(
                 f"{source} has no {name}, which DiffusionGemma's denoising needs. Add it there, "
-                f"or set it with --additional-config '{{\"diffusion\": {{\"{name}\": ...}}}}'."
+                f'or set it with --additional-config \'{{"diffusion": {{"{name}": ...}}}}\'.'
             )
         try:
             _check_number(name, value, kind, low=0 if kind is float or name[0] == "s" else 1)
@@ -191,9 +191,13 @@ def _generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], st
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
+            raise ValueError(
+                f"{path} is not valid JSON ({error}); mend it, or copy the checkpoint again."
+            ) from None
         if not isinstance(content, dict):
-            raise ValueError(f"{path} must hold a JSON object.")
+            raise ValueError(
+                f"{path} must hold a JSON object of generation settings; copy the checkpoint again."
+            )
         return content, str(path)
     # A checkpoint on the hub: vLLM knows how to find it.
     return model_config.try_get_generation_config(), f"generation_config.json of {folder}"

@@ -6,10 +6,14 @@ Every ``ValueError`` here reaches the user before a weight is read.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion import plugin, upstream
 from vllm_diffusion.config import diffusion_gemma_defaults, plugin_settings
+from vllm_diffusion.platforms.detection import is_vllm_cpu_build
+from vllm_diffusion.weight_files import check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -27,8 +31,9 @@ class DiffusionGemmaEngineConfig:
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         _check_upstream()
+        _check_platform()
         plugin_settings(vllm_config)
-        _check_canvas_length(vllm_config)
+        _check_canvas_length(vllm_config.model_config)
         _choose_attention(vllm_config)
 
         from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
@@ -36,6 +41,8 @@ class DiffusionGemmaEngineConfig:
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
         diffusion_gemma_defaults(vllm_config)
         _check_sizes(vllm_config)
+        if vllm_config.load_config.load_format != "dummy":
+            check_weight_files(vllm_config.model_config.model)
         _choose_scheduler(vllm_config)
 
 
@@ -52,12 +59,34 @@ def _check_upstream() -> None:
         raise ValueError(problem)
 
 
-def _check_canvas_length(vllm_config: VllmConfig) -> None:
-    canvas_length = getattr(vllm_config.model_config.hf_config, "canvas_length", None)
+def _check_platform() -> None:
+    """``VLLM_TARGET_DEVICE=cpu`` keeps vLLM from asking any platform plugin."""
+    from vllm import envs
+
+    if envs.VLLM_TARGET_DEVICE == "cpu" and not is_vllm_cpu_build():
+        raise ValueError(
+            "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
+            "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
+            "serves where there is no GPU."
+        )
+
+
+def _check_canvas_length(model_config: ModelConfig) -> None:
+    canvas_length = getattr(model_config.hf_config, "canvas_length", None)
+    overrides = model_config.hf_overrides
+    path = Path(model_config.hf_config_path or model_config.model) / "config.json"
+    if path.is_file() and not (isinstance(overrides, dict) and "canvas_length" in overrides):
+        # Where the file is silent, its class has a default that need not be the model's.
+        canvas_length = json.loads(path.read_text(encoding="utf-8")).get("canvas_length")
     if canvas_length is None:
         raise ValueError(
             "config.json of the checkpoint has no canvas_length; add the number of positions that "
             "it denoises together (256 for DiffusionGemma-26B)."
+        )
+    if not isinstance(canvas_length, int) or isinstance(canvas_length, bool) or canvas_length < 1:
+        raise ValueError(
+            f"canvas_length={canvas_length!r} in config.json of the checkpoint must be an integer "
+            "of at least 1 (256 for DiffusionGemma-26B)."
         )
 
 

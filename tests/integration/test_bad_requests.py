@@ -1,0 +1,243 @@
+"""Every bad request gets a 400 that names its field, and the server answers the next one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server import MAX_MODEL_LEN, MODEL, Server
+
+pytestmark = pytest.mark.engine
+
+# Stands for the server's canvas width in the table below.
+CANVAS = "canvas length"
+
+
+@pytest.fixture(autouse=True)
+def _alive(server: Server) -> Iterator[None]:
+    """The proof after each test that the server still answers."""
+    yield
+    server.assert_alive()
+
+
+def _assert_refused(response: Any, *words: str) -> None:
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    for word in words:
+        assert word in message
+
+
+def _complete(server: Server, **fields: Any) -> Any:
+    return server.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, **fields})
+
+
+def _chat(server: Server, content: Any, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": content}]
+    return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **fields})
+
+
+@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN + 1, 3 * MAX_MODEL_LEN])
+def test_prompt_longer_than_the_model_length(num_tokens: int, server: Server) -> None:
+    """A prompt that does not fit is refused with the length that is allowed."""
+    _assert_refused(_complete(server, prompt=[50] * num_tokens), str(MAX_MODEL_LEN), "prompt")
+
+
+def test_prompt_as_long_as_the_model_length(server: Server) -> None:
+    """A prompt that leaves no room for a token is refused."""
+    _assert_refused(_complete(server, prompt=[50] * MAX_MODEL_LEN), "max_tokens")
+
+
+def test_chat_longer_than_the_model_length(server: Server) -> None:
+    """The same of a conversation."""
+    _assert_refused(_chat(server, "x" * MAX_MODEL_LEN), str(MAX_MODEL_LEN))
+
+
+def test_longest_prompt(server: Server) -> None:
+    """One token of room is room: the canvas is cut at the model length."""
+    response = _complete(
+        server,
+        prompt=[50] * (MAX_MODEL_LEN - 1),
+        vllm_xargs={"diffusion_max_steps": 1},
+        ignore_eos=True,
+    )
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("prompt", ["", []], ids=["empty text", "no token"])
+def test_empty_prompt(prompt: Any, server: Server) -> None:
+    """A prompt of nothing is refused by name."""
+    _assert_refused(_complete(server, prompt=prompt), "prompt")
+
+
+def test_empty_conversation(server: Server) -> None:
+    """A conversation of no message is refused."""
+    response = server.post("/v1/chat/completions", {"messages": [], "max_tokens": 4})
+    _assert_refused(response, "message")
+
+
+def test_prompt_of_unknown_token(server: Server) -> None:
+    """An id beyond the vocabulary is refused by its number."""
+    _assert_refused(_complete(server, prompt=[5, 10**6]), "1000000", "vocabulary")
+
+
+def test_image_sent_to_a_text_only_server(server: Server) -> None:
+    """An image is refused by name where the server was started without images."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (16, 16))
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    parts = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": url}}]
+    _assert_refused(_chat(server, parts), "image")
+
+
+BAD_DIFFUSION_ARGUMENTS = [
+    ("diffusion_max_step", {"diffusion_max_step": 1}),
+    ("diffusion_", {"diffusion_": 1}),
+    *(
+        ("diffusion_max_steps", {"diffusion_max_steps": value})
+        for value in (0, -1, 1.5, "3", [1], float("nan"))
+    ),
+    *(
+        ("diffusion_canvas_length", {"diffusion_canvas_length": value})
+        for value in (0, -8, (CANVAS, 1), 2.0, "8", [8])
+    ),
+    *(
+        ("diffusion_seed_canvas", {"diffusion_seed_canvas": value})
+        for value in (5, "text", [], [4, 4], ["a"] * 4, [1.5] * 4)
+    ),
+    *(
+        # Of the right length, each with one id that there is not.
+        (
+            "diffusion_seed_canvas",
+            {"diffusion_canvas_length": 4, "diffusion_seed_canvas": [4, 4, 4, value]},
+        )
+        for value in (-1, 10**6)
+    ),
+    (
+        "diffusion_seed_canvas",
+        {"diffusion_canvas_length": 4, "diffusion_seed_canvas": [4, 4, 4, 4, 4]},
+    ),
+    ("diffusion_pinned", {"diffusion_pinned": [1]}),
+    *(
+        (
+            "diffusion_pinned",
+            {
+                "diffusion_canvas_length": 4,
+                "diffusion_seed_canvas": [4, 4, 4, 4],
+                "diffusion_pinned": value,
+            },
+        )
+        for value in ([4], [-1], "1", 1, [0.5], ["0"])
+    ),
+    *(
+        ("diffusion_read_only", {"diffusion_read_only": value})
+        for value in (2, -1, "yes", 0.5, [1])
+    ),
+    *(
+        ("diffusion_constrained", {"diffusion_constrained": value})
+        for value in (2, "yes", [1], True)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    BAD_DIFFUSION_ARGUMENTS,
+    ids=lambda value: value if isinstance(value, str) else str(value)[:80],
+)
+def test_bad_diffusion_argument(field: str, arguments: dict[str, Any], server: Server) -> None:
+    """An argument of the wrong type, range or combination is refused by its name."""
+    arguments = {
+        name: server.canvas_length + value[1] if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+    }
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "vllm_xargs": arguments}
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        # Python's own encoder: NaN is not JSON, but it may be sent and servers read it.
+        content=json.dumps(body),
+        headers={"content-type": "application/json"},
+        timeout=300,
+    )
+    _assert_refused(response, field)
+    assert response.json()["error"]["param"] == field
+
+
+BAD_SAMPLING_PARAMETERS = [
+    ("min_tokens", {"min_tokens": 3}),
+    ("logit_bias", {"logit_bias": {"50": 1.0}}),
+    ("bad_words", {"bad_words": ["x"]}),
+    ("allowed_token_ids", {"allowed_token_ids": [50]}),
+    ("presence_penalty", {"presence_penalty": 1.0}),
+    ("frequency_penalty", {"frequency_penalty": -1.0}),
+    ("repetition_penalty", {"repetition_penalty": 1.1}),
+    ("prompt_logprobs", {"prompt_logprobs": 0}),
+    ("prompt_logprobs", {"prompt_logprobs": 1}),
+    ("prompt_logprobs", {"echo": True, "logprobs": 1}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a+"}}),
+    ("structured_outputs", {"structured_outputs": {"choice": ["a", "b"]}}),
+    # Refused for any model.
+    ("temperature", {"temperature": -1.0}),
+    ("top_p", {"top_p": 1.5}),
+    ("top_k", {"top_k": -5}),
+    ("min_p", {"min_p": 2.0}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("logprobs", {"logprobs": 10**4}),
+    ("n", {"n": 0}),
+    ("stop_token_ids", {"stop_token_ids": [10**6]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    BAD_SAMPLING_PARAMETERS,
+    ids=lambda value: value if isinstance(value, str) else str(value),
+)
+def test_unsupported_sampling_parameter(field: str, fields: dict[str, Any], server: Server) -> None:
+    """What the sampler would ignore, or cannot be, is refused by its name."""
+    _assert_refused(_complete(server, **fields), field)
+
+
+def test_refused_stream(server: Server) -> None:
+    """A stream's one event is the error: vLLM answers 200 before it looks at what is sampled."""
+    with pytest.raises(openai.APIError, match="diffusion_max_steps") as raised:
+        list(
+            server.client().completions.create(
+                model=MODEL,
+                prompt="hello",
+                stream=True,
+                extra_body={"vllm_xargs": {"diffusion_max_steps": 0}},
+            )
+        )
+    assert raised.value.body["code"] == 400
+    assert raised.value.body["param"] == "diffusion_max_steps"
+
+
+def test_refused_request_beside_a_running_one(server: Server) -> None:
+    """A refusal does not touch what is being generated."""
+    client = server.client()
+    request = {
+        "model": MODEL,
+        "prompt": "hello",
+        "max_tokens": 3 * server.canvas_length,
+        "seed": 7,
+        "extra_body": {"ignore_eos": True, "vllm_xargs": {"diffusion_max_steps": 2}},
+    }
+    expected = client.completions.create(**request).choices[0].text
+    text = ""
+    with client.completions.create(**request, stream=True) as stream:
+        for chunk in stream:
+            text += chunk.choices[0].text
+            _assert_refused(
+                _complete(server, vllm_xargs={"diffusion_max_steps": "no"}), "diffusion_max_steps"
+            )
+    assert text == expected

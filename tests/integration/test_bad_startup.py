@@ -1,0 +1,349 @@
+"""A server that cannot serve what it was asked to says so in one sentence, before it loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pydantic
+import pytest
+
+from tests.support.checkpoints import copy_checkpoint
+
+pytestmark = pytest.mark.engine
+
+NUMBER_KEYS = (
+    "max_denoising_steps",
+    "t_min",
+    "t_max",
+    "confidence_threshold",
+    "stability_threshold",
+)
+INTEGER_KEYS = ("max_denoising_steps", "stability_threshold")
+
+
+def configure(checkpoint: Path, **options: Any) -> Any:
+    """What ``vllm serve`` resolves before it loads anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}
+    return EngineArgs(model=str(checkpoint), **(defaults | options)).create_engine_config()
+
+
+def refusal(checkpoint: Path, **options: Any) -> str:
+    """The message with which the configuration is refused: one sentence, or two."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        configure(checkpoint, **options)
+    error = raised.value
+    message = str(error)
+    if isinstance(error, pydantic.ValidationError):
+        (only,) = error.errors()
+        message = only["msg"].removeprefix("Value error, ")
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+def test_shipped_checkpoint(tmp_path: Path) -> None:
+    """What the bad cases below change is good before the change."""
+    config = configure(copy_checkpoint(tmp_path))
+    assert config.diffusion_config.canvas_length < 256
+    assert config.scheduler_config.scheduler_cls.startswith("vllm_diffusion.")
+
+
+@pytest.mark.parametrize("key", NUMBER_KEYS)
+def test_generation_config_without_key(key: str, tmp_path: Path) -> None:
+    """A missing key is named, with the file and the option that replaces it."""
+    message = refusal(copy_checkpoint(tmp_path, generation_config={key: None}))
+    assert f"generation_config.json has no {key}" in message
+    assert "--additional-config" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in NUMBER_KEYS for value in ("0.5", True, [1], float("nan"), -1)),
+        *((key, 1.5) for key in INTEGER_KEYS),
+        ("max_denoising_steps", 0),
+        ("t_min", 0.0),
+        ("t_max", float("inf")),
+        ("confidence_threshold", 0),
+    ],
+    ids=str,
+)
+def test_generation_config_malformed_key(key: str, value: Any, tmp_path: Path) -> None:
+    """A key of the wrong type or range is named with its value and what is allowed."""
+    message = refusal(copy_checkpoint(tmp_path, generation_config={key: value}))
+    assert "generation_config.json" in message
+    assert f"{key}={value!r} must be" in message
+
+
+def test_generation_config_falling_temperature(tmp_path: Path) -> None:
+    """t_max below t_min is a contradiction that names both."""
+    message = refusal(copy_checkpoint(tmp_path, generation_config={"t_min": 0.9, "t_max": 0.8}))
+    assert "t_max=0.8 is below t_min=0.9" in message
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (None, ["no sampler_config.entropy_bound", "--additional-config"]),
+        ("EntropyBoundSamplerConfig", ["no sampler_config.entropy_bound"]),
+        ({"_cls_name": "EntropyBoundSamplerConfig"}, ["no sampler_config.entropy_bound"]),
+        (
+            {"_cls_name": "NoSuchSampler", "entropy_bound": 0.1},
+            ["NoSuchSampler", "only EntropyBoundSamplerConfig"],
+        ),
+        *(
+            ({"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": value}, [str(value)])
+            for value in ("0.1", -0.1, 0, float("nan"), True)
+        ),
+    ],
+    ids=str,
+)
+def test_generation_config_sampler(sampler: Any, words: list[str], tmp_path: Path) -> None:
+    """An unknown sampler class, or one without its setting, is named."""
+    message = refusal(copy_checkpoint(tmp_path, generation_config={"sampler_config": sampler}))
+    for word in [*words, "sampler_config", "generation_config.json"]:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param('{"t_min": 0.4,', ["not valid JSON"], id="broken JSON"),
+        pytest.param("[1, 2]", ["must hold a JSON object"], id="a list"),
+        pytest.param("", ["not valid JSON"], id="empty"),
+        pytest.param(None, ["has no max_denoising_steps"], id="no file"),
+    ],
+)
+def test_generation_config_file(content: str | None, words: list[str], tmp_path: Path) -> None:
+    """A file that is missing or cannot be read is named."""
+    path = copy_checkpoint(tmp_path) / "generation_config.json"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    message = refusal(tmp_path)
+    for word in [*words, "generation_config.json"]:
+        assert word in message
+
+
+def test_start_up_options_stand_for_missing_keys(tmp_path: Path) -> None:
+    """What the message advises works."""
+    settings = {
+        "max_denoising_steps": 4,
+        "t_min": 0.4,
+        "t_max": 0.8,
+        "entropy_bound": 0.1,
+        "confidence_threshold": 0.005,
+        "stability_threshold": 1,
+    }
+    (copy_checkpoint(tmp_path) / "generation_config.json").unlink()
+    configure(tmp_path, additional_config={"diffusion": settings})
+
+
+@pytest.mark.parametrize("value", [None, "absent", 0, -1], ids=str)
+def test_canvas_length(value: Any, tmp_path: Path) -> None:
+    """A canvas length that is absent or is none is refused by name."""
+    path = copy_checkpoint(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    config["canvas_length"] = value
+    if value == "absent":
+        del config["canvas_length"]
+    path.write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert "canvas_length" in message
+    assert "config.json" in message
+
+
+@pytest.mark.parametrize("value", [1.5, "32", True], ids=repr)
+def test_canvas_length_of_the_wrong_type(value: Any, tmp_path: Path) -> None:
+    """transformers, which reads the file first, refuses these by the same name."""
+    checkpoint = copy_checkpoint(tmp_path, config={"canvas_length": value})
+    with pytest.raises(Exception, match=f"canvas_length.*{value!r}"):
+        configure(checkpoint)
+
+
+@pytest.mark.parametrize("canvas_length", [128, 256])
+def test_canvas_longer_than_the_model_length(canvas_length: int, tmp_path: Path) -> None:
+    """A canvas that leaves no room for a prompt is refused with the option to change."""
+    checkpoint = copy_checkpoint(tmp_path, config={"canvas_length": canvas_length})
+    message = refusal(checkpoint, max_model_len=128)
+    assert f"canvas_length={canvas_length}" in message
+    assert "--max-model-len" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"canvas_length": 0}, "canvas_length"),
+        ({"canvas_length": "wide"}, "canvas_length"),
+        ({"max_denoising_steps": 0}, "max_denoising_steps"),
+        ({"canvas": 32}, "canvas"),
+    ],
+    ids=str,
+)
+def test_diffusion_config_option(config: dict[str, Any], word: str, tmp_path: Path) -> None:
+    """vLLM's own --diffusion-config is checked too, by it or by us."""
+    with pytest.raises((ValueError, TypeError), match=word):
+        configure(copy_checkpoint(tmp_path), diffusion_config={"canvas_length": 32, **config})
+
+
+def test_budget_below_two_canvases(tmp_path: Path) -> None:
+    """A token budget in which canvases starve is refused with the least that will do."""
+    checkpoint = copy_checkpoint(tmp_path, config={"canvas_length": 32})
+    message = refusal(checkpoint, max_num_batched_tokens=63, max_num_seqs=1)
+    assert "max_num_batched_tokens=63" in message
+    assert "--max-num-batched-tokens" in message
+    assert "64" in message
+    configure(checkpoint, max_num_batched_tokens=64, max_num_seqs=1)
+
+
+def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another vLLM is refused with what to install."""
+    from vllm_diffusion import upstream
+
+    monkeypatch.setattr(upstream, "installed_version", lambda: "0.34.0")
+    message = refusal(copy_checkpoint(tmp_path))
+    assert "0.34.0" in message
+    assert upstream.INSTALL in message
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER", "FLEX_ATTENTION", "CPU_ATTN", "FLASH_ATTN"])
+def test_attention_backend_by_name(backend: str, tmp_path: Path) -> None:
+    """A back end that cannot serve the model here is refused by its name, with those that can."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() and backend == "FLASH_ATTN":
+        pytest.skip("this machine has an accelerator, which has FLASH_ATTN")
+    message = refusal(copy_checkpoint(tmp_path), attention_backend=backend)
+    assert f"--attention-backend {backend}" in message
+    assert "leave it unset" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"entropy_bond": 0.1}, "entropy_bond"),
+        ({"max_denoising_steps": 0}, "max_denoising_steps=0"),
+        ({"max_denoising_steps": "8"}, "max_denoising_steps='8'"),
+        ({"max_denoising_steps": 2.5}, "max_denoising_steps=2.5"),
+        ({"t_min": "low"}, "t_min='low'"),
+        ({"t_max": float("nan")}, "t_max=nan"),
+        ({"t_min": 0.9, "t_max": 0.5}, "t_max=0.5"),
+        ({"entropy_bound": -1.0}, "entropy_bound=-1.0"),
+        ({"confidence_threshold": True}, "confidence_threshold=True"),
+        ({"stability_threshold": -1}, "stability_threshold=-1"),
+        ({"window_anchor": "row"}, "window_anchor='row'"),
+        ({"window_anchor": 3}, "window_anchor=3"),
+        ("fast", "'fast'"),
+        ([1], "[1]"),
+    ],
+    ids=str,
+)
+def test_additional_config(settings: Any, word: str, tmp_path: Path) -> None:
+    """A start-up setting that is unknown or badly typed is named with its value."""
+    message = refusal(copy_checkpoint(tmp_path), additional_config={"diffusion": settings})
+    assert word in message
+
+
+def test_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint larger than the free memory is refused before it is read."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this machine has an accelerator, whose memory vLLM measures")
+    monkeypatch.setattr(
+        "psutil.virtual_memory", lambda: SimpleNamespace(available=1024**2, total=1)
+    )
+    message = refusal(copy_checkpoint(tmp_path))
+    assert str(tmp_path) in message
+    assert "memory" in message
+    # Weights that are made up take what the model takes, which vLLM measures.
+    configure(tmp_path, load_format="dummy")
+
+
+def _truncate(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def _overwrite(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def _name_missing_shard(path: Path) -> None:
+    index = path.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"a": path.name, "b": "model-2.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        pytest.param(lambda path: _truncate(path, 100_000), "bytes", id="truncated"),
+        pytest.param(lambda path: _truncate(path, 100), "truncated", id="truncated in its header"),
+        pytest.param(lambda path: _truncate(path, 0), "truncated", id="empty"),
+        pytest.param(lambda path: _overwrite(path, 8, b"{{{{"), "damaged", id="damaged header"),
+        pytest.param(lambda path: _overwrite(path, 0, b"\xff" * 8), "truncated", id="no header"),
+        pytest.param(_name_missing_shard, "model-2.safetensors", id="missing shard"),
+    ],
+)
+def test_damaged_weights(damage: Callable[[Path], None], word: str, tmp_path: Path) -> None:
+    """A damaged file is named before the engine starts."""
+    path = copy_checkpoint(tmp_path) / "model.safetensors"
+    damage(path)
+    message = refusal(tmp_path)
+    assert "model.safetensors" in message
+    assert word in message
+    assert "again" in message
+    configure(tmp_path, load_format="dummy")
+
+
+def test_layer_scalars_that_differ(tmp_path: Path) -> None:
+    """A checkpoint whose encoder and decoder scale a layer differently is refused by the layer."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.support.engine import TracedEngine
+
+    path = copy_checkpoint(tmp_path) / "model.safetensors"
+    weights = load_file(path)
+    # Encoder and decoder share their storage; a file may hold either name, or both.
+    ours = next(name for name in weights if name.endswith("layers.1.layer_scalar"))
+    old, new = "model.decoder.", "model.encoder.language_model."
+    other = ours.replace(old, new) if ours.startswith(old) else ours.replace(new, old)
+    assert other != ours
+    weights[other] = weights[ours] * 2 + 1
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layer_scalar") as raised:
+        TracedEngine(tmp_path, max_model_len=256)
+    message = str(raised.value)
+    assert ours in message
+    assert other in message
+
+
+def test_target_device_set(tmp_path: Path) -> None:
+    """VLLM_TARGET_DEVICE=cpu, which switches platform plugins off, is named with what to do."""
+    program = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        f"EngineArgs(model={str(copy_checkpoint(tmp_path))!r}, max_model_len=256)"
+        ".create_engine_config()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "unset VLLM_TARGET_DEVICE" in done.stderr

@@ -1,0 +1,182 @@
+"""``vllm serve`` as a process of its own; the tests over HTTP share one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from tests.support.checkpoints import copy_checkpoint
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 1024
+# Longer than a start takes on two busy cores.
+START_SECONDS = 600
+# A metric's name, and its labels where it has any.
+_METRIC = re.compile(r"^([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)$")
+
+
+@dataclass
+class Server:
+    """A server that answers.
+
+    Attributes:
+        url: ``http://127.0.0.1:<port>``.
+        checkpoint: Folder of the checkpoint that it serves.
+        canvas_length: Its canvas width in tokens.
+        vocab_size: Number of token ids.
+        process: The API process.
+        log: What the server printed, a file.
+    """
+
+    url: str
+    checkpoint: Path
+    canvas_length: int
+    vocab_size: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300, **options
+        )
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """A request as it is, without a client's own checks."""
+        return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=300)
+
+    def metric(self, name: str) -> float:
+        """A counter or gauge of ``/metrics``, summed over its labels."""
+        values = []
+        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
+            match = _METRIC.match(line)
+            if match is not None and match.group(1) == name:
+                values.append(float(match.group(3)))
+        assert values, f"/metrics has no {name}"
+        return sum(values)
+
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """Return once no request runs or waits and no KV block is in use.
+
+        Raises:
+            AssertionError: If that does not happen in time.
+        """
+        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        deadline = time.monotonic() + seconds
+        while True:
+            in_use = {name: self.metric(name) for name in (*gauges, "vllm:kv_cache_usage_perc")}
+            if not any(in_use.values()):
+                return
+            assert time.monotonic() < deadline, f"after {seconds} s there is still {in_use}"
+            time.sleep(0.2)
+
+    def assert_alive(self) -> None:
+        """A small request is answered."""
+        response = self.post(
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"diffusion_max_steps": 1}},
+        )
+        assert response.status_code == 200, response.text
+        assert self.process.poll() is None
+
+
+def checkpoint_with_answer_tokens(folder: Path) -> Path:
+    """The shipped checkpoint, in whose tokenizer ``yes`` and ``no`` are one token each.
+
+    vLLM's decisions need that of a tokenizer; the shipped one spells words in bytes.
+    """
+    copy_checkpoint(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    for unused, word in (("<unused0>", "yes"), ("<unused1>", "no")):
+        for token in tokenizer["added_tokens"]:
+            if token["content"] == unused:
+                token.update(content=word, special=False)
+        tokenizer["model"]["vocab"][word] = tokenizer["model"]["vocab"].pop(unused)
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
+
+
+def start_server(checkpoint: Path, log: Path, *options: str) -> Server:
+    """Start a text-only ``vllm serve`` on a free port and wait until it answers.
+
+    Raises:
+        RuntimeError: With the end of its log, if it ends or does not answer in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8"]
+    command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}']
+    command += ["--kv-cache-memory-bytes", str(64 * 1024**2), "--enforce-eager"]
+    command += ["--enable-prompt-tokens-details", *options]
+    # As a user starts it: the settings of the tests' own processes do not apply.
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # A group of its own, so that stopping it reaches every process of it.
+            start_new_session=True,
+        )
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    server = Server(
+        f"http://127.0.0.1:{port}",
+        checkpoint,
+        config["canvas_length"],
+        config["text_config"]["vocab_size"],
+        process,
+        log,
+    )
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                return server
+        except httpx.TransportError:
+            time.sleep(0.5)
+    stop_server(server)
+    raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def stop_server(server: Server) -> None:
+    """End every process of the server."""
+    for signal_number, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(server.process.pid, signal_number)
+        except ProcessLookupError:
+            return
+        try:
+            server.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+@contextmanager
+def shared_server(folder: Path) -> Iterator[Server]:
+    """A server on the shipped checkpoint. Every test leaves it idle and alive."""
+    running = start_server(
+        checkpoint_with_answer_tokens(folder / "checkpoint"), folder / "server.log"
+    )
+    try:
+        yield running
+    finally:
+        stop_server(running)

@@ -1,0 +1,123 @@
+"""Run as a program in a fresh process: what vLLM resolved there, printed as JSON.
+
+``python snapshot.py [FOLDER ...]``, a folder holding the ``config.json`` of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+import sys
+from typing import Any
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+
+
+def tables() -> dict[str, Any]:
+    """What a plugin of ours may change for diffusion models, and all that it must not."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import input_processor
+
+    models = {name: _model_name(entry) for name, entry in ModelRegistry.models.items()}
+    hooks = {name: _name(hook) for name, hook in MODELS_CONFIG_MAP.items()}
+    return {
+        "platform": _name(type(current_platform)),
+        "model": models.pop(ARCHITECTURE, None),
+        "config_hook": hooks.pop(ARCHITECTURE, None),
+        "validation": [
+            _name(SamplingParams._validate_diffusion),
+            _name(input_processor.validate_diffusion_sampling_params),
+        ],
+        "other_models": models,
+        "other_config_hooks": hooks,
+    }
+
+
+def resolved(folder: str) -> dict[str, Any]:
+    """The whole configuration of a model, and what its requests are refused for."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    config = EngineArgs(model=folder, skip_tokenizer_init=True).create_engine_config()
+    requests = {
+        "plain": {},
+        "temperature": {"temperature": 0.3, "seed": 1, "min_p": 0.1},
+        "edits": {"logit_bias": {5: 1.0}, "min_tokens": 2, "presence_penalty": 1.0},
+        "prompt_logprobs": {"prompt_logprobs": 2},
+        "too many logprobs": {"logprobs": 1000},
+        "diffusion arguments": {"extra_args": {"diffusion_max_steps": -1}},
+        "structured": {"structured_outputs": {"regex": "a"}},
+    }
+    return {
+        "scheduler": _name(config.scheduler_config.get_scheduler_cls()),
+        "hash": config.compute_hash(),
+        "config": _plain(config),
+        "requests": {
+            name: _refusal(SamplingParams(**params), config) for name, params in requests.items()
+        },
+    }
+
+
+def _refusal(params: Any, config: Any) -> str | None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if isinstance(params.structured_outputs, dict):
+        params.structured_outputs = StructuredOutputsParams(**params.structured_outputs)
+    try:
+        params.verify(config.model_config, None, config.structured_outputs_config, None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _model_name(entry: Any) -> str:
+    if hasattr(entry, "module_name"):
+        return f"{entry.module_name}:{entry.class_name}"
+    return _name(entry.model_cls)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON, field by field, less what differs between two runs of the same."""
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            "class": _name(type(value)),
+            **{
+                field.name: _plain(getattr(value, field.name, None))
+                for field in dataclasses.fields(value)
+                # An engine's random name.
+                if field.name != "instance_id"
+            },
+        }
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_plain(item)) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _name(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+if __name__ == "__main__":
+    found = {"tables": tables(), "models": [resolved(folder) for folder in sys.argv[1:]]}
+    print("SNAPSHOT" + json.dumps(found, sort_keys=True))

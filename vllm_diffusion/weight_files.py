@@ -1,0 +1,60 @@
+"""Refuse damaged or missing weight files of a local checkpoint before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+# A file starts with the length of its header.
+_LENGTH_BYTES = 8
+_ADVICE = "copy or download the checkpoint again."
+
+
+def check_weight_files(model: str) -> None:
+    """Read the header of each safetensors file; nothing for a checkpoint that is not local.
+
+    Raises:
+        ValueError: Naming the file, what is wrong with it and what to do.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        return
+    index = directory / INDEX
+    if index.is_file():
+        for name in sorted(_shards(index)):
+            if not (directory / name).is_file():
+                raise ValueError(f"{index} names {name}, which is not there; {_ADVICE}")
+    for path in sorted(directory.glob("*.safetensors")):
+        problem = _problem(path)
+        if problem is not None:
+            raise ValueError(f"{path} {problem}; {_ADVICE}")
+
+
+def _shards(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
+
+
+def _problem(path: Path) -> str | None:
+    """Why the file cannot be read as safetensors; ``None`` if its header and size agree."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or header_bytes > size - _LENGTH_BYTES:
+            return f"is truncated or not a safetensors file ({size} bytes)"
+        try:
+            header = json.loads(file.read(header_bytes))
+            ends = [
+                tensor["data_offsets"][1]
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return "has a damaged safetensors header"
+    expected = _LENGTH_BYTES + header_bytes + max(ends, default=0)
+    if size != expected:
+        return f"holds {size} bytes, but its header describes {expected}"
+    return None
