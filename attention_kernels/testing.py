@@ -75,11 +75,12 @@ def make_canvas_batch(
         The batch. Cache blocks that no sequence uses, positions behind a sequence's last key and
         padded query rows are NaN; unused entries of the block table point outside the cache.
     """
-    generator = torch.Generator().manual_seed(seed)
+    # Drawn where they stay, in their own dtype: benchmarks make batches of tens of gigabytes.
+    generator = torch.Generator(device).manual_seed(seed)
     num_seqs = len(query_lens)
     used = [-(-length // block_size) for length in seq_lens]
     num_blocks = sum(used) + 3
-    order = torch.randperm(num_blocks, generator=generator)
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
     block_table = torch.full((num_seqs, max([*used, 1]) + 1), GARBAGE_BLOCK, dtype=torch.int32)
     live = torch.zeros(num_blocks, block_size, dtype=torch.bool)
     taken = 0
@@ -89,9 +90,11 @@ def make_canvas_batch(
         block_table[seq, :count] = blocks.to(torch.int32)
         live.view(-1)[_positions(blocks, block_size)[: seq_lens[seq]]] = True
 
-    caches = torch.randn(num_blocks, num_kv_heads, block_size, 2 * head_dim, generator=generator)
-    caches.masked_fill_(~live[:, None, :, None], float("nan"))
-    caches = caches.to(device).to(cache_dtype or dtype)
+    caches = torch.empty(
+        (num_blocks, num_kv_heads, block_size, 2 * head_dim), dtype=dtype, device=device
+    ).normal_(generator=generator)
+    caches.masked_fill_(~live[:, None, :, None].to(device), float("nan"))
+    caches = caches.to(cache_dtype or dtype)
     joint = caches.transpose(1, 2)
     key_cache, value_cache = joint[..., :head_dim], joint[..., head_dim:]
     if not joint_cache:
@@ -101,14 +104,15 @@ def make_canvas_batch(
     num_live = int(starts[-1])
     num_tokens = num_live + padded_rows
     width = head_dim + 8 if strided_query else head_dim
-    query = torch.randn(num_tokens, num_heads, width, generator=generator)
+    query = torch.empty((num_tokens, num_heads, width), dtype=dtype, device=device)
+    query.normal_(generator=generator)
     query[num_live:] = float("nan")
     spans = None
     if row_spans is not None:
         spans = torch.full((num_tokens, 2), GARBAGE_BLOCK, dtype=torch.int32)
         spans[:num_live] = torch.tensor(row_spans, dtype=torch.int32).view(num_live, 2)
     return CanvasBatch(
-        query=query.to(device).to(dtype)[..., :head_dim],
+        query=query[..., :head_dim],
         key_cache=key_cache,
         value_cache=value_cache,
         block_table=block_table.to(device),

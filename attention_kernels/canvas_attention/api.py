@@ -73,8 +73,9 @@ def canvas_attention(
         window_right: Keys a canvas row sees after itself, only with ``window_anchor="query"``.
         window_anchor: What the window of a canvas row is tied to: the first position of its
             canvas, so that all its rows see the same keys, or the row itself.
-        row_spans: [num_tokens, 2], int32: half-open key interval of the image a row lies in,
-            start == end where there is none. Counts on causal rows only.
+        row_spans: [num_tokens, 2], int32: half-open key interval of the image a row lies in (it
+            holds the row's own position), start == end where there is none. Counts on causal rows
+            only.
         key_scale: What an FP8 key is multiplied by: a number, or one fp32 number on the device.
         value_scale: As ``key_scale``, for values.
         out: [num_tokens, num_q_heads, head_dim] like ``query``; written in place. Padding rows

@@ -303,7 +303,9 @@ def test_canvas_attention(impl, left, right, anchor, dtype):
     out = run(batch, scale=0.2, impl=impl, **window)
     exact = expected(batch, torch.float64, scale=0.2, **window)
     same = expected(batch, dtype, scale=0.2, **window)
-    assert_within_error_budget(out[: len(exact)], same, exact, impl)
+    # In fp64 the yardstick itself is rounded like what it measures.
+    factor = 8.0 if dtype == torch.float64 else 2.0
+    assert_within_error_budget(out[: len(exact)], same, exact, impl, factor)
     assert out[len(exact) :].count_nonzero() == 0
 
 
@@ -548,8 +550,7 @@ def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
     from attention_kernels.canvas_attention import triton as kernels
 
     query_lens, seq_lens, causal_rows = [40, 16, 24, 0, 9], [200, 150, 100, 60, 0], [40, 0, 9, 0, 9]
-    # The second span is far behind its rows, so that the keys between are a hole.
-    row_spans = [(0, 0)] * 30 + [(150, 180)] * 10 + [(0, 0)] * 16 + [(3, 20)] * 33
+    row_spans = [(0, 0)] * 8 + [(165, 190)] * 22 + [(0, 0)] * 26 + [(60, 85)] * 9 + [(0, 0)] * 24
     batch = make_batch(
         query_lens, seq_lens, causal_rows, row_spans=row_spans if spans else None, padded_rows=4
     )

@@ -1,0 +1,365 @@
+"""Time canvas attention on the layers of DiffusionGemma-26B, beside kernels that compute the same.
+
+    python benchmarks/bench_canvas_attention.py                        # all shapes
+    python benchmarks/bench_canvas_attention.py --requests 1 --contexts 16384 131072
+
+Prints, for each shape and implementation, the median time and its spread, the ratio to ours, and
+bytes and operations per second against limits measured in the same run. A peer runs only where it
+computes the same mask, and its output is compared with ours before it is timed.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention.reference import row_bounds
+from attention_kernels.testing import CanvasBatch, make_canvas_batch
+
+CANVAS = 256
+PREFILL_ROWS = 1024
+REPEATS = 30
+# Larger than any L2 cache: written between two runs, so that each starts from memory.
+FLUSH_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer of the model."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int  # keys on one side, -1 for all
+
+
+LAYERS = [Layer("sliding", 16, 8, 256, 1023), Layer("full", 16, 2, 512, -1)]
+
+# Name of a phase -> (query rows, causal rows) of each request.
+PHASES: dict[str, Callable[[int], list[tuple[int, int]]]] = {
+    "denoise": lambda n: [(CANVAS, 0)] * n,
+    "encode": lambda n: [(CANVAS, CANVAS)] * n,
+    "mixed": lambda n: [(CANVAS, 0 if i % 2 == 0 else CANVAS) for i in range(n)],
+    "prefill": lambda n: [(PREFILL_ROWS, PREFILL_ROWS), *[(CANVAS, 0)] * (n - 1)],
+    "fused": lambda n: [(2 * CANVAS, CANVAS)] * n,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One batch to time, and the window anchor it is computed with."""
+
+    layer: Layer
+    phase: str
+    anchor: str
+    rows: list[tuple[int, int]]
+    batch: CanvasBatch
+    context: int
+
+    @property
+    def windows(self) -> dict[str, int | str]:
+        """Window arguments of our function."""
+        right = self.layer.window if self.anchor == "query" else -1
+        return {
+            "window_left": self.layer.window,
+            "window_right": right,
+            "window_anchor": self.anchor,
+        }
+
+    @property
+    def max_query_len(self) -> int:
+        """Rows of the longest request."""
+        return max(query_len for query_len, _ in self.rows)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Keys of the longest request."""
+        return self.context + self.max_query_len
+
+    @property
+    def has_stock_mask(self) -> bool:
+        """Whether kernels with one causal flag a sequence compute the same mask."""
+        same_window = self.layer.window < 0 or self.anchor == "query"
+        return same_window and all(causal in (0, length) for length, causal in self.rows)
+
+    def work(self) -> tuple[float, float]:
+        """Bytes that must move and operations that must run: what is seen, each key read once."""
+        layer, num_bytes, operations = self.layer, 0, 0
+        for query_len, causal in self.rows:
+            lower, upper = row_bounds(
+                query_len, self.context + query_len, causal, device="cpu", **self.windows
+            )
+            keys = int(upper.max() - lower.min())
+            num_bytes += 2 * keys * layer.num_kv_heads * layer.head_dim * 2
+            num_bytes += 2 * query_len * layer.num_heads * layer.head_dim * 2
+            operations += 4 * int((upper - lower).sum()) * layer.num_heads * layer.head_dim
+        return float(num_bytes), float(operations)
+
+
+def ours(shape: Shape) -> Callable[[], Tensor]:
+    """Our Triton kernel, as the back end calls it."""
+    out = torch.empty_like(shape.batch.query)
+    return lambda: canvas_attention(
+        **shape.batch.tensors(),
+        **shape.windows,
+        scale=shape.layer.head_dim**-0.5,
+        out=out,
+        impl="triton",
+        max_query_len=shape.max_query_len,
+        max_seq_len=shape.max_seq_len,
+    )
+
+
+def causal_flags(shape: Shape) -> Tensor:
+    """int32 [num_requests]: 1 where a request is causal."""
+    return torch.tensor([int(c > 0) for _, c in shape.rows], dtype=torch.int32, device="cuda")
+
+
+def stock_triton(shape: Shape) -> Callable[[], Tensor] | None:
+    """Stock vLLM's Triton kernel with its flag per sequence."""
+    if not shape.has_stock_mask:
+        return None
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    batch, out, causal = shape.batch, torch.empty_like(shape.batch.query), causal_flags(shape)
+
+    def call() -> Tensor:
+        unified_attention(
+            q=batch.query,
+            k=batch.key_cache,
+            v=batch.value_cache,
+            out=out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=shape.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=shape.max_seq_len,
+            softmax_scale=shape.layer.head_dim**-0.5,
+            causal=causal,
+            window_size=(shape.layer.window, 0) if shape.layer.window >= 0 else (-1, -1),
+            block_table=batch.block_table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+        )
+        return out
+
+    return call
+
+
+def flash_attention(shape: Shape, version: int) -> Callable[[], Tensor] | None:
+    """FlashAttention inside vLLM: 4 with a flag per sequence, 3 with one flag for the batch."""
+    flags = {int(causal > 0) for _, causal in shape.rows}
+    if not shape.has_stock_mask or (version == 3 and len(flags) > 1):
+        return None
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    batch, out, window = shape.batch, torch.empty_like(shape.batch.query), shape.layer.window
+    options: dict[str, object] = {"window_size": [window, window] if window >= 0 else None}
+    if version == 4:
+        # As in vLLM's back end: with a window, the flags alone decide what is causal.
+        options |= {"dynamic_causal": causal_flags(shape), "causal": window < 0}
+    else:
+        options["causal"] = flags == {1}
+        if window >= 0 and options["causal"]:
+            options["window_size"] = [window, 0]
+
+    def call() -> Tensor:
+        flash_attn_varlen_func(
+            q=batch.query,
+            k=batch.key_cache,
+            v=batch.value_cache,
+            out=out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=shape.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=shape.max_seq_len,
+            softmax_scale=shape.layer.head_dim**-0.5,
+            block_table=batch.block_table,
+            fa_version=version,
+            **options,
+        )
+        return out
+
+    return call
+
+
+def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
+    """FlexAttention on contiguous copies of the keys, made outside the time: uniform batches."""
+    if len({length for length, _ in shape.rows}) > 1 or shape.max_seq_len > 32768:
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    batch, num_requests = shape.batch, len(shape.rows)
+    query_len, seq_len = shape.max_query_len, shape.max_seq_len
+    bounds = [
+        row_bounds(query_len, seq_len, causal, device="cuda", **shape.windows)
+        for _, causal in shape.rows
+    ]
+    lower, upper = (torch.stack(side) for side in zip(*bounds, strict=True))
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k >= lower[b, q]) & (k < upper[b, q])
+
+    def contiguous(cache: Tensor) -> Tensor:
+        used = -(-seq_len // cache.shape[1])
+        blocks = cache[batch.block_table[:, :used].long()].flatten(1, 2)
+        return blocks[:, :seq_len].transpose(1, 2).contiguous()
+
+    key, value = contiguous(batch.key_cache), contiguous(batch.value_cache)
+    query = batch.query.unflatten(0, (num_requests, query_len)).transpose(1, 2).contiguous()
+    mask = create_block_mask(visible, num_requests, None, query_len, seq_len, device="cuda")
+    compiled = torch.compile(flex, dynamic=False)
+    scale = shape.layer.head_dim**-0.5
+
+    def call() -> Tensor:
+        out = compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
+    "ours": ours,
+    "stock-triton": stock_triton,
+    "stock-fa4": lambda shape: flash_attention(shape, 4),
+    "stock-fa3": lambda shape: flash_attention(shape, 3),
+    "flex": flex_attention,
+}
+
+
+def milliseconds(call: Callable[[], object]) -> tuple[float, float, float]:
+    """Median, first and third quartile of a call's time on the device, from a cold cache."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    times.sort()
+    return times[REPEATS // 2], times[REPEATS // 4], times[3 * REPEATS // 4]
+
+
+def measured_limits() -> tuple[float, float]:
+    """Bytes/s of a copy and operations/s of a bf16 matrix product on this device."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy, _, _ = milliseconds(lambda: target.copy_(source))
+    size = 8192
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product, _, _ = milliseconds(lambda: a @ b)
+    return 2 * source.numel() / copy * 1e3, 2 * size**3 / product * 1e3
+
+
+def shapes(options: argparse.Namespace) -> Iterator[Shape]:
+    """Every batch that was asked for and fits the device."""
+    for layer in LAYERS:
+        for num_requests in options.requests:
+            for context in options.contexts:
+                for phase in options.phases:
+                    rows = PHASES[phase](num_requests)
+                    longest = context + max(length for length, _ in rows)
+                    row_bytes = 2 * 2 * layer.num_kv_heads * layer.head_dim
+                    needed = num_requests * longest * row_bytes
+                    if 2 * needed > torch.cuda.mem_get_info()[0]:
+                        print(
+                            f"# {layer.name} {num_requests} x {context} {phase}: no memory for it"
+                        )
+                        continue
+                    batch = make_canvas_batch(
+                        [length for length, _ in rows],
+                        [context + length for length, _ in rows],
+                        [causal for _, causal in rows],
+                        num_heads=layer.num_heads,
+                        num_kv_heads=layer.num_kv_heads,
+                        head_dim=layer.head_dim,
+                        block_size=options.block_size,
+                        dtype=torch.bfloat16,
+                        device="cuda",
+                    )
+                    anchors = ["canvas", "query"] if layer.window >= 0 else ["canvas"]
+                    for anchor in anchors:
+                        yield Shape(layer, phase, anchor, rows, batch, context)
+
+
+def report(shape: Shape, limits: tuple[float, float], peers: list[str]) -> None:
+    """One line per implementation of a shape."""
+    num_bytes, operations = shape.work()
+    # Below the limit line of the roofline: the larger of the two times is what could be reached.
+    best_ms = max(num_bytes / limits[0], operations / limits[1]) * 1e3
+    title = (
+        f"{shape.layer.name:8}{len(shape.rows):4}{shape.context:8} {shape.phase:8}{shape.anchor:7}"
+    )
+    expected = ours(shape)()
+    ours_ms = None
+    for name in ["ours", *peers]:
+        try:
+            call = IMPLEMENTATIONS[name](shape)
+            if call is None:
+                continue
+            difference = (call().float() - expected.float()).abs().max().item()
+            median, low, high = milliseconds(call)
+        except Exception as error:  # a peer that cannot run here must not end the run
+            if name == "ours":
+                raise
+            print(f"{title} {name:13} cannot run: {str(error).splitlines()[0][:90]}")
+            continue
+        ours_ms = ours_ms or median
+        print(
+            f"{title} {name:13}{median:9.3f} ms ({low:.3f}-{high:.3f}) {median / ours_ms:6.2f}x ours "
+            f"{num_bytes / median / 1e6:8.0f} GB/s {operations / median / 1e9:7.1f} TFLOP/s "
+            f"{best_ms / median:5.0%} of limit, differs {difference:.1e}",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 32])
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536, 131072]
+    )
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(IMPLEMENTATIONS)[1:], default=list(IMPLEMENTATIONS)[1:]
+    )
+    parser.add_argument("--block-size", type=int, default=16)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(
+            "bench_canvas_attention needs an NVIDIA GPU: torch finds no CUDA device.",
+            file=sys.stderr,
+        )
+        return 2
+    versions = {}
+    for package in ("torch", "triton", "vllm"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    limits = measured_limits()
+    print(f"# {torch.cuda.get_device_name()}, {versions}, bf16, block size {options.block_size}")
+    print(
+        f"# measured limits: {limits[0] / 1e9:.0f} GB/s copied, {limits[1] / 1e12:.0f} TFLOP/s bf16"
+    )
+    print("# layer, requests, context, phase, anchor, implementation, median (quartiles)")
+    for shape in shapes(options):
+        report(shape, limits, options.peers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Every Triton configuration compiles for every chip, without a GPU, and none spills registers.
+
+Triton compiles for a chip that is not there only in a process without its interpreter, so each chip
+is checked by running this file. By hand it prints what the compiler reports:
+
+    python tests/kernels/test_ahead_of_time.py sm_90
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+# Shared memory that one program can have, in bytes.
+SHARED_MEMORY = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call the kernel, with the shapes that decide how it is compiled."""
+
+    head_dim: int
+    query_dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    num_kv_heads: int = 2  # of 16 query heads
+    block_size: int = 16
+    max_seq_len: int = 131072
+    window_left: int = -1
+    window_anchor: str = "canvas"
+    softcap: float = 0.0
+    spans: bool = False
+
+
+# The layers of DiffusionGemma-26B: sliding (16:8 x 256, window 1024) and full (16:2 x 512).
+MODEL_CASES = [Case(256, num_kv_heads=8, window_left=1023), Case(512)]
+ALL_CASES = [
+    *MODEL_CASES,
+    *[Case(head_dim) for head_dim in (64, 128, 256)],
+    *[Case(d, "float16", "float16") for d in (64, 128, 256, 512)],
+    *[Case(d, "bfloat16", "float8_e4m3fn") for d in (64, 128, 256, 512)],
+    *[Case(d, "float32", "float32") for d in (64, 128, 256, 512)],
+    *[Case(d, block_size=64) for d in (256, 512)],
+    *[Case(d, max_seq_len=512) for d in (256, 512)],
+    *[Case(d, spans=True) for d in (256, 512)],
+    *[Case(d, softcap=50.0) for d in (256, 512)],
+    *[Case(d, window_left=1023, window_anchor="query") for d in (256, 512)],
+]
+
+
+def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
+    """The kernels that a call launches, with their arguments, on tensors without memory."""
+    from attention_kernels.canvas_attention import triton as kernels
+
+    num_seqs, canvas, num_heads = 4, 256, 16
+    query_dtype, cache_dtype = getattr(torch, case.query_dtype), getattr(torch, case.cache_dtype)
+    launches = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query = empty(num_seqs * canvas, num_heads, case.head_dim, dtype=query_dtype)
+    # Heads, then positions, then keys beside values: the layout of vLLM's cache.
+    cache = empty(64, case.num_kv_heads, case.block_size, 2 * case.head_dim, dtype=cache_dtype)
+    cache = cache.transpose(1, 2)
+    scale = empty(dtype=torch.float32) if case.cache_dtype != case.query_dtype else None
+    with (
+        mock.patch.object(
+            kernels, "_canvas_attention_kernel", Recorder(kernels._canvas_attention_kernel)
+        ),
+        mock.patch.object(kernels, "_combine_kernel", Recorder(kernels._combine_kernel)),
+    ):
+        kernels.launch(
+            query,
+            cache[..., : case.head_dim],
+            cache[..., case.head_dim :],
+            empty(num_seqs, case.max_seq_len // case.block_size),
+            empty(num_seqs + 1),
+            empty(num_seqs),
+            empty(num_seqs),
+            torch.empty_like(query),
+            empty(num_seqs * canvas, 2) if case.spans else None,
+            scale,
+            scale,
+            0.0625,
+            1.0,
+            case.softcap,
+            case.window_left,
+            case.window_left if case.window_anchor == "query" else -1,
+            case.window_anchor == "canvas",
+            canvas,
+            case.max_seq_len,
+            config=kernels.tuned_config(case.head_dim, query_dtype, cache_dtype, capability),
+        )
+    # Later launches of the same kernel differ in their first tile only.
+    return list({kernel: (kernel, args, kwargs) for kernel, args, kwargs in launches}.values())
+
+
+def compile_for(chip: str, kernel, args: tuple, kwargs: dict) -> dict:
+    """Compile one launch for a chip; what Triton and the assembler report of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values.update({name: value for name, value in kwargs.items() if name not in options})
+    signature, constants, attributes = {}, {}, {}
+    for param in kernel.params:
+        value = values[param.name]
+        special = not param.do_not_specialize
+        if param.is_constexpr or value is None or (type(value) is int and value == 1 and special):
+            signature[param.name] = "constexpr"
+            constants[(param.num,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = POINTERS[value.dtype]
+            attributes[(param.num,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = "i32"
+            if special and value % 16 == 0:
+                attributes[(param.num,)] = [["tt.divisibility", 16]]
+    architecture = int(chip.removeprefix("sm_"))
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", architecture, 32),
+        options=options,
+    )
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if architecture >= 100:
+        assembler = assembler.with_name("ptxas-blackwell")
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        target = re.search(r"\.target (\w+)", ptx).group(1)
+        report = subprocess.run(
+            [assembler, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    # Stack is not spills: a kernel may use some for other reasons.
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
+        "spilled_bytes": int(stores) + int(loads),
+        "shared_memory": compiled.metadata.shared,
+    }
+
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+}
+
+
+def reports(chip: str, cases: list[Case]) -> list[dict]:
+    """What the compiler says of these cases, from a process without Triton's interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, __file__, chip, json.dumps([asdict(case) for case in cases])],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def check(chip: str, cases: list[Case]) -> None:
+    pytest.importorskip("triton")
+    lines = reports(chip, cases)
+    assert len(lines) >= len(cases)
+    for line in lines:
+        assert line["spilled_bytes"] == 0, line
+        assert line["shared_memory"] <= SHARED_MEMORY[chip], line
+
+
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
+def test_ahead_of_time(chip):
+    """The model's layers compile for a chip within its registers and shared memory."""
+    check(chip, MODEL_CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
+def test_ahead_of_time_all(chip):
+    """Every configuration compiles for a chip within its registers and shared memory."""
+    check(chip, ALL_CASES)
+
+
+def main(chip: str, cases: str | None = None) -> None:
+    architecture = chip.removeprefix("sm_")
+    capability = int(architecture[:-1]), int(architecture[-1])
+    selected = [Case(**case) for case in json.loads(cases)] if cases else ALL_CASES
+    for case in selected:
+        for launch in recorded_launches(case, capability):
+            report = {"chip": chip, **compile_for(chip, *launch), **asdict(case)}
+            print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
