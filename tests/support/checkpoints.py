@@ -42,14 +42,18 @@ def copy_checkpoint(
     return folder
 
 
-def random_checkpoint(folder: Path, *, seed: int = 0, gain: float = 4.0, **changes: Any) -> Path:
+def random_checkpoint(
+    folder: Path, *, seed: int = 0, gain: float = 1.0, embed: float = 3.0, **changes: Any
+) -> Path:
     """A checkpoint of random weights whose distributions are far from uniform.
 
     Args:
         folder: Where to put it.
         seed: Of the weights.
-        gain: Standard deviation of matrices relative to ``1 / sqrt(fan_in)``; large enough that a
-            wrong mask or a missing module moves the logits by nats, not by rounding.
+        gain: Standard deviation of matrices relative to ``1 / sqrt(fan_in)``.
+        embed: The same of the token embeddings, which are also the head: logits of this size. Flat
+            distributions would make all soft embeddings the same tiny vector, whose normalisation
+            in the self-conditioning module blows up rounding errors.
         changes: As for :func:`copy_checkpoint`.
     """
     from transformers import DiffusionGemmaForBlockDiffusion
@@ -63,7 +67,7 @@ def random_checkpoint(folder: Path, *, seed: int = 0, gain: float = 4.0, **chang
             if parameter.data_ptr() in seen or parameter.dim() < 2:
                 continue
             seen.add(parameter.data_ptr())
-            scale = gain if "embed" not in name and "vision" not in name else 1.0
+            scale = embed if "embed_tokens" in name else gain
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder)

@@ -89,17 +89,18 @@ class TracedEngine:
         finally:
             type(sampler).__call__ = original
 
+    @staticmethod
+    def sampling_params(**params: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(**({"skip_special_tokens": False} | params))
+
     def generate(
         self, prompts: list[list[int]], *, seeds: list[int], max_tokens: int, **params: Any
     ) -> list[Any]:
         """Token ids in, finished ``CompletionOutput`` of each prompt out, in order."""
-        from vllm import SamplingParams
-
         sampling = [
-            SamplingParams(
-                max_tokens=max_tokens, seed=seed, **({"skip_special_tokens": False} | params)
-            )
-            for seed in seeds
+            self.sampling_params(seed=seed, max_tokens=max_tokens, **params) for seed in seeds
         ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False

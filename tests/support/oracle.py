@@ -86,6 +86,39 @@ class OurNoise:
             yield
 
 
+class ForcedCanvases:
+    """Stands in for the same two functions, but leads ``generate`` through given canvases.
+
+    What is returned for candidates and for new noise alike is the next canvas, so it is that
+    whatever was accepted.
+    """
+
+    def __init__(self, canvases: list[Tensor]) -> None:
+        self.canvases = canvases
+        self.index = -1
+
+    def randint(self, low: int, high: int, size: tuple[int, int], **_: Any) -> Tensor:
+        # A canvas's last draw of candidates already moved on to the first one of the next canvas.
+        self.index = max(self.index, 0)
+        return self._next()[None]
+
+    def multinomial(self, probs: Tensor, num_samples: int) -> Tensor:
+        self.index += 1
+        return self._next()[:, None]
+
+    def _next(self) -> Tensor:
+        # After the last step of the last canvas there is none, and nobody looks.
+        return self.canvases[min(self.index, len(self.canvases) - 1)]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with (
+            mock.patch("torch.randint", self.randint),
+            mock.patch("torch.multinomial", self.multinomial),
+        ):
+            yield
+
+
 class Oracle:
     """``transformers``' DiffusionGemma, batch 1, DynamicCache, eager attention."""
 
@@ -127,3 +160,44 @@ class Oracle:
                 break
         run.tokens = tokens[:max_tokens]
         return run
+
+    def follow(
+        self, prompt: list[int], canvases: list[Tensor], logits: list[Tensor], **kwargs: Any
+    ) -> list[Tensor]:
+        """The logits of each step, given what every step before it was in another run.
+
+        Unlike whole generations of random weights, where a rounding error grows a thousandfold in
+        a few steps, this compares each step by itself.
+
+        Args:
+            prompt: Token ids.
+            canvases: Per step, [canvas_length], what the step started from.
+            logits: Per step, [canvas_length, vocab_size], softcapped, before temperature; they are
+                what the step after is conditioned on.
+            kwargs: For ``generate``, an image for example.
+        """
+        config = self.model.generation_config
+        num_steps = config.max_denoising_steps
+        forced = ForcedCanvases(canvases)
+        ours: list[Tensor] = []
+        original = self.model.forward
+
+        def forced_forward(*args: Any, **forward_kwargs: Any) -> Any:
+            step = len(ours)
+            if forward_kwargs.get("self_conditioning_logits") is not None:
+                remaining = num_steps - (step - 1) % num_steps
+                temperature = config.t_min + (config.t_max - config.t_min) * remaining / num_steps
+                forward_kwargs["self_conditioning_logits"] = (logits[step - 1] / temperature)[None]
+            output = original(*args, **forward_kwargs)
+            ours.append(output.logits[0].detach().float())
+            return output
+
+        with forced.installed(), mock.patch.object(self.model, "forward", forced_forward):
+            self.model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=len(canvases) // num_steps * canvases[0].shape[0],
+                eos_token_id=None,
+                stability_threshold=num_steps,
+                **kwargs,
+            )
+        return ours

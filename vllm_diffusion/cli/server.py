@@ -17,9 +17,10 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 HOST = "127.0.0.1"
-# Seconds between two looks at a server that is starting, and between two lines about it.
+# Seconds between two looks at a server that is starting, and between two lines about it while it
+# does the same thing.
 _POLL_SECONDS = 0.25
-_REPORT_SECONDS = 5.0
+_REPORT_SECONDS = 10.0
 # What each signal is given before the next, harder one.
 _STOP_SECONDS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 # What the server does after it has logged the line that holds the text on the left.
@@ -32,6 +33,8 @@ _STAGES = (
     ("", "importing vLLM"),
 )
 _LOG_TAIL_LINES = 25
+# A folder named vllm where the user happens to be is not imported in vLLM's place.
+_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # Requests to the server must not go through a proxy of the environment.
 _http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -75,7 +78,7 @@ class Server:
         self._command = [part.replace("{port}", str(port)) for part in command]
         self._report = report
         self._timeout = timeout
-        self._environment = environment or {}
+        self._environment = _ENVIRONMENT | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -105,6 +108,7 @@ class Server:
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         start = last_report = time.monotonic()
+        reported = ""
         while not self._is_healthy():
             if process.poll() is not None:
                 raise ServerError(
@@ -113,9 +117,10 @@ class Server:
             now = time.monotonic()
             if now - start > self._timeout:
                 raise ServerError(f"The server was not ready after {self._timeout:.0f} s.")
-            if now - last_report >= _REPORT_SECONDS:
-                last_report = now
-                self._report(f"{now - start:5.0f} s  {self._stage()}")
+            stage = self._stage()
+            if stage != reported or now - last_report >= _REPORT_SECONDS:
+                last_report, reported = now, stage
+                self._report(f"{now - start:5.0f} s  {stage}")
             time.sleep(_POLL_SECONDS)
 
     def _is_healthy(self) -> bool:
@@ -189,8 +194,7 @@ def vllm_serve(model: str, *options: str) -> list[str]:
     """The command line of a server for ``model`` on this machine only."""
     return [
         sys.executable,
-        # -P: a folder named vllm where the user happens to be is not imported.
-        *("-P", "-m", "vllm.entrypoints.cli.main"),
+        *("-m", "vllm.entrypoints.cli.main"),
         *("serve", model, "--host", HOST, "--port", "{port}"),
         *options,
     ]

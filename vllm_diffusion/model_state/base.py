@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -26,6 +27,8 @@ from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefau
 from vllm_diffusion.request_params import parse_canvas_params
 from vllm_diffusion.sampling.canvas_step import Noise
 from vllm_diffusion.sampling.sampler import DiffusionSampler
+
+logger = init_logger(__name__)
 
 
 class BlockDiffusionModelState(ModelState):
@@ -89,6 +92,7 @@ class BlockDiffusionModelState(ModelState):
     # What the model runner calls.
 
     def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
+        self._log_who_serves()
         has_self_conditioning = (
             type(self).store_soft_embeds is not BlockDiffusionModelState.store_soft_embeds
         )
@@ -104,6 +108,25 @@ class BlockDiffusionModelState(ModelState):
                 compile_backend=compile_backend(self.vllm_config),
             ),
             None,
+        )
+
+    def _log_who_serves(self) -> None:
+        """One line, so that nobody has to guess whether stock or this package serves."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        backends = {
+            f"{backend.__module__}.{backend.__qualname__}"
+            for backend in (getattr(layer, "attn_backend", None) for layer in layers)
+            if backend is not None
+        }
+        scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
+        order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
+        logger.info_once(
+            "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s (%s)",
+            type(self.model).__name__,
+            DiffusionSampler.__name__,
+            ", ".join(sorted(backends)),
+            scheduler.rpartition(".")[2],
+            order,
         )
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:

@@ -44,9 +44,10 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Runs in each worker before any model or runner code: put our pieces in place."""
-        from vllm_diffusion.platforms import cpu_experts, cpu_kernels
+        from vllm_diffusion.platforms import cpu_experts, cpu_kernels, cpu_linear
 
         cpu_kernels.register()
+        cpu_linear.register()
         cpu_experts.register()
 
     @classmethod

@@ -17,6 +17,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
+from vllm_diffusion.platforms.cpu_linear import linear
+
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
@@ -67,8 +69,8 @@ def routed_experts(
         token_idx, choice_idx = torch.where(expert_ids == expert)
         if token_idx.numel() == 0:
             continue
-        gate, up = F.linear(hidden[token_idx], gate_up[expert]).chunk(2, dim=-1)
-        expert_output = F.linear(activate(gate) * up, down[expert]).float()
+        gate, up = linear(hidden[token_idx], gate_up[expert]).chunk(2, dim=-1)
+        expert_output = linear(activate(gate) * up, down[expert]).float()
         weights = expert_weights[token_idx, choice_idx].float()
         output.index_add_(0, token_idx, expert_output * weights[:, None])
     return output.to(hidden.dtype)

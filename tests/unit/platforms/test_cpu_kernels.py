@@ -1,0 +1,24 @@
+"""Each NumPy function writes what the Triton kernel that it replaces writes.
+
+The kernels run under Triton's interpreter, so this file needs a process in which it is on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).with_name("check_cpu_kernels.py")
+
+
+@pytest.mark.engine
+def test_against_the_triton_kernels():
+    """Run in a fresh process, where our CPU platform has turned the interpreter on."""
+    result = subprocess.run(
+        [sys.executable, str(CHECKS)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "8 kernels agree" in result.stdout
