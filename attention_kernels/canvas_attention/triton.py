@@ -29,8 +29,8 @@ from torch import Tensor
 
 # Added to or taken from a position it leaves every key in reach, and fits int32 with it.
 NO_WINDOW = 2**30
-# The most fp32 scratch of one launch. A tile of the widest heads takes 1 MiB, so this is enough
-# programs to fill any GPU several times over.
+# The most fp32 scratch of one launch. A tile of 64 rows with 2 key heads of 512 takes 2 MiB when it
+# is cut into 8 splits: 128 such tiles, or 2,048 programs, fill any GPU several times over.
 SCRATCH_BYTES = 256 * 2**20
 # Sequences with more rows than this fill a GPU without splits.
 MAX_SPLIT_ROWS = 512
@@ -54,8 +54,10 @@ class TritonConfig:
     block_n: int  # keys of a tile
     num_warps: int
     num_stages: int
-    min_split_keys: int = 1024  # a split is at least this long
-    max_splits: int = 8  # and there are at most this many
+    # A range of keys is split when it is longer than this. One sliding window of 1024 and a canvas
+    # of 256 are not: there, writing and reading partials would cost more than idle cores.
+    min_split_keys: int = 2048
+    max_splits: int = 8
 
 
 # Chosen without a GPU, from what the compiler reports: the largest tiles that neither spill
@@ -67,33 +69,33 @@ _CONFIGS = {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
         256: TritonConfig(64, 32, 8, 2),
-        512: TritonConfig(64, 32, 8, 2),
+        512: TritonConfig(64, 32, 8, 2, min_split_keys=1024),
     },
     # sm_86, sm_89, sm_120: 99 KB.
     "small": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(64, 64, 4, 2),
         256: TritonConfig(64, 32, 8, 2),
-        512: TritonConfig(64, 16, 8, 2),
+        512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
     },
     # 227 KB.
     "sm_90": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
-        256: TritonConfig(128, 64, 8, 2),
-        512: TritonConfig(64, 16, 8, 2),
+        256: TritonConfig(64, 64, 8, 2),
+        512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
     },
     # 227 KB.
     "sm_100": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
         256: TritonConfig(64, 64, 8, 2),
-        512: TritonConfig(64, 32, 8, 2),
+        512: TritonConfig(64, 32, 8, 2, min_split_keys=1024),
     },
 }
 # Bytes pass through registers on their way to shared memory, which larger tiles of the widest heads
 # have not got.
-_FP8_WIDE_CONFIG = TritonConfig(32, 32, 8, 2)
+_FP8_WIDE_CONFIG = TritonConfig(32, 32, 8, 2, min_split_keys=1024)
 # fp32 products do not use tensor cores: for comparisons, not for serving.
 _FP32_CONFIG = TritonConfig(16, 16, 4, 1)
 # Under the interpreter every operation costs the same, so tiles are large.
@@ -221,9 +223,10 @@ def _split_tiles(
     MAX_SPLITS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
 ):
-    """Key tiles of one split, from the sequence and constants alone."""
-    per_split = tl.maximum(MIN_SPLIT // BLOCK_N, tl.cdiv(num_tiles, MAX_SPLITS))
-    return tl.where(query_len > MAX_ROWS, tl.maximum(num_tiles, 1), per_split)
+    """Key tiles of one split, from the sequence and constants alone; splits are about even."""
+    num_splits = tl.minimum(tl.cdiv(num_tiles, MIN_SPLIT // BLOCK_N), MAX_SPLITS)
+    per_split = tl.cdiv(num_tiles, tl.maximum(num_splits, 1))
+    return tl.where(query_len > MAX_ROWS, num_tiles, per_split)
 
 
 @triton.jit

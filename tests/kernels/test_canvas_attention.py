@@ -631,6 +631,26 @@ def test_canvas_attention_compiled(impl):
     assert torch.equal(compiled(batch.query), attend(batch.query))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_canvas_attention_graph_replay():
+    """A captured graph computes with the lengths and causal rows of its replay."""
+    batch = make_batch([64, 64], [300, 5000], [0, 64], dtype=torch.bfloat16)
+    out = torch.zeros_like(batch.query)
+    arguments = {**batch.tensors(), "scale": 0.2, "impl": "triton"}
+    bounds = {"max_query_len": 64, "max_seq_len": 5000}
+    canvas_attention(**arguments, **bounds, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        canvas_attention(**arguments, **bounds, out=out)
+    for causal_rows, seq_lens in [([64, 0], [300, 5000]), ([20, 1], [290, 64])]:
+        batch.causal_rows.copy_(torch.tensor(causal_rows))
+        batch.seq_lens.copy_(torch.tensor(seq_lens))
+        graph.replay()
+        assert torch.equal(out, canvas_attention(**arguments, **bounds))
+
+
 def changed(batch: CanvasBatch, **tensors) -> dict:
     return {**batch.tensors(), "scale": 1.0, **tensors}
 
