@@ -1,0 +1,35 @@
+"""Answers without a server: ``vllm.LLM`` on the shipped checkpoint.
+
+python examples/offline.py
+python examples/offline.py "Reverse the word stone."
+"""
+
+from __future__ import annotations
+
+import sys
+
+from vllm import LLM, SamplingParams
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.metrics import request_metrics
+
+
+def main() -> None:
+    prompts = sys.argv[1:] or ["What is 7+8?", "What is 9+4?"]
+    llm = LLM(str(shipped_checkpoint()), max_model_len=1024, max_num_seqs=4)
+    outputs = llm.chat(
+        [[{"role": "user", "content": prompt}] for prompt in prompts],
+        SamplingParams(max_tokens=128, seed=0),
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0]
+        print(f"{prompt} -> {answer.text!r}")
+        took = request_metrics(answer)
+        if took is not None:
+            steps = ", ".join(map(str, took.denoise_steps_per_canvas))
+            print(f"  denoise steps of each canvas: {steps}; {took.passes} passes in all")
+
+
+# vLLM starts its engine in a process that imports this file again.
+if __name__ == "__main__":
+    main()

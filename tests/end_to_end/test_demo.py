@@ -1,0 +1,35 @@
+"""The README's first command, as a person runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def test_demo(tmp_path: Path) -> None:
+    """From any folder: the answer alone on standard output, figures on standard error, no trace."""
+    script = Path(sys.executable).with_name("vllm-diffusion")
+    # Would be imported in vLLM's place if the folder of the user were searched.
+    (tmp_path / "vllm.py").write_text("raise SystemExit('wrong vllm')", encoding="utf-8")
+    demo = subprocess.run(
+        [str(script), "demo", "What is 7+8?"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=840,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stderr
+    assert "15" in demo.stdout
+    assert "denoise steps per canvas" in demo.stderr
+    assert "tokens per pass" in demo.stderr
+    assert "tokens per second" in demo.stderr
+    assert "Traceback" not in demo.stderr
+    me = psutil.Process()
+    assert not [p for p in me.children(recursive=True) if "vllm" in " ".join(p.cmdline())]

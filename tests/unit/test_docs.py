@@ -1,0 +1,133 @@
+"""What the documentation says is what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm_diffusion.config import PluginSettings
+from vllm_diffusion.request_params import _NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def commands(page: str) -> list[list[str]]:
+    """Every ``vllm ...`` command in the shell blocks of a page, as its arguments."""
+    found = []
+    for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["vllm"]:
+                found.append(words[1:])
+    return found
+
+
+def test_compatibility_table() -> None:
+    """The table of private symbols is that of ``upstream.py``; docs/update_compatibility.py writes it."""
+    spec = importlib.util.spec_from_file_location("update", ROOT / "docs/update_compatibility.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = text_of("docs/compatibility.md")
+    assert module.with_table(page) == page, "run python docs/update_compatibility.py"
+
+
+def test_settings_are_documented() -> None:
+    """Every start-up setting and every request argument has its row."""
+    page = text_of("docs/settings.md")
+    names = [field.name for field in fields(PluginSettings)] + list(_NAMES)
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+@pytest.mark.engine
+def test_counters_are_documented() -> None:
+    """Every counter has its row, and no other."""
+    from vllm_diffusion.metrics import _HELP
+
+    documented = re.findall(r"`vllm_diffusion:(\w+)_total`", text_of("docs/settings.md"))
+    assert sorted(documented) == sorted(_HELP)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    """Every file that a page links to or names is there."""
+    text = page.read_text(encoding="utf-8")
+    linked = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    missing = [link for link in linked if not (page.parent / link).exists()]
+    named = re.findall(r"`((?:tests|examples|docs|vllm_diffusion|benchmarks)/[\w/.]+)`", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+@pytest.mark.engine
+def test_commands_are_understood() -> None:
+    """vLLM's own parser takes every command of the documentation."""
+    code = (
+        "import json, sys\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "from vllm.entrypoints.cli.serve import ServeSubcommand\n"
+        "from vllm.benchmarks.serve import add_cli_args\n"
+        "serve = FlexibleArgumentParser()\n"
+        "ServeSubcommand().subparser_init(serve.add_subparsers())\n"
+        "bench = FlexibleArgumentParser()\n"
+        "add_cli_args(bench)\n"
+        "for command in json.load(sys.stdin):\n"
+        "    if command[0] == 'serve':\n"
+        "        serve.parse_args(command)\n"
+        "    else:\n"
+        "        assert command[:2] == ['bench', 'serve'], command\n"
+        "        bench.parse_args(command[2:])\n"
+    )
+    found = commands(text_of("README.md")) + commands(text_of("docs/settings.md"))
+    assert len(found) >= 6
+    checked = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(found), text=True, capture_output=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.engine
+def test_stock_refuses() -> None:
+    """The README's first row: what stock vLLM refuses in a request, and we do not."""
+    code = (
+        "import types\n"
+        "from vllm import SamplingParams\n"
+        "from vllm.exceptions import VLLMValidationError\n"
+        "from vllm_diffusion import validation\n"
+        "model = types.SimpleNamespace(is_diffusion=True)\n"
+        "def refused(**params):\n"
+        "    try:\n"
+        "        SamplingParams(**params)._validate_diffusion(model)\n"
+        "    except VLLMValidationError:\n"
+        "        return True\n"
+        "    return False\n"
+        "settings = [{'temperature': 0.5}, {'seed': 1}, {'min_p': 0.1}]\n"
+        "assert not refused()\n"
+        "assert all(refused(**params) for params in settings)\n"
+        "assert not refused(repetition_penalty=1.5)\n"
+        "validation.install()\n"
+        "assert not any(refused(**params) for params in settings)\n"
+        "assert refused(repetition_penalty=1.5)\n"
+    )
+    checked = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_readme_commands_in_ci() -> None:
+    """CI runs the README's test command, word for word."""
+    (command,) = re.findall(r"```sh\n\.venv/bin/uv (run pytest.*)\n```", text_of("README.md"))
+    assert f'"$uv" {command}' in text_of(".ci/run").replace(".venv/bin/uv run", '"$uv" run')
