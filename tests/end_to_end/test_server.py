@@ -1,0 +1,299 @@
+"""The real server and the clients that people use with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.server import MODEL, Server
+
+pytestmark = pytest.mark.engine
+
+MESSAGES = [{"role": "user", "content": "What is 7+8?"}]
+# Keeps a request short whatever the weights are.
+QUICK = {"vllm_xargs": {"diffusion_max_steps": 2}}
+
+
+@pytest.fixture(autouse=True)
+def _idle(server: Server) -> Iterator[None]:
+    """No test leaves a request or a KV block behind."""
+    yield
+    server.wait_until_idle()
+
+
+def _streamed(chunks: Any) -> tuple[str, str | None, Any]:
+    """Text, finish reason and usage of a stream of either kind."""
+    text, reason, usage = "", None, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
+            reason = choice.finish_reason or reason
+    return text, reason, usage
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_completion_streamed_and_not(kind: str, server: Server) -> None:
+    """The same seed gives the same text, in one piece, again, and in a stream."""
+    client = server.client()
+    if kind == "chat":
+        create: Any = client.chat.completions.create
+        prompt: dict[str, Any] = {"messages": MESSAGES}
+    else:
+        create = client.completions.create
+        prompt = {"prompt": "Once upon a time"}
+    max_tokens = 2 * server.canvas_length + 3
+    request = {
+        "model": MODEL,
+        **prompt,
+        "max_tokens": max_tokens,
+        "seed": 5,
+        "extra_body": {**QUICK, "ignore_eos": True},
+    }
+    whole = create(**request)
+    choice = whole.choices[0]
+    text = choice.message.content if kind == "chat" else choice.text
+    assert choice.finish_reason == "length"
+    assert whole.usage.completion_tokens == max_tokens
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + max_tokens
+
+    again = create(**request).choices[0]
+    assert (again.message.content if kind == "chat" else again.text) == text
+
+    with create(**request, stream=True, stream_options={"include_usage": True}) as stream:
+        streamed, reason, usage = _streamed(stream)
+    assert (streamed, reason) == (text, "length")
+    assert usage.completion_tokens == max_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_seeds_differ(server: Server) -> None:
+    """Another seed, another text; no seed, a seed of the engine's own."""
+    client = server.client()
+    texts = {
+        client.completions.create(
+            model=MODEL,
+            prompt="Once upon a time",
+            max_tokens=server.canvas_length,
+            seed=seed,
+            extra_body={"vllm_xargs": {"diffusion_max_steps": 1}, "ignore_eos": True},
+        )
+        .choices[0]
+        .text
+        for seed in (1, 2, 3, None)
+    }
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_two_choices(stream: bool, server: Server) -> None:
+    """``n=2`` gives two choices, each finished."""
+    request = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": server.canvas_length,
+        "n": 2,
+        "extra_body": QUICK,
+    }
+    client = server.client()
+    if not stream:
+        choices = client.chat.completions.create(**request).choices
+        assert [choice.index for choice in choices] == [0, 1]
+        assert all(choice.finish_reason in ("stop", "length") for choice in choices)
+        return
+    finished = set()
+    with client.chat.completions.create(**request, stream=True) as chunks:
+        for chunk in chunks:
+            finished |= {choice.index for choice in chunk.choices if choice.finish_reason}
+    assert finished == {0, 1}
+
+
+def test_request_parameters(server: Server) -> None:
+    """What an ordinary client sends is accepted."""
+    response = server.client().chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "system", "content": "Be brief."}, *MESSAGES],
+        max_tokens=8,
+        temperature=0.0,
+        top_p=0.9,
+        seed=3,
+        stop=["zzz"],
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={**QUICK, "top_k": 5, "min_p": 0.01, "ignore_eos": True},
+    )
+    content = response.choices[0].logprobs.content
+    assert len(content) == response.usage.completion_tokens == 8
+    assert all(item.logprob <= 0.0 and len(item.top_logprobs) == 2 for item in content)
+
+
+def test_eight_clients_at_once(server: Server) -> None:
+    """Each of eight clients gets its own answer, the one that it would get alone."""
+
+    def ask(seed: int) -> str:
+        completion = server.client().completions.create(
+            model=MODEL,
+            prompt=f"Question {seed}:" + " word" * seed,
+            max_tokens=server.canvas_length + seed,
+            seed=seed,
+            extra_body={**QUICK, "ignore_eos": True},
+        )
+        assert completion.usage.completion_tokens == server.canvas_length + seed
+        return completion.choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert together == [ask(seed) for seed in range(8)]
+
+
+def test_repeated_prompt_hits_the_prefix_cache(server: Server) -> None:
+    """The usage of the second request reports cached tokens, and the counter moves."""
+    client = server.client()
+    request = {
+        "model": MODEL,
+        "prompt": "The quick brown fox jumps over the lazy dog. " * 3,
+        "max_tokens": 2,
+        "seed": 1,
+        "extra_body": QUICK,
+    }
+    first = client.completions.create(**request)
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    second = client.completions.create(**request)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert second.usage.prompt_tokens // 2 < cached < second.usage.prompt_tokens
+    assert server.metric("vllm:prefix_cache_hits_total") == hits + cached
+    assert second.choices[0].text == first.choices[0].text
+
+
+def test_counters(server: Server) -> None:
+    """``vllm_diffusion:*`` counters say what one request took, to the unit."""
+    names = ("passes", "encode_rows", "canvas_rows", "projected_rows", "denoise_steps", "canvases")
+
+    def counters() -> dict[str, float]:
+        server.wait_until_idle()
+        return {name: server.metric(f"vllm_diffusion:{name}_total") for name in names}
+
+    def ask(prompt: str) -> Any:
+        return server.client().completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=server.canvas_length,
+            extra_body={"vllm_xargs": {"diffusion_max_steps": 1}, "ignore_eos": True},
+        )
+
+    ask("first")
+    before = counters()
+    usage = ask("Nothing like it before").usage
+    moved = {name: value - before[name] for name, value in counters().items()}
+    assert moved["denoise_steps"] == 1
+    assert moved["canvases"] == 1
+    assert moved["canvas_rows"] == server.canvas_length
+    # One pass for the prompt and one for the step; the finished canvas may be encoded or not.
+    assert moved["passes"] in (2, 3)
+    assert moved["encode_rows"] in (
+        usage.prompt_tokens,
+        usage.prompt_tokens + server.canvas_length,
+    )
+
+
+QUESTIONS = [
+    {"type": "predicate", "name": "blue", "instructions": "Is the sky blue?"},
+    {
+        "type": "choice",
+        "name": "colour",
+        "instructions": "What colour is it?",
+        "choices": [{"value": "blue"}, {"value": "red", "description": "as in roses"}],
+    },
+    {
+        "type": "score",
+        "name": "certainty",
+        "instructions": "How sure are you?",
+        "levels": [{"label": "not"}, {"label": "rather"}, {"label": "very"}],
+    },
+]
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+def test_decisions(joint: bool, server: Server) -> None:
+    """Questions read from one denoising step get probabilities that sum to 1, again the same."""
+    if joint and server.canvas_length < 32:
+        pytest.skip("the questions need a canvas of 32 tokens")
+    body = {"input": "The sky is blue.", "questions": QUESTIONS, "joint": joint}
+    response = server.post("/v1/decisions", body)
+    assert response.status_code == 200, response.text
+    predicate, choice, score = response.json()["answers"]
+    assert 0.0 <= predicate["probability"] <= 1.0
+    assert choice["choice"] in ("blue", "red")
+    for answer in (choice, score):
+        assert sum(item["probability"] for item in answer["probabilities"]) == pytest.approx(1.0)
+        assert 0.0 <= answer["confidence"] <= 1.0
+    # The noise is drawn from the prompt, and nobody else's is in it.
+    assert server.post("/v1/decisions", body).json()["answers"] == response.json()["answers"]
+
+
+def test_client_that_goes_away(server: Server) -> None:
+    """A client killed in the middle of a stream leaves nothing running."""
+    body = {
+        "prompt": "Count: one two three",
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={"model": MODEL, **body}, timeout=300
+    ) as response:
+        assert response.status_code == 200
+        # Kept alive: an iterator that ends closes the connection.
+        lines = response.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        assert json.loads(first.removeprefix("data: "))["choices"]
+        assert server.metric("vllm:num_requests_running") == 1
+    server.wait_until_idle(30)
+    server.assert_alive()
+
+
+def test_eight_clients_that_go_away(server: Server) -> None:
+    """Requests that are aborted before and during their first canvas free slots and blocks."""
+
+    def leave(seconds: float) -> None:
+        body = {"model": MODEL, "prompt": "a" * 100, "max_tokens": 800, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=seconds)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(leave, [0.1 + 0.15 * i for i in range(12)]))
+    server.wait_until_idle(30)
+    server.assert_alive()
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_vllm_bench_serve(concurrency: int, server: Server, tmp_path: Path) -> None:
+    """vLLM's own benchmark, with its default parameters, finishes with no failed request."""
+    num_prompts = 4 if concurrency == 1 else 16
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    command += ["--base-url", server.url, "--model", MODEL, "--tokenizer", str(server.checkpoint)]
+    command += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16"]
+    command += ["--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert result["completed"] == num_prompts
+    assert result["failed"] == 0
+    assert result["total_output_tokens"] > 0
