@@ -17,6 +17,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion.config import environment_flags
+
 
 class CanvasRequestRecord(RequestSpecDecodeMetrics):
     """The trace of one request.
@@ -132,7 +134,9 @@ class PassCounters:
         if isinstance(record, CanvasRequestRecord):
             record.observe_pass(num_rows if denoised else -num_rows, num_emitted)
 
-    def attach(self, stats: SpecDecodingStats | None, num_spec_tokens: int) -> SpecDecodingStats | None:
+    def attach(
+        self, stats: SpecDecodingStats | None, num_spec_tokens: int
+    ) -> SpecDecodingStats | None:
         """Move the totals into the engine's statistics of this step; ``None`` if there are none."""
         if self._totals == PassTotals():
             return stats
@@ -160,7 +164,12 @@ class DiffusionStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config
-        self._is_diffusion = bool(model_config is not None and model_config.is_diffusion)
+        self._is_diffusion = bool(
+            model_config is not None
+            and model_config.is_diffusion
+            # Stock's scheduler counts nothing of ours.
+            and not environment_flags().disabled
+        )
         if not self._is_diffusion:
             return
         # One registry per process, several engines.

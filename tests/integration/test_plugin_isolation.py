@@ -1,0 +1,145 @@
+"""With our package installed and no diffusion model served, vLLM is as it would be without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_diffusion import plugin
+
+pytestmark = pytest.mark.engine
+
+SNAPSHOT = Path(__file__).resolve().parents[1] / "support" / "snapshot.py"
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+OTHER_MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SMALL},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        **SMALL,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+class Snapshots:
+    """What :mod:`tests.support.snapshot` printed under each set of environment variables.
+
+    Each process takes many seconds to import vLLM, so they run two at a time.
+    """
+
+    def __init__(self, folder: Path, environments: Mapping[str, Mapping[str, str]]) -> None:
+        models = []
+        for name, config in OTHER_MODELS.items():
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+            models.append(str(folder / name))
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLLM_DIFFUSION", "VLLM_PLUGINS", "TRITON_INTERPRET"))
+        }
+        # This process's own platform hid the accelerators.
+        inherited.pop("CUDA_VISIBLE_DEVICES", None)
+        self._found: dict[str, Any] = {}
+        waiting = list(environments.items())
+        while waiting:
+            batch, waiting = waiting[:2], waiting[2:]
+            running = {
+                name: subprocess.Popen(
+                    # Without a platform there is nothing to configure a model for.
+                    [sys.executable, str(SNAPSHOT), *(models if "model" in name else [])],
+                    env={**inherited, **changes},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for name, changes in batch
+            }
+            for name, process in running.items():
+                output, errors = process.communicate(timeout=800)
+                assert process.returncode == 0, f"{name}: {errors[-3000:]}"
+                (line,) = (x for x in output.splitlines() if x.startswith("SNAPSHOT"))
+                self._found[name] = json.loads(line.removeprefix("SNAPSHOT"))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Snapshots:
+    return Snapshots(
+        tmp_path_factory.mktemp("models"),
+        {
+            "stock": {"VLLM_PLUGINS": ""},
+            "disabled": {"VLLM_DIFFUSION_DISABLE": "1"},
+            "models on the platform alone": {"VLLM_PLUGINS": "vllm_diffusion_cpu"},
+            "models with all plugins": {},
+        },
+    )
+
+
+def test_disabled_is_stock(snapshots: Snapshots) -> None:
+    """VLLM_DIFFUSION_DISABLE=1 restores platform, model, checks and validation."""
+    stock = snapshots["stock"]["tables"]
+    assert snapshots["disabled"]["tables"] == stock
+    ours = [stock["platform"], stock["model"], stock["config_hook"], *stock["validation"]]
+    assert not any("vllm_diffusion" in name for name in ours)
+
+
+def test_enabled_is_not_stock(snapshots: Snapshots) -> None:
+    """The snapshot sees each of the things that are ours."""
+    tables = snapshots["models with all plugins"]["tables"]
+    for name in (tables["model"], tables["config_hook"], *tables["validation"]):
+        assert name.startswith("vllm_diffusion.")
+
+
+def test_only_the_platform_is_stock_but_for_the_platform(snapshots: Snapshots) -> None:
+    """VLLM_PLUGINS=vllm_diffusion_cpu serves stock's class, with stock's checks."""
+    stock = dict(snapshots["stock"]["tables"])
+    alone = dict(snapshots["models on the platform alone"]["tables"])
+    stock.pop("platform")
+    alone.pop("platform")
+    assert alone == stock
+
+
+def test_other_entries_are_untouched(snapshots: Snapshots) -> None:
+    """No other architecture's model or configuration hook differs."""
+    stock = snapshots["stock"]["tables"]
+    ours = snapshots["models with all plugins"]["tables"]
+    assert plugin.ARCHITECTURE not in ours["other_models"]
+    assert len(stock["other_models"]) > 100
+    assert ours["other_models"] == stock["other_models"]
+    assert ours["other_config_hooks"] == stock["other_config_hooks"]
+
+
+@pytest.mark.parametrize("model", range(len(OTHER_MODELS)), ids=OTHER_MODELS)
+@pytest.mark.parametrize("part", ["scheduler", "config", "hash", "requests"])
+def test_other_model(part: str, model: int, snapshots: Snapshots) -> None:
+    """A model that is not ours resolves to the same, field by field, with our plugin and without."""
+    without = snapshots["models on the platform alone"]["models"][model][part]
+    assert snapshots["models with all plugins"]["models"][model][part] == without
+    if part == "requests":
+        # The comparison is of something: two are accepted, several refused.
+        assert without["plain"] is None
+        assert without["edits"] is None
+        assert without["too many logprobs"] is not None
