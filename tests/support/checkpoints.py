@@ -43,9 +43,12 @@ def copy_checkpoint(
 
 
 def random_checkpoint(
-    folder: Path, *, seed: int = 0, gain: float = 1.0, embed: float = 3.0, **changes: Any
+    folder: Path, *, seed: int = 0, gain: float = 0.5, embed: float = 3.0, **changes: Any
 ) -> Path:
     """A checkpoint of random weights whose distributions are far from uniform.
+
+    With these defaults a rounding error of a logit stays below 1e-3 over a generation; with twice
+    the gain it grows tenfold in each step, and no two implementations agree on whole generations.
 
     Args:
         folder: Where to put it.
