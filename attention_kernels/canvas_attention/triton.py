@@ -69,7 +69,7 @@ _CONFIGS = {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
         256: TritonConfig(64, 32, 8, 2),
-        512: TritonConfig(64, 32, 8, 2, min_split_keys=1024),
+        512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
     },
     # sm_86, sm_89, sm_120: 99 KB.
     "small": {
