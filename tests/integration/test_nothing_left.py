@@ -1,0 +1,125 @@
+"""Requests that are over leave no slot, block, object or memory behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.engine import TracedEngine
+
+pytestmark = pytest.mark.engine
+
+# What an allocator may keep for itself over any number of requests.
+ALLOWED_GROWTH_BYTES = 48 * 1024**2
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TracedEngine]:
+    traced = TracedEngine(Path(SHIPPED), max_model_len=256, max_num_seqs=4)
+    yield traced
+    traced.close()
+
+
+def in_use(engine: TracedEngine) -> dict[str, int]:
+    """Whatever a request takes while it runs, counted."""
+    scheduler = engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "requests": len(scheduler.requests),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        # One block is never handed out.
+        "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "runner rows": len(engine.runner.req_states.req_id_to_index),
+        "slots": len(engine.state._slot_of_request),
+        "allowed ids": len(engine.slots.allowed_ids),
+        "front end": engine.llm.llm_engine.get_num_unfinished_requests(),
+    }
+
+
+def live_objects() -> dict[str, int]:
+    """How many tensors and requests Python holds."""
+    from vllm.v1.request import Request
+
+    gc.collect()
+    tensors = requests = 0
+    for thing in gc.get_objects():
+        tensors += type(thing) is torch.Tensor
+        requests += type(thing) is Request
+    return {"tensors": tensors, "requests": requests}
+
+
+def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> None:
+    """Short requests of every kind, some of them aborted while they wait or run."""
+    core = engine.llm.llm_engine
+    canvas_length = engine.state.canvas_length
+    for index in range(num_requests):
+        extra: dict[str, Any] = {"diffusion_max_steps": 1}
+        params: dict[str, Any] = {"max_tokens": rng.randint(1, 2), "seed": index}
+        kind = rng.choice(["plain", "narrow", "read", "logprobs", "two canvases"])
+        if kind == "narrow":
+            extra["diffusion_canvas_length"] = rng.randint(1, canvas_length)
+        elif kind == "read":
+            extra |= {"diffusion_read_only": True, "diffusion_constrained": True}
+            params["logprob_token_ids"] = [60, 61]
+        elif kind == "logprobs":
+            params["logprobs"] = 2
+        elif kind == "two canvases":
+            params |= {"max_tokens": canvas_length + 1, "ignore_eos": True}
+        name = f"{rng.getrandbits(64):x}"
+        prompt = [rng.randrange(50, 200) for _ in range(rng.randint(1, 60))]
+        core.add_request(
+            name,
+            {"prompt_token_ids": prompt},
+            engine.sampling_params(extra_args=extra, **params),
+        )
+        if rng.random() < 0.2:
+            for _ in range(rng.randint(0, 2)):
+                core.step()
+            core.abort_request([name])
+    while core.has_unfinished_requests():
+        core.step()
+    # The runner hears of a request's end with the next pass.
+    core.step()
+
+
+def check_nothing_left(engine: TracedEngine, num_requests: int) -> None:
+    rng = random.Random(0)
+    run_batch(engine, rng, 20)
+    assert not any(in_use(engine).values()), in_use(engine)
+    objects, rss = live_objects(), psutil.Process().memory_info().rss
+    for _ in range(num_requests // 10):
+        run_batch(engine, rng, 10)
+    assert not any(in_use(engine).values()), in_use(engine)
+    after = live_objects()
+    assert after["requests"] <= objects["requests"]
+    # A few are kept from call to call.
+    assert after["tensors"] <= objects["tensors"] + 8, (objects, after)
+    assert psutil.Process().memory_info().rss <= rss + ALLOWED_GROWTH_BYTES
+
+
+def test_forty_requests_leave_nothing(engine: TracedEngine) -> None:
+    """A sample of the test below."""
+    check_nothing_left(engine, 40)
+
+
+@pytest.mark.slow
+def test_five_hundred_requests_leave_nothing(engine: TracedEngine) -> None:
+    """500 requests, a fifth of them aborted, leave the engine as the first twenty left it."""
+    check_nothing_left(engine, 500)
+
+
+def test_same_tokens_after_all_that(engine: TracedEngine) -> None:
+    """A slot that others used before gives the same tokens."""
+    request = {"seeds": [11], "max_tokens": 40, "ignore_eos": True}
+    first = engine.generate([[60, 61, 62]], **request)[0].token_ids
+    run_batch(engine, random.Random(1), 12)
+    assert engine.generate([[60, 61, 62]], **request)[0].token_ids == first
