@@ -1,0 +1,140 @@
+"""A second family costs a state and one registration line: a masked block-diffusion Llama.
+
+Neither the runner nor the scheduler knows of it, and nothing it uses is Gemma-specific. What the
+engine generates is compared with a plain loop over ``transformers``' Llama.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_diffusion.decoding.confidence_threshold import confidence_threshold_policy
+from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.model_state.request_slots import DenoisingDefaults
+from vllm_diffusion.sampling.canvas_step import Noise, mask_noise
+
+pytestmark = pytest.mark.engine
+
+VOCAB, MASK, CANVAS, THRESHOLD = 128, 127, 8, 0.05
+
+
+class MaskedState(BlockDiffusionModelState):
+    """The whole of the second family."""
+
+    def denoising_defaults(self) -> DenoisingDefaults:
+        return DenoisingDefaults(
+            max_denoising_steps=CANVAS,
+            t_min=1.0,
+            t_max=1.0,
+            entropy_bound=0.0,
+            confidence_threshold=THRESHOLD,
+            stability_threshold=0,
+        )
+
+    def policy(self) -> Policy:
+        return confidence_threshold_policy(MASK)
+
+    def noise(self) -> Noise:
+        return mask_noise(MASK)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("masked")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    # The key that makes vLLM treat a model as block diffusion.
+    content |= {"architectures": ["MaskedLlamaForTests"], "canvas_length": CANVAS}
+    path.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    class MaskedLlamaForTests(LlamaForCausalLM):
+        @staticmethod
+        def get_model_state_cls() -> type:
+            return MaskedState
+
+    ModelRegistry.register_model("MaskedLlamaForTests", MaskedLlamaForTests)
+    llm = LLM(
+        str(checkpoint),
+        skip_tokenizer_init=True,
+        diffusion_config={"canvas_length": CANVAS},
+        max_model_len=128,
+        max_num_seqs=4,
+        enforce_eager=True,
+        kv_cache_memory_bytes=16 * 1024**2,
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def expected_tokens(checkpoint: Path, prompt: list[int], num_canvases: int) -> list[int]:
+    """The same rule in a plain loop: whole sequences, a dense mask, no cache."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    known = list(prompt)
+    for _ in range(num_canvases):
+        canvas = torch.full((CANVAS,), MASK)
+        while bool((canvas == MASK).any()):
+            length = len(known) + CANVAS
+            visible = torch.ones(length, length, dtype=torch.bool).tril()
+            visible[len(known) :] = True
+            bias = torch.zeros(1, 1, length, length).masked_fill(~visible, float("-inf"))
+            with torch.no_grad():
+                logits = model(
+                    torch.tensor([known + canvas.tolist()]), attention_mask=bias
+                ).logits[0, len(known) :]
+            confidence, argmax = logits.softmax(-1).max(-1)
+            masked = canvas == MASK
+            confidence = confidence.masked_fill(~masked, -1.0)
+            reveal = masked & (confidence >= THRESHOLD)
+            reveal[confidence.argmax()] = True
+            canvas = torch.where(reveal, argmax, canvas)
+        known += canvas.tolist()
+    return known[len(prompt) :]
+
+
+def test_masked_family(llm, checkpoint):
+    """Three prompts in one batch, two canvases each, greedy: token by token the plain loop's."""
+    from vllm import SamplingParams
+
+    prompts = [[5, 9, 33], list(range(20, 50)), [7] * 11]
+    params = SamplingParams(
+        max_tokens=2 * CANVAS, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert MASK not in tokens
+        assert tokens == expected_tokens(checkpoint, prompt, 2)
