@@ -311,6 +311,7 @@ def test_damaged_weights(damage: Callable[[Path], None], word: str, tmp_path: Pa
 def test_layer_scalars_that_differ(tmp_path: Path) -> None:
     """A checkpoint whose encoder and decoder scale a layer differently is refused by the layer."""
     from safetensors.torch import load_file, save_file
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     from tests.support.engine import TracedEngine
 
@@ -323,8 +324,12 @@ def test_layer_scalars_that_differ(tmp_path: Path) -> None:
     assert other != ours
     weights[other] = weights[ours] * 2 + 1
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="layer_scalar") as raised:
-        TracedEngine(tmp_path, max_model_len=256)
+    try:
+        with pytest.raises(ValueError, match="layer_scalar") as raised:
+            TracedEngine(tmp_path, max_model_len=256)
+    finally:
+        # The engine that did not start leaves its process groups.
+        cleanup_dist_env_and_memory()
     message = str(raised.value)
     assert ours in message
     assert other in message
