@@ -82,11 +82,12 @@ def _check_number(name: str, value: object, kind: type, low: float) -> None:
     """
     if value is None:
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON's true and false are integers to Python.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        if not isinstance(value, int) or not is_number or value < low:
             raise ValueError(f"{name}={value!r} must be an integer of at least {int(low)}.")
-    elif not number or not math.isfinite(value) or value <= low:  # type: ignore[arg-type]
+    elif not isinstance(value, (int, float)) or not is_number or not low < value < math.inf:
         raise ValueError(f"{name}={value!r} must be a number above {low:g}.")
 
 

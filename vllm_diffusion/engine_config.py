@@ -7,8 +7,9 @@ Every ``ValueError`` here reaches the user before a weight is read.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion import plugin, upstream
 from vllm_diffusion.config import diffusion_gemma_defaults, plugin_settings
@@ -17,6 +18,8 @@ from vllm_diffusion.weight_files import check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 
@@ -112,6 +115,7 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     chosen = vllm_config.attention_config.backend
+    able: tuple[Any, ...]
     if current_platform.is_cpu():
         register_backend(
             AttentionBackendEnum.CUSTOM, "vllm_diffusion.attention.backend.CanvasAttentionBackend"
@@ -122,6 +126,11 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
         # The back ends of vLLM that take a causal flag per sequence.
         able = (None, AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN)
         default = None
+        logger.warning(
+            "Attention runs in vLLM's own back end, which differs from the reference "
+            "implementation in two ways: the sliding window of a canvas row follows the row (as "
+            "with window_anchor=query), and image tokens attend causally."
+        )
     if chosen not in able:
         names = " or ".join(backend.name for backend in able if backend is not None)
         raise ValueError(

@@ -20,14 +20,15 @@ def install() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import input_processor
 
-    for owner, name, ours in (
+    replacements: tuple[tuple[Any, str, Any], ...] = (
         (SamplingParams, "_validate_diffusion", validate_sampling_params),
         (input_processor, "validate_diffusion_sampling_params", validate_diffusion_arguments),
-    ):
+    )
+    for owner, name, ours in replacements:
         stock = getattr(owner, name)
         if stock is not ours:
             # So that the check of vLLM's signatures still sees what was there.
-            ours.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+            ours.__signature__ = inspect.signature(stock)
             setattr(owner, name, ours)
 
 

@@ -51,9 +51,7 @@ def test_image_prompt(tmp_path):
             prompt = inputs.pop("input_ids")[0].tolist()
             inputs.pop("attention_mask", None)
             assert list(output.prompt_token_ids) == prompt
-            expected = oracle.generate(
-                prompt, seed=5, max_tokens=CANVAS, ignore_eos=True, **inputs
-            )
+            expected = oracle.generate(prompt, seed=5, max_tokens=CANVAS, ignore_eos=True, **inputs)
             ours = denoising(steps)
             for i, (step, logits) in enumerate(zip(ours, expected.logits, strict=True)):
                 error = (step.logits - logits).abs().max().item()

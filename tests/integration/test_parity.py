@@ -28,16 +28,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def denoising(steps: list[StepRecord], request: str | None = None) -> list[StepRecord]:
-    return [
-        s for s in steps if not s.encoding and (request is None or s.request_id == request)
-    ]
+    return [s for s in steps if not s.encoding and (request is None or s.request_id == request)]
 
 
 def assert_same_steps(steps: list[StepRecord], run: OracleRun) -> None:
     assert len(steps) == len(run.logits)
-    for i, (ours, logits, canvas) in enumerate(
-        zip(steps, run.logits, run.canvases, strict=True)
-    ):
+    for i, (ours, logits, canvas) in enumerate(zip(steps, run.logits, run.canvases, strict=True)):
         assert torch.equal(ours.canvas, canvas), f"step {i} started from another canvas"
         error = (ours.logits - logits).abs().max().item()
         assert error <= LOGIT_TOLERANCE, f"step {i}: logits differ by {error:.2e}"

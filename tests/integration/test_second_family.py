@@ -110,9 +110,9 @@ def expected_tokens(checkpoint: Path, prompt: list[int], num_canvases: int) -> l
             visible[len(known) :] = True
             bias = torch.zeros(1, 1, length, length).masked_fill(~visible, float("-inf"))
             with torch.no_grad():
-                logits = model(
-                    torch.tensor([known + canvas.tolist()]), attention_mask=bias
-                ).logits[0, len(known) :]
+                logits = model(torch.tensor([known + canvas.tolist()]), attention_mask=bias).logits[
+                    0, len(known) :
+                ]
             confidence, argmax = logits.softmax(-1).max(-1)
             masked = canvas == MASK
             confidence = confidence.masked_fill(~masked, -1.0)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -114,5 +113,3 @@ class TracedEngine:
         del self.llm, self.runner, self.scheduler
         cleanup_dist_env_and_memory()
         gc.collect()
-
-

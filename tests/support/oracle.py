@@ -131,7 +131,13 @@ class Oracle:
         self.end_tokens = set(self.model.generation_config.eos_token_id)
 
     def generate(
-        self, prompt: list[int], *, seed: int, max_tokens: int, ignore_eos: bool = False, **kwargs: Any
+        self,
+        prompt: list[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        ignore_eos: bool = False,
+        **kwargs: Any,
     ) -> OracleRun:
         """Generate from token ids with our noise of ``seed``."""
         run = OracleRun(tokens=[])
@@ -201,3 +207,20 @@ class Oracle:
                 **kwargs,
             )
         return ours
+
+    def first_step(self, prompt: list[int], canvas: list[int]) -> Tensor:
+        """[canvas_length, vocab_size]: logits of one step on ``canvas`` after ``prompt``."""
+        logits: list[Tensor] = []
+        original = self.model.forward
+
+        def recording_forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            logits.append(output.logits[0].detach().float())
+            return output
+
+        forced = ForcedCanvases([torch.tensor(canvas)])
+        with forced.installed(), mock.patch.object(self.model, "forward", recording_forward):
+            self.model.generate(
+                torch.tensor([prompt]), max_new_tokens=len(canvas), max_denoising_steps=1
+            )
+        return logits[0]

@@ -256,8 +256,8 @@ def split_kv_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     Returns:
         Two views, [num_blocks, block_size, num_kv_heads, head_size].
     """
-    key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
-    return key_cache, value_cache
+    by_token = kv_cache.transpose(1, 2)
+    return by_token[..., :head_size], by_token[..., head_size:]
 
 
 class CanvasAttentionBackend(AttentionBackend):

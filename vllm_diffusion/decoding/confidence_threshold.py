@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from vllm_diffusion.decoding.policy import Policy, StepDecision, StepInputs
@@ -36,5 +35,3 @@ def confidence_threshold_policy(mask_token_id: int) -> Policy:
         )
 
     return policy
-
-

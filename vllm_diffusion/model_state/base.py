@@ -162,9 +162,7 @@ class BlockDiffusionModelState(ModelState):
     ) -> Tensor | None:
         return None
 
-    def prepare_inputs(
-        self, input_batch: InputBatch, req_states: RequestState
-    ) -> dict[str, Any]:
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         return {}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

@@ -81,9 +81,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self._mm_embeds = (embeds, is_mm_embed) if embeds else None
         return None
 
-    def prepare_inputs(
-        self, input_batch: InputBatch, req_states: RequestState
-    ) -> dict[str, Any]:
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         input_ids = input_batch.input_ids[: input_batch.num_tokens]
         if self._mm_embeds is None:
             embeds = self.model.embed_input_ids(input_ids)
@@ -114,9 +112,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
         plain = self._inputs_embeds[rows]
         conditioned = self.model.self_conditioning(plain, signal)
-        self._inputs_embeds[rows] = torch.where(
-            slots.encoding[slot][:, None], plain, conditioned
-        )
+        self._inputs_embeds[rows] = torch.where(slots.encoding[slot][:, None], plain, conditioned)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]}

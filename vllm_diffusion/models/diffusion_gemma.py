@@ -36,7 +36,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.
 _TOWER_BLOCK = 64
-_LAYER_SCALAR = re.compile(r"model\.(encoder\.language_model|decoder)\.layers\.(\d+)\.layer_scalar$")
+_LAYER_SCALAR = re.compile(
+    r"model\.(encoder\.language_model|decoder)\.layers\.(\d+)\.layer_scalar$"
+)
 
 
 class SelfConditioning(nn.Module):
@@ -167,7 +169,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         # Softcapping comes after the product, in float32 (see project).
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
-        self.self_conditioning = SelfConditioning(
+        self.self_conditioning: nn.Module = SelfConditioning(
             text_config.hidden_size,
             getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
             text_config.rms_norm_eps,
@@ -178,8 +180,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         self.hand_through_hidden_rows = False
 
     def _build_vision(self, vllm_config: VllmConfig, prefix: str) -> None:
-        self.vision_tower = None
-        self.embed_vision = None
+        self.vision_tower: nn.Module | None = None
+        self.embed_vision: nn.Module | None = None
         vision_config = getattr(self.config, "vision_config", None)
         if vision_config is None:
             return
@@ -191,7 +193,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         # Compressed-tensors decides by its own list of ignored modules.
         if quant_config is not None and quant_config.get_name() != "compressed-tensors":
             quant_config = quant_config if divides else None
-        with self._mark_tower_model(vllm_config, {"image", "video"}):
+        with self._mark_tower_model(vllm_config, {"image", "video"}):  # type: ignore[operator]
             self.vision_tower = AutoModel.from_config(config=vision_config)
             self.embed_vision = Gemma4MultimodalEmbedder(
                 vision_config,

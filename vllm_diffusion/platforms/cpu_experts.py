@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 
-_GATES = {
+_GATES: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
     MoEActivation.SILU: F.silu,
     MoEActivation.GELU: F.gelu,
     MoEActivation.GELU_TANH: partial(F.gelu, approximate="tanh"),

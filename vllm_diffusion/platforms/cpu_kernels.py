@@ -174,9 +174,7 @@ def prepare_prefill_inputs(
         input_ids[starts[row] : starts[row + 1]] = tokens[computed : computed + length]
         for ahead in range(num_lookahead):
             position = computed + length + ahead
-            next_prefill_tokens[ahead, request] = (
-                tokens[position] if position < prefill_len else 0
-            )
+            next_prefill_tokens[ahead, request] = tokens[position] if position < prefill_len else 0
 
 
 def prepare_pos_seq_lens(

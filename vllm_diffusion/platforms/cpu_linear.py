@@ -24,7 +24,7 @@ def register() -> None:
 
 def bind_linear(layer: nn.Module, remove_weight: bool) -> None:
     """In place of vLLM's choice of a packed CPU product; the weight stays where it is."""
-    layer.cpu_linear = linear
+    layer.cpu_linear = linear  # type: ignore[assignment]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 # The CUDA wheel has no CPU extension; the stock CPU worker calls this one operator of it, to bind
 # memory to a NUMA node, which is not needed to be correct.
 if not hasattr(torch.ops._C, "init_cpu_memory_env"):
-    _library = torch.library.Library("_C", "FRAGMENT")
+    _library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
     _library.define("init_cpu_memory_env(int[] nodes) -> ()")
     _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
 

@@ -154,9 +154,7 @@ def advance_canvases(
     canvas_idx = slots.canvas_idx + encoded.to(torch.int32)
     first_step = torch.zeros_like(slots.step)
     initial = noise(seed, canvas_idx, first_step, C, Purpose.INITIAL)
-    initial = torch.where(
-        (starting & slots.has_seed_canvas)[:, None], slots.seed_canvas, initial
-    )
+    initial = torch.where((starting & slots.has_seed_canvas)[:, None], slots.seed_canvas, initial)
     canvas = torch.where(denoised[:, None], denoised_canvas, slots.canvas)
     canvas = torch.where(fresh[:, None], initial, canvas)
 

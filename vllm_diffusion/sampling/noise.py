@@ -35,7 +35,9 @@ class Purpose(enum.IntEnum):
     RENOISE = 2
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> list[Tensor]:
     """Four random 32-bit words per counter.
 
     Args:

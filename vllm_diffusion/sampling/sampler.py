@@ -115,7 +115,9 @@ class DiffusionSampler:
             return self._dummy(rows, num_reqs)
 
         slots = self.slots
-        num_logits = input_batch.cu_num_logits[1 : num_reqs + 1] - input_batch.cu_num_logits[:num_reqs]
+        num_logits = (
+            input_batch.cu_num_logits[1 : num_reqs + 1] - input_batch.cu_num_logits[:num_reqs]
+        )
         num_rows = torch.zeros(slots.num_slots, dtype=torch.int32, device=slots.device)
         num_rows[input_batch.idx_mapping] = num_logits.to(torch.int32)
 
@@ -192,9 +194,7 @@ class DiffusionSampler:
                         logprob_token_ids_state=(
                             self.logprob_token_ids_state if num_token_ids > 0 else None
                         ),
-                        expanded_idx_mapping=(
-                            slot.to(torch.int32) if num_token_ids > 0 else None
-                        ),
+                        expanded_idx_mapping=(slot.to(torch.int32) if num_token_ids > 0 else None),
                         max_per_req_token_ids=num_token_ids,
                         logits_mode=self.logits_mode,
                     )

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.diffusion_scheduler import (
     diffusion_canvas_width,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -19,7 +20,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters
 
 
-class WholeCanvasMixin:
+class WholeCanvasMixin(Scheduler):
     """Placed before a stock scheduler: see the module's docstring."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,9 +72,7 @@ class WholeCanvasMixin:
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(req_id) or ()
             index = model_runner_output.req_id_to_index[req_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            read_only = bool(
-                (request.sampling_params.extra_args or {}).get("diffusion_read_only")
-            )
+            read_only = bool((request.sampling_params.extra_args or {}).get("diffusion_read_only"))
             self._counters.observe(
                 request.spec_decode_metrics,
                 num_rows=num_rows,

@@ -46,9 +46,7 @@ def test_acceptance_is_that_of_transformers(seed, bound, gain):
     current = torch.zeros(3, 16, dtype=torch.int64)
     sampler.accept_canvas(current, current, logits, 1)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
-    decision = entropy_bound_policy(
-        inputs(entropy=entropy, entropy_bound=torch.full((3,), bound))
-    )
+    decision = entropy_bound_policy(inputs(entropy=entropy, entropy_bound=torch.full((3,), bound)))
     assert torch.equal(decision.keep, sampler.accepted_token_mask)
 
 
@@ -108,7 +106,7 @@ def test_confidence_threshold_always_ends(seed, threshold):
     policy = confidence_threshold_policy(mask)
     generator = torch.Generator().manual_seed(seed)
     canvas = torch.full((2, length), mask)
-    for step in range(length):
+    for _ in range(length):
         candidate = torch.randint(0, 50, (2, length), generator=generator)
         decision = policy(
             inputs(
@@ -121,11 +119,13 @@ def test_confidence_threshold_always_ends(seed, threshold):
         after = torch.where(decision.keep, decision.tokens, mask)
         revealed = canvas != mask
         assert torch.equal(after[revealed], canvas[revealed])
-        assert ((after == mask).sum(-1) < (canvas == mask).sum(-1)).logical_or(
-            (canvas != mask).all(-1)
-        ).all()
+        assert (
+            ((after == mask).sum(-1) < (canvas == mask).sum(-1))
+            .logical_or((canvas != mask).all(-1))
+            .all()
+        )
         assert torch.equal(decision.done, (after != mask).all(-1))
         canvas = after
         if bool(decision.done.all()):
             return
-    raise AssertionError(f"not done after {step + 1} steps")
+    raise AssertionError(f"not done after {length} steps")

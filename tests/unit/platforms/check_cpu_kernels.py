@@ -23,9 +23,7 @@ def pointer_table(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
 
 
-def compare(
-    kernel: Any, grid: tuple[int, ...], ours: Any, make: Any, seed: int
-) -> None:
+def compare(kernel: Any, grid: tuple[int, ...], ours: Any, make: Any, seed: int) -> None:
     """Launch both on equal arguments and compare every tensor that either may have written."""
     theirs_args, theirs_watched, constants = make(np.random.default_rng(seed))
     ours_args, ours_watched, _ = make(np.random.default_rng(seed))

@@ -122,9 +122,7 @@ def test_gumbel_max_follows_the_softmax():
     n, vocab = 40_000, 24
     logits = torch.linspace(-3, 3, vocab)
     noise = gumbel_noise(
-        random_words(
-            torch.arange(n), torch.zeros(n), torch.zeros(n), torch.zeros(n), vocab
-        )
+        random_words(torch.arange(n), torch.zeros(n), torch.zeros(n), torch.zeros(n), vocab)
     )
     counts = torch.bincount((logits + noise).argmax(-1), minlength=vocab).double()
     expected = n * logits.double().softmax(-1)

@@ -1,0 +1,232 @@
+"""Score the tiny checkpoint on held-out prompts: ``transformers`` and vLLM side by side.
+
+    python examples/evaluate.py --num-prompts 100
+    python examples/evaluate.py --engine vllm --families sums json
+
+For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
+mean number of denoise steps per canvas. Both engines get the same token ids and the sampling
+settings of the checkpoint's ``generation_config.json``; their random draws differ.
+
+``transformers`` runs ``generate`` on batches of prompts of one length only. Such a batch has no
+padding, so each row is computed as it would be alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
+
+SHIPPED_CHECKPOINT = (
+    Path(__file__).resolve().parents[1] / "vllm_diffusion" / "checkpoints" / "tiny_diffusion_gemma"
+)
+# Longer than any answer: six canvases of 32 tokens.
+MAX_NEW_TOKENS = 192
+# Text prompts only: the engine need not set memory aside for images.
+NO_IMAGES = {"image": 0, "video": 0}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine returned for one prompt."""
+
+    text: str
+    num_canvases: int
+    # Denoising passes over all canvases; None where the engine does not report them.
+    num_denoise_steps: int | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """One family under one engine."""
+
+    family: str
+    engine: str
+    num_prompts: int
+    num_correct: int
+    steps_per_canvas: float | None
+    seconds: float
+    wrong: list[tuple[str, str]]  # (right answer, what was said), a few
+
+    def __str__(self) -> str:
+        low, high = wilson_interval(self.num_correct, self.num_prompts)
+        steps = "n/a" if self.steps_per_canvas is None else f"{self.steps_per_canvas:.2f}"
+        return (
+            f"{self.family:<8} {self.engine:<12} {self.num_correct / self.num_prompts:6.1%} "
+            f"[{low:.1%}, {high:.1%}] of {self.num_prompts}  steps/canvas {steps:>5}  "
+            f"{self.seconds:.0f} s"
+        )
+
+
+def wilson_interval(num_correct: int, num_trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a proportion (E. B. Wilson, 1927); 95 % at the default ``z``."""
+    if num_trials == 0:
+        return 0.0, 1.0
+    p, z2n = num_correct / num_trials, z * z / num_trials
+    centre = (p + z2n / 2) / (1 + z2n)
+    half = z * math.sqrt(p * (1 - p) / num_trials + z2n / (4 * num_trials)) / (1 + z2n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+class TransformersEngine:
+    """The oracle: ``DiffusionGemmaForBlockDiffusion.generate`` in fp32 on this machine."""
+
+    name = "transformers"
+
+    def __init__(self, checkpoint: Path, *, batch_size: int, seed: int, threads: int | None):
+        import torch
+        from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self.batch_size = batch_size
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint)
+
+    def answer(self, prompts: list[list[int]]) -> list[Answer]:
+        """Answers in the order of ``prompts`` (token ids)."""
+        by_length = defaultdict(list)
+        for idx, prompt in enumerate(prompts):
+            by_length[len(prompt)].append(idx)
+        answers: dict[int, Answer] = {}
+        for same_length in by_length.values():
+            for start in range(0, len(same_length), self.batch_size):
+                chosen = same_length[start : start + self.batch_size]
+                found = self._generate([prompts[idx] for idx in chosen])
+                answers.update(zip(chosen, found, strict=True))
+        return [answers[idx] for idx in range(len(prompts))]
+
+    def _generate(self, prompts: list[list[int]]) -> list[Answer]:
+        import torch
+
+        out = self.model.generate(torch.tensor(prompts), max_new_tokens=MAX_NEW_TOKENS)
+        settings = self.model.generation_config
+        answers = []
+        for row, tokens_per_forward in zip(
+            out.sequences[:, len(prompts[0]) :].tolist(),
+            out.tokens_per_forward.tolist(),
+            strict=True,
+        ):
+            ends = [i for i, token in enumerate(row) if token in settings.eos_token_id]
+            num_tokens = ends[0] + 1 if ends else len(row)
+            # `generate` reports non-padding tokens per pass; turn that back into passes.
+            num_counted = sum(token != settings.pad_token_id for token in row)
+            answers.append(
+                Answer(
+                    self.tokenizer.decode(row[:num_tokens], skip_special_tokens=True),
+                    math.ceil(num_tokens / self.model.config.canvas_length),
+                    round(num_counted / tokens_per_forward),
+                )
+            )
+        return answers
+
+
+class VllmEngine:
+    """Stock vLLM with this package's plugin, offline."""
+
+    name = "vllm"
+
+    def __init__(self, checkpoint: Path, *, seed: int):
+        from vllm import LLM
+
+        self.llm = LLM(model=str(checkpoint), seed=seed, limit_mm_per_prompt=NO_IMAGES)
+        self.canvas_length = self.llm.llm_engine.model_config.hf_config.canvas_length
+
+    def answer(self, prompts: list[list[int]]) -> list[Answer]:
+        """Answers in the order of ``prompts`` (token ids)."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(max_tokens=MAX_NEW_TOKENS),
+            use_tqdm=False,
+        )
+        return [self._read(output.outputs[0]) for output in outputs]
+
+    def _read(self, completion) -> Answer:
+        from vllm_diffusion.metrics import request_metrics
+
+        metrics = request_metrics(completion)
+        if metrics is None:
+            num_canvases = math.ceil(len(completion.token_ids) / self.canvas_length)
+            return Answer(completion.text, max(1, num_canvases), None)
+        steps = metrics.denoise_steps_per_canvas
+        return Answer(completion.text, len(steps), sum(steps))
+
+
+def prompt_token_ids(tokenizer, example: Example) -> list[int]:
+    """The chat as the template writes it, up to where the answer begins."""
+    return tokenizer.apply_chat_template(
+        example.messages, add_generation_prompt=True, return_dict=False
+    )
+
+
+def score(engine, tokenizer, family: str, num_prompts: int, seed: int) -> Score:
+    """Run one family through one engine."""
+    examples = evaluation_set(family, num_prompts, seed)
+    start = time.monotonic()
+    answers = engine.answer([prompt_token_ids(tokenizer, example) for example in examples])
+    seconds = time.monotonic() - start
+    wrong = [
+        (example.answer, answer.text)
+        for example, answer in zip(examples, answers, strict=True)
+        if not is_correct(example, answer.text)
+    ]
+    steps = None
+    if all(answer.num_denoise_steps is not None for answer in answers):
+        num_canvases = sum(answer.num_canvases for answer in answers)
+        steps = sum(answer.num_denoise_steps or 0 for answer in answers) / num_canvases
+    return Score(
+        family, engine.name, num_prompts, num_prompts - len(wrong), steps, seconds, wrong[:5]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--checkpoint", type=Path, default=SHIPPED_CHECKPOINT)
+    parser.add_argument("--engine", choices=("transformers", "vllm", "both"), default="both")
+    parser.add_argument("--num-prompts", type=int, default=500, help="per family")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
+    parser.add_argument("--batch-size", type=int, default=16, help="transformers only")
+    parser.add_argument("--threads", type=int, help="transformers only")
+    parser.add_argument("--show-wrong", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write the scores here")
+    args = parser.parse_args()
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    scores: list[Score] = []
+    for name in ("transformers", "vllm") if args.engine == "both" else (args.engine,):
+        if name == "transformers":
+            engine = TransformersEngine(
+                args.checkpoint, batch_size=args.batch_size, seed=args.seed, threads=args.threads
+            )
+        else:
+            engine = VllmEngine(args.checkpoint, seed=args.seed)
+        for family in args.families:
+            scores.append(score(engine, tokenizer, family, args.num_prompts, args.seed))
+            print(scores[-1], flush=True)
+            if args.show_wrong:
+                for expected, said in scores[-1].wrong:
+                    print(f"    expected {expected!r}\n    got      {said!r}")
+    if args.engine == "both":
+        print("\nside by side")
+        for family in args.families:
+            for line in (s for s in scores if s.family == family):
+                print(line)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(s) for s in scores], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    # vLLM starts its engine in a fresh process, which imports this file.
+    main()

@@ -1,0 +1,83 @@
+"""Run one engine in a process of its own: JSON in on standard input, JSON out in a file.
+
+For what cannot share the test's process: tensor parallelism, another scheduler, stock's own class
+(``VLLM_PLUGINS=vllm_diffusion_cpu``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Start a process, run ``job``, return what it wrote.
+
+    Args:
+        job: ``engine`` (keyword arguments of ``LLM``) and ``batches`` of requests, which run one
+            after another; a request has ``prompt`` (token ids) and ``params``. ``then_read`` is a
+            last request whose prompt is the first one's with what was generated for it.
+        environment: Variables for the process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        process = subprocess.run(
+            [sys.executable, __file__, str(result)],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+            env=os.environ | environment,
+        )
+        assert process.returncode == 0, process.stderr[-6000:]
+        answer = json.loads(result.read_text())
+        answer["log"] = process.stdout + process.stderr
+        return answer
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    job = json.load(sys.stdin)
+    llm = LLM(**job["engine"])
+    batches: list[list[dict[str, Any]]] = []
+    while len(batches) < len(job["batches"]) + ("then_read" in job):
+        if len(batches) < len(job["batches"]):
+            batch = job["batches"][len(batches)]
+        else:
+            context = job["batches"][0][0]["prompt"] + batches[0][0]["tokens"]
+            batch = [job["then_read"] | {"prompt": context}]
+        outputs = llm.generate(
+            [{"prompt_token_ids": request["prompt"]} for request in batch],
+            [SamplingParams(**request["params"]) for request in batch],
+            use_tqdm=False,
+        )
+        answers = []
+        for output in outputs:
+            completion = output.outputs[0]
+            answer: dict[str, Any] = {
+                "tokens": list(completion.token_ids),
+                "num_cached_tokens": output.num_cached_tokens,
+            }
+            if completion.logprobs is not None:
+                # [positions][vocabulary id] -> log-probability.
+                answer["logprobs"] = [
+                    [
+                        position[token].logprob if token in position else None
+                        for token in range(max(position) + 1)
+                    ]
+                    for position in completion.logprobs
+                ]
+            answers.append(answer)
+        batches.append(answers)
+    Path(sys.argv[1]).write_text(json.dumps({"batches": batches}))
+
+
+if __name__ == "__main__":
+    main()
