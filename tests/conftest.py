@@ -1,6 +1,7 @@
 """Settings that must be in place before anything imports torch or vLLM, and shared fixtures."""
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Two threads on two busy cores wait for one another; these matrices are too small to share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# A shell starts what it runs in the background with interrupts ignored, and children inherit that;
+# the tests of an interrupted demo send one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

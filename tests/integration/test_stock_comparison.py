@@ -73,8 +73,8 @@ def test_sliding_window(tmp_path):
     ours = divergence(run_engine(job, **OURS)["batches"][0][0], logits)
     stock = divergence(run_engine(job, **STOCK)["batches"][0][0], logits)
     print(f"\nwindow 24, canvas {CANVAS}: ours {ours:.1e} nats, stock {stock:.2g} nats")
-    assert ours < 1e-6
-    assert stock > 100 * ours
+    assert abs(ours) < 1e-6
+    assert stock > 0.1
 
 
 def test_canvas_on_encoded_canvases(tmp_path):
@@ -107,5 +107,5 @@ def test_canvas_on_encoded_canvases(tmp_path):
         f"\n256 encoded tokens from the prefix cache: ours {figures['ours']:.1e} nats, "
         f"stock {figures['stock']:.2g} nats"
     )
-    assert figures["ours"] < 1e-6
-    assert figures["stock"] > 100 * figures["ours"]
+    assert abs(figures["ours"]) < 1e-6
+    assert figures["stock"] > 0.1

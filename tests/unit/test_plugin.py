@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,18 @@ from vllm_diffusion import metrics, plugin, upstream, validation
 from vllm_diffusion.engine_config import DiffusionGemmaEngineConfig
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def plugin_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs, whether or not vLLM has set its own logging up in this process."""
+    monkeypatch.setattr(plugin.logger, "propagate", False)
+    caplog.set_level(logging.DEBUG, logger=plugin.logger.name)
+    plugin.logger.addHandler(caplog.handler)
+    yield caplog
+    plugin.logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture
@@ -106,14 +119,13 @@ def _without_module(name: str) -> Any:
     ],
 )
 def test_register_never_raises(
-    remove: Any, tables: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    remove: Any, tables: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     """A vLLM without the tables that we use still starts, and what happened is kept."""
     remove(tables)
-    with caplog.at_level(logging.DEBUG):
-        plugin.register()
+    plugin.register()
     assert plugin.failure() is not None
-    assert "vllm-diffusion" in caplog.text
+    assert "vllm-diffusion" in plugin_log.text
 
 
 def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
@@ -130,16 +142,15 @@ def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
 
 
 def test_register_says_aloud_where_no_check_could_be_put(
-    tables: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tables: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     """Without a hook to speak from, stock would serve unnoticed: an error in the log, one line."""
     tables.delattr("vllm.model_executor.models.config.MODELS_CONFIG_MAP")
-    tables.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.ERROR):
-        plugin.register()
-    assert len(caplog.records) == 1
-    assert "MODELS_CONFIG_MAP" in caplog.text
-    assert "pip install" in caplog.text
+    plugin.register()
+    (record,) = plugin_log.records
+    assert record.levelno == logging.ERROR
+    assert "MODELS_CONFIG_MAP" in plugin_log.text
+    assert "pip install" in plugin_log.text
 
 
 def test_register_disabled(tables: pytest.MonkeyPatch) -> None:
