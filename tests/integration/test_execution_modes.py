@@ -27,9 +27,9 @@ def checkpoint(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("random"))
 
 
-def generation(checkpoint: Any, **engine: Any) -> list[list[int]]:
+def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:
     """Six seeded requests of three canvases in one batch."""
-    job = {
+    return {
         "engine": {
             "model": str(checkpoint),
             "max_model_len": 512,
@@ -49,7 +49,6 @@ def generation(checkpoint: Any, **engine: Any) -> list[list[int]]:
             ]
         ],
     }
-    return [answer["tokens"] for answer in run_engine(job)["batches"][0]]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +64,26 @@ def expected(checkpoint):
 
 def test_asynchronous_scheduling(checkpoint, expected):
     """The next pass is scheduled before this one's result is known; the answers are the same."""
-    assert generation(checkpoint, async_scheduling=True) == expected
+    answer = run_engine(
+        generation_job(checkpoint, async_scheduling=True), VLLM_LOGGING_LEVEL="INFO"
+    )
+    assert [request["tokens"] for request in answer["batches"][0]] == expected
+    (line,) = {
+        text.partition("vllm-diffusion serves this model: ")[2]
+        for text in answer["log"].splitlines()
+        if "vllm-diffusion serves this model" in text
+    }
+    assert line == (
+        "model DiffusionGemmaForBlockDiffusion, sampler DiffusionSampler, attention "
+        "vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler "
+        "(async)"
+    )
 
 
 def test_two_ranks(checkpoint, expected):
     """Two processes over gloo. Sums are taken in another order, and still no token differs."""
-    assert generation(checkpoint, tensor_parallel_size=2) == expected
+    answer = run_engine(generation_job(checkpoint, tensor_parallel_size=2))
+    assert [request["tokens"] for request in answer["batches"][0]] == expected
 
 
 def test_bfloat16(checkpoint):

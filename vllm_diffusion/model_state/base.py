@@ -28,7 +28,7 @@ from vllm_diffusion.request_params import parse_canvas_params
 from vllm_diffusion.sampling.canvas_step import Noise
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class BlockDiffusionModelState(ModelState):

@@ -12,15 +12,12 @@ import shutil
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
-
-logger = init_logger(__name__)
 
 # KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE says otherwise. vLLM's
 # default, 92 % of the machine's memory, suits a machine that does nothing else.

@@ -14,13 +14,10 @@ if not hasattr(torch.ops._C, "init_cpu_memory_env"):
     _library.define("init_cpu_memory_env(int[] nodes) -> ()")
     _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
-
-logger = init_logger(__name__)
 
 
 class DiffusionCpuWorker(CPUWorker):
