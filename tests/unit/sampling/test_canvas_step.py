@@ -1,0 +1,64 @@
+"""The compiled step: one graph for any number of requests, and the same as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
+from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
+from vllm_diffusion.request_params import CanvasParams
+from vllm_diffusion.sampling.canvas_step import (
+    SlotStatistics,
+    make_canvas_step,
+    uniform_noise,
+)
+
+pytestmark = pytest.mark.engine
+
+SLOTS, CANVAS, VOCAB = 5, 8, 50
+
+
+def new_slots() -> CanvasSlots:
+    slots = CanvasSlots(
+        SLOTS, CANVAS, DenoisingDefaults(4, 0.4, 0.8, 0.1, 0.005, 1), torch.device("cpu")
+    )
+    for slot in range(SLOTS):
+        slots.add_request(slot, CanvasParams(), 0)
+    slots.apply_staged_writes()
+    return slots
+
+
+def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
+    """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
+    slots = new_slots()
+    step = make_canvas_step(slots, entropy_bound_policy, uniform_noise(VOCAB), backend)
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.arange(SLOTS)
+    canvases, emitted = [], []
+    for i in range(14):
+        statistics = SlotStatistics(
+            argmax=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
+            candidate=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
+            entropy=torch.rand(SLOTS, CANVAS, generator=generator),
+            confidence=torch.rand(SLOTS, CANVAS, generator=generator),
+        )
+        num_rows = torch.zeros(SLOTS, dtype=torch.int32)
+        num_rows[: i % (SLOTS + 1)] = CANVAS if i else 0
+        starting = torch.arange(SLOTS) >= 0 if i == 0 else torch.zeros(SLOTS, dtype=torch.bool)
+        output = step(statistics, num_rows, starting, seeds)
+        canvases.append(slots.canvas.clone())
+        emitted.append(int(output.num_emitted.sum()))
+    return canvases, emitted
+
+
+def test_compiled_once_and_equal_to_eager():
+    """A recompilation for another number of active requests would be an error here."""
+    eager_canvases, eager_emitted = run(None)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        canvases, emitted = run("eager")
+    assert emitted == eager_emitted
+    assert sum(emitted) > 0
+    for compiled, eager in zip(canvases, eager_canvases, strict=True):
+        assert torch.equal(compiled, eager)
