@@ -59,6 +59,9 @@ CONTROL_TOKENS = [
     "<|video|>",
 ]
 TOKEN_ID = {token: idx for idx, token in enumerate(CONTROL_TOKENS)}
+# Words of their own, where they stand alone: vLLM's decisions read a question's answer from the
+# probability of one token.
+ANSWER_TOKENS = ["yes", "no"]
 
 # The empty thought that the published template writes when thinking is off.
 EMPTY_THOUGHT = "<|channel>thought\n<channel|>"
@@ -212,13 +215,13 @@ def build_config() -> DiffusionGemmaConfig:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte (byte-level BPE without merges) plus the control tokens.
+    """One token per UTF-8 byte (byte-level BPE without merges), control tokens, "yes" and "no".
 
     Any string without control tokens round-trips exactly. ``<bos>`` is not added: the chat
     template writes it.
     """
     byte_symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = CONTROL_TOKENS + byte_symbols
+    names = CONTROL_TOKENS + byte_symbols + ANSWER_TOKENS
     names += [f"<unused{idx}>" for idx in range(VOCAB_SIZE - len(names))]
     backend = Tokenizer(
         models.BPE(vocab={name: idx for idx, name in enumerate(names)}, merges=[], unk_token=None)
@@ -228,6 +231,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     special = CONTROL_TOKENS + [name for name in names if name.startswith("<unused")]
     backend.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in special]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(name, special=False, normalized=False, single_word=True)
+            for name in ANSWER_TOKENS
+        ]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -50,13 +50,13 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 FAMILY_WEIGHTS = {
-    "sums": 3.5,
-    "reverse": 1.5,
-    "upper": 1.5,
-    "json": 1.5,
-    "count": 1.8,
+    "sums": 3.0,
+    "reverse": 1.0,
+    "upper": 1.0,
+    "json": 1.2,
+    "count": 4.0,
     "list": 1.8,
-    "prose": 0.3,
+    "prose": 0.2,
     "chat": 0.2,
 }
 # Batches are cut from this many examples sorted by length, so that rows waste little padding.

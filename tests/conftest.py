@@ -14,6 +14,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Two threads on two busy cores wait for one another; these matrices are too small to share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch  # noqa: E402 - reads OMP_NUM_THREADS
+
+if not torch.cuda.is_available():
+    # Read when Triton is imported: its kernels run under its CPU interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts what it runs in the background with interrupts ignored, and children inherit that;
 # the tests of an interrupted demo send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -54,6 +55,8 @@ class PluginSettings:
         stability_threshold: Steps, at least 0.
         window_anchor: ``"canvas"`` ties the sliding window of a canvas row to its canvas, as the
             reference implementation does; ``"query"`` to the row, as stock vLLM does.
+        attention: Which implementation of :func:`attention_kernels.canvas_attention` runs:
+            ``"auto"``, ``"reference"``, ``"triton"`` or ``"cute"``.
     """
 
     max_denoising_steps: int | None = None
@@ -63,16 +66,20 @@ class PluginSettings:
     confidence_threshold: float | None = None
     stability_threshold: int | None = None
     window_anchor: str = "canvas"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
+        from attention_kernels.canvas_attention import Impl, WindowAnchor
+
         for name in ("max_denoising_steps", "stability_threshold"):
             _check_number(name, getattr(self, name), int, low=0 if name[0] == "s" else 1)
         for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
             _check_number(name, getattr(self, name), float, low=0.0)
-        if self.window_anchor not in ("canvas", "query"):
-            raise ValueError(
-                f'window_anchor={self.window_anchor!r} is not known; set it to "canvas" or "query".'
-            )
+        for name, choices in (("window_anchor", WindowAnchor), ("attention", Impl)):
+            value, known = getattr(self, name), get_args(choices)
+            if value not in known:
+                names = " or ".join(f'"{choice}"' for choice in known)
+                raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
 
 
 def _check_number(name: str, value: object, kind: type, low: float) -> None:

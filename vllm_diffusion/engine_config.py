@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_diffusion import plugin, upstream
 from vllm_diffusion.config import diffusion_gemma_defaults, plugin_settings
@@ -114,31 +114,35 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    chosen = vllm_config.attention_config.backend
-    able: tuple[Any, ...]
-    if current_platform.is_cpu():
-        register_backend(
-            AttentionBackendEnum.CUSTOM, "vllm_diffusion.attention.backend.CanvasAttentionBackend"
-        )
-        able = (None, AttentionBackendEnum.CUSTOM)
-        default = AttentionBackendEnum.CUSTOM
-    else:
+    # Other models on a GPU never see this slot: nothing but its name leads to it.
+    register_backend(
+        AttentionBackendEnum.CUSTOM, "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+    )
+    able = [AttentionBackendEnum.CUSTOM]
+    if not current_platform.is_cpu():
         # The back ends of vLLM that take a causal flag per sequence.
-        able = (None, AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN)
-        default = None
-        logger.warning(
-            "Attention runs in vLLM's own back end, which differs from the reference "
-            "implementation in two ways: the sliding window of a canvas row follows the row (as "
-            "with window_anchor=query), and image tokens attend causally."
-        )
+        able += [AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN]
+    # Set before vLLM's own choice for Gemma 4, which leaves a back end that is set alone.
+    chosen = vllm_config.attention_config.backend or AttentionBackendEnum.CUSTOM
     if chosen not in able:
-        names = " or ".join(backend.name for backend in able if backend is not None)
         raise ValueError(
             f"--attention-backend {chosen.name} cannot serve DiffusionGemma, whose batches mix "
-            f"causal and bidirectional sequences; leave it unset or set it to {names}."
+            f"causal and bidirectional sequences; leave it unset or set it to "
+            f"{' or '.join(backend.name for backend in able)}."
         )
-    if chosen is None and default is not None:
-        vllm_config.attention_config.backend = default
+    if chosen != AttentionBackendEnum.CUSTOM:
+        if plugin_settings(vllm_config).attention != "auto":
+            raise ValueError(
+                f"--attention-backend {chosen.name} runs vLLM's own kernels, which the setting "
+                "attention does not reach; leave one of the two unset."
+            )
+        logger.warning(
+            "--attention-backend %s differs from the reference implementation in two ways: the "
+            "sliding window of a canvas row follows the row (as with window_anchor=query), and "
+            "image tokens attend causally.",
+            chosen.name,
+        )
+    vllm_config.attention_config.backend = chosen
 
 
 def _choose_scheduler(vllm_config: VllmConfig) -> None:

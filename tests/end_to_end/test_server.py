@@ -205,41 +205,6 @@ def test_counters(server: Server) -> None:
     )
 
 
-QUESTIONS = [
-    {"type": "predicate", "name": "blue", "instructions": "Is the sky blue?"},
-    {
-        "type": "choice",
-        "name": "colour",
-        "instructions": "What colour is it?",
-        "choices": [{"value": "blue"}, {"value": "red", "description": "as in roses"}],
-    },
-    {
-        "type": "score",
-        "name": "certainty",
-        "instructions": "How sure are you?",
-        "levels": [{"label": "not"}, {"label": "rather"}, {"label": "very"}],
-    },
-]
-
-
-@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
-def test_decisions(joint: bool, server: Server) -> None:
-    """Questions read from one denoising step get probabilities that sum to 1, again the same."""
-    if joint and server.canvas_length < 32:
-        pytest.skip("the questions need a canvas of 32 tokens")
-    body = {"input": "The sky is blue.", "questions": QUESTIONS, "joint": joint}
-    response = server.post("/v1/decisions", body)
-    assert response.status_code == 200, response.text
-    predicate, choice, score = response.json()["answers"]
-    assert 0.0 <= predicate["probability"] <= 1.0
-    assert choice["choice"] in ("blue", "red")
-    for answer in (choice, score):
-        assert sum(item["probability"] for item in answer["probabilities"]) == pytest.approx(1.0)
-        assert 0.0 <= answer["confidence"] <= 1.0
-    # The noise is drawn from the prompt, and nobody else's is in it.
-    assert server.post("/v1/decisions", body).json()["answers"] == response.json()["answers"]
-
-
 def test_client_that_goes_away(server: Server) -> None:
     """A client killed in the middle of a stream leaves nothing running."""
     body = {

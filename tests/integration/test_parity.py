@@ -49,9 +49,10 @@ def oracle(checkpoint):
     return Oracle(checkpoint)
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint):
-    engine = TracedEngine(checkpoint)
+@pytest.fixture(scope="module", params=["reference", "triton"])
+def engine(checkpoint, request):
+    """With either implementation of the attention kernel; Triton's under its interpreter."""
+    engine = TracedEngine(checkpoint, additional_config={"diffusion": {"attention": request.param}})
     yield engine
     engine.close()
 

@@ -33,7 +33,7 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
             text=True,
             timeout=900,
             check=False,
-            env=os.environ | environment,
+            env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
         )
         assert process.returncode == 0, process.stderr[-6000:]
         answer = json.loads(result.read_text())

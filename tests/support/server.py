@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 
-from tests.support.checkpoints import copy_checkpoint
+from tests.support.checkpoints import SHIPPED
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024
@@ -93,25 +93,14 @@ class Server:
         assert self.process.poll() is None
 
 
-def checkpoint_with_answer_tokens(folder: Path) -> Path:
-    """The shipped checkpoint, in whose tokenizer ``yes`` and ``no`` are one token each.
-
-    vLLM's decisions need that of a tokenizer; the shipped one spells words in bytes.
-    """
-    copy_checkpoint(folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    for unused, word in (("<unused0>", "yes"), ("<unused1>", "no")):
-        for token in tokenizer["added_tokens"]:
-            if token["content"] == unused:
-                token.update(content=word, special=False)
-        tokenizer["model"]["vocab"][word] = tokenizer["model"]["vocab"].pop(unused)
-    path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    return folder
-
-
-def start_server(checkpoint: Path, log: Path, *options: str) -> Server:
+def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -> Server:
     """Start a text-only ``vllm serve`` on a free port and wait until it answers.
+
+    Args:
+        checkpoint: What to serve.
+        log: File for what it prints.
+        options: Of ``vllm serve``.
+        variables: Of its environment.
 
     Raises:
         RuntimeError: With the end of its log, if it ends or does not answer in time.
@@ -127,7 +116,10 @@ def start_server(checkpoint: Path, log: Path, *options: str) -> Server:
     command += ["--enable-prompt-tokens-details", *options]
     # As a user starts it: the settings of the tests' own processes do not apply.
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    # What only the test's own process needs.
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET"):
+        environment.pop(name, None)
+    environment |= variables
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -173,9 +165,7 @@ def stop_server(server: Server) -> None:
 @contextmanager
 def shared_server(folder: Path) -> Iterator[Server]:
     """A server on the shipped checkpoint. Every test leaves it idle and alive."""
-    running = start_server(
-        checkpoint_with_answer_tokens(folder / "checkpoint"), folder / "server.log"
-    )
+    running = start_server(SHIPPED, folder / "server.log")
     try:
         yield running
     finally:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,9 +24,15 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import canvas_attention
+from vllm_diffusion.config import plugin_settings
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,18 @@ def bind_canvas(
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
     """Turns the engine's batch into :class:`CanvasAttentionMetadata`."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """Any batch without images can be captured: what varies is read from the device.
+
+        Image spans come and go with the prompts, and a kernel is captured either with or without
+        them, so where there may be images only batches without prompts are captured.
+        """
+        if vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.ALWAYS
 
     def __init__(
         self,
@@ -188,6 +206,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         # A model's sliding window counts the query itself; ours count the keys beside it.
         self.window = -1 if sliding_window is None else sliding_window - 1
+        self.impl = plugin_settings(get_current_vllm_config()).attention
 
     def forward(
         self,
@@ -206,7 +225,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         if attn_metadata is None:
             # The engine's memory profile runs without a cache.
             return output.fill_(0)
-        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        key_cache, value_cache = self._split(kv_cache)
+        is_fp8 = key_cache.dtype == FP8
         num_tokens = attn_metadata.num_tokens
         canvas_attention(
             query[:num_tokens],
@@ -222,6 +242,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             window_right=self.window if attn_metadata.window_anchor == "query" else -1,
             window_anchor=attn_metadata.window_anchor,  # type: ignore[arg-type]
             row_spans=attn_metadata.row_spans,
+            key_scale=layer._k_scale if is_fp8 else None,
+            value_scale=layer._v_scale if is_fp8 else None,
+            impl=self.impl,  # type: ignore[arg-type]
             out=output[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
             max_query_len=attn_metadata.max_query_len,
             max_seq_len=attn_metadata.max_seq_len,
@@ -230,20 +253,45 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: AttentionLayer,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
         """Write this step's keys and values; a slot of -1 is padding and is not written."""
-        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
-        block_size = key_cache.shape[1]
-        slots = slot_mapping.long()
-        live = slots >= 0
-        slots = slots[live]
-        key_cache[slots // block_size, slots % block_size] = key[: live.shape[0]][live]
-        value_cache[slots // block_size, slots % block_size] = value[: live.shape[0]][live]
+        key_cache, value_cache = self._split(kv_cache)
+        if not kv_cache.is_cpu:
+            # vLLM's kernel tests each slot on the device, so a captured graph can replay it.
+            triton_reshape_and_cache_flash(
+                key,
+                value,
+                key_cache,
+                value_cache,
+                slot_mapping,
+                self.kv_cache_dtype,
+                layer._k_scale,
+                layer._v_scale,
+            )
+            return
+        live = slot_mapping >= 0
+        slots = slot_mapping[live].long()
+        block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
+        for cache, new, scale in (
+            (key_cache, key, layer._k_scale),
+            (value_cache, value, layer._v_scale),
+        ):
+            rows = new[: live.shape[0]][live]
+            if cache.dtype == FP8:
+                # A conversion of its own makes NaN of what is out of range.
+                rows = (rows.float() / scale).clamp(-FP8_MAX, FP8_MAX)
+            cache[block, offset] = rows.to(cache.dtype)
+
+    def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kv_cache_dtype in FP8_CACHE_DTYPES:
+            # vLLM allocates bytes.
+            kv_cache = kv_cache.view(FP8)
+        return split_kv_cache(kv_cache, self.head_size)
 
 
 def split_kv_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
@@ -271,7 +319,12 @@ class CanvasAttentionBackend(AttentionBackend):
         torch.bfloat16,
         torch.float16,
     ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        "bfloat16",
+        "float16",
+        *FP8_CACHE_DTYPES,
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -290,6 +343,10 @@ class CanvasAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return capability >= DeviceCapability(8, 0)
 
     @classmethod
     def supports_non_causal(cls) -> bool:

@@ -1,0 +1,79 @@
+"""vLLM's decisions: questions read off one denoising step, as stock vLLM's own class answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.server import Server, start_server, stop_server
+
+pytestmark = pytest.mark.engine
+
+QUESTIONS = [
+    {"type": "predicate", "name": "blue", "instructions": "Is the sky blue?"},
+    {
+        "type": "choice",
+        "name": "colour",
+        "instructions": "What colour is it?",
+        "choices": [{"value": "blue"}, {"value": "red", "description": "as in roses"}],
+    },
+    {
+        "type": "score",
+        "name": "certainty",
+        "instructions": "How sure are you?",
+        "levels": [{"label": "not"}, {"label": "rather"}, {"label": "very"}],
+    },
+]
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+def test_decisions(joint: bool, server: Server) -> None:
+    """Questions read from one denoising step get probabilities that sum to 1, again the same."""
+    body = {"input": "The sky is blue.", "questions": QUESTIONS, "joint": joint}
+    response = server.post("/v1/decisions", body)
+    assert response.status_code == 200, response.text
+    predicate, choice, score = response.json()["answers"]
+    assert 0.0 <= predicate["probability"] <= 1.0
+    assert choice["choice"] in ("blue", "red")
+    for answer in (choice, score):
+        assert sum(item["probability"] for item in answer["probabilities"]) == pytest.approx(1.0)
+        assert 0.0 <= answer["confidence"] <= 1.0
+    # The noise is drawn from the prompt, and nobody else's is in it.
+    assert server.post("/v1/decisions", body).json()["answers"] == response.json()["answers"]
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
+    """Ours, with stock's sliding window, and stock's own class on the same platform."""
+    folder = tmp_path_factory.mktemp("peers")
+    settings = '{"diffusion": {"window_anchor": "query"}}'
+    ours = start_server(SHIPPED, folder / "ours.log", "--additional-config", settings)
+    try:
+        stock = start_server(SHIPPED, folder / "stock.log", VLLM_PLUGINS="vllm_diffusion_cpu")
+    except BaseException:
+        stop_server(ours)
+        raise
+    yield ours, stock
+    stop_server(ours)
+    stop_server(stock)
+
+
+def numbers(answer: Any) -> list[float]:
+    """Every number in an answer, in order."""
+    if isinstance(answer, dict):
+        return [number for value in answer.values() for number in numbers(value)]
+    if isinstance(answer, list):
+        return [number for value in answer for number in numbers(value)]
+    return [answer] if isinstance(answer, (int, float)) else []
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+def test_decisions_are_those_of_stock(joint: bool, peers: tuple[Server, Server]) -> None:
+    """Same window, same canvas: the same probabilities, to what float32 sums leave."""
+    body = {"input": "The sky is blue.", "questions": QUESTIONS, "joint": joint}
+    ours, stock = (peer.post("/v1/decisions", body).json()["answers"] for peer in peers)
+    assert len(numbers(ours)) > 8
+    assert numbers(ours) == pytest.approx(numbers(stock), abs=1e-4)

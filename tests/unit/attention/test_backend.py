@@ -1,0 +1,168 @@
+"""The back end as vLLM sees it: what it accepts, what it writes to the cache, what it reads back."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from attention_kernels.canvas_attention import canvas_attention
+from vllm_diffusion.attention.backend import (
+    CanvasAttentionBackend,
+    CanvasAttentionImpl,
+    CanvasAttentionMetadata,
+    CanvasAttentionMetadataBuilder,
+    split_kv_cache,
+)
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 8
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
+
+
+def reasons_against(**changes):
+    """What vLLM's selector would refuse the back end for, on a layer of DiffusionGemma-26B."""
+    layer = {
+        "head_size": 512,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": True,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+        "has_sliding_window": True,
+        "use_non_causal": True,
+    }
+    return CanvasAttentionBackend.validate_configuration(**(layer | changes))
+
+
+@pytest.mark.parametrize("head_size", [256, 512])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_vllm_accepts_it_for_every_layer_of_the_big_model(head_size, kv_cache_dtype, capability):
+    reasons = reasons_against(
+        head_size=head_size,
+        kv_cache_dtype=kv_cache_dtype,
+        device_capability=DeviceCapability(*capability),
+    )
+    assert reasons == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device_capability": DeviceCapability(7, 5)},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"has_sink": True},
+        {"attn_type": "encoder"},
+    ],
+    ids=str,
+)
+def test_vllm_refuses_it_for_what_it_cannot_do(changes):
+    assert len(reasons_against(**changes)) == 1
+
+
+def test_batches_that_may_hold_images_are_captured_only_without_prompts():
+    def support(may_hold_images):
+        config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=may_hold_images))
+        return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
+
+    assert support(False) == AttentionCGSupport.ALWAYS
+    assert support(True) == AttentionCGSupport.UNIFORM_BATCH
+
+
+def make_impl(kv_cache_dtype="auto", attention="auto"):
+    config = SimpleNamespace(additional_config={"diffusion": {"attention": attention}})
+    with mock.patch("vllm_diffusion.attention.backend.get_current_vllm_config", lambda: config):
+        return CanvasAttentionImpl(
+            NUM_HEADS, HEAD_SIZE, 0.25, NUM_KV_HEADS, kv_cache_dtype=kv_cache_dtype
+        )
+
+
+def make_cache(dtype):
+    shape = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    return torch.zeros(shape, dtype=torch.uint8 if dtype == torch.float8_e4m3fn else dtype)
+
+
+def layer_with_scales(key_scale=1.0, value_scale=1.0):
+    return SimpleNamespace(_k_scale=torch.tensor(key_scale), _v_scale=torch.tensor(value_scale))
+
+
+def test_padding_is_not_written():
+    torch.manual_seed(0)
+    impl, cache = make_impl(), make_cache(torch.float32)
+    new = torch.randn(3, NUM_KV_HEADS, HEAD_SIZE)
+    slots = torch.tensor([BLOCK_SIZE + 3, -1, 2 * BLOCK_SIZE])
+    impl.do_kv_cache_update(layer_with_scales(), new, new + 1, cache, slots)
+    keys, values = split_kv_cache(cache, HEAD_SIZE)
+    assert torch.equal(keys[1, 3], new[0]) and torch.equal(values[1, 3], new[0] + 1)
+    assert torch.equal(keys[2, 0], new[2])
+    assert cache.count_nonzero() == 2 * 2 * NUM_KV_HEADS * HEAD_SIZE
+
+
+@pytest.mark.parametrize("attention", ["reference", "triton"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_layer_reads_what_it_wrote(kv_cache_dtype, attention):
+    """A prompt of 20 rows beside a canvas of 8 on 5 keys, against the kernel's fp64 reference."""
+    torch.manual_seed(0)
+    impl = make_impl(kv_cache_dtype, attention)
+    is_fp8 = kv_cache_dtype == "fp8"
+    cache = make_cache(torch.float8_e4m3fn if is_fp8 else torch.float32)
+    layer = layer_with_scales(0.01, 0.02) if is_fp8 else layer_with_scales()
+    lengths, num_rows = [20, 13], 28
+    block_table = torch.tensor([[1, 2], [5, 0]], dtype=torch.int32)
+    positions = [(0, p) for p in range(20)] + [(1, p) for p in range(5)]
+    positions += [(1, p) for p in range(5, 13)]
+    slots = torch.tensor(
+        [int(block_table[i, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for i, p in positions]
+    )
+    keys = torch.randn(33, NUM_KV_HEADS, HEAD_SIZE)
+    values = torch.randn_like(keys)
+    impl.do_kv_cache_update(layer, keys, values, cache, slots)
+    query = torch.randn(num_rows, NUM_HEADS, HEAD_SIZE)
+    metadata = CanvasAttentionMetadata(
+        query_start_loc=torch.tensor([0, 20, 28], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=block_table,
+        causal_rows=torch.tensor([20, 0], dtype=torch.int32),
+        row_spans=None,
+        num_tokens=num_rows,
+        max_query_len=20,
+        max_seq_len=20,
+        window_anchor="canvas",
+    )
+    out = torch.empty(num_rows, NUM_HEADS * HEAD_SIZE)
+    impl.forward(layer, query, keys[:num_rows], values[:num_rows], cache, metadata, out)
+
+    expected_cache = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE).double()
+    flat = expected_cache.flatten(1, 2)
+    flat[0, slots], flat[1, slots] = keys.double(), values.double()
+    expected = canvas_attention(
+        query.double(),
+        expected_cache[0],
+        expected_cache[1],
+        block_table,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.causal_rows,
+        scale=0.25,
+        impl="reference",
+    )
+    error = (out.view_as(expected) - expected).abs().max().item()
+    # E4M3 keeps three bits after the leading one: 6 % of a value of up to 4.
+    assert error < (0.25 if is_fp8 else 1e-5)
+    assert (error > 1e-3) == is_fp8
+
+
+def test_values_beyond_the_range_of_fp8_saturate():
+    impl, cache = make_impl("fp8"), make_cache(torch.float8_e4m3fn)
+    new = torch.full((1, NUM_KV_HEADS, HEAD_SIZE), 1e4)
+    impl.do_kv_cache_update(layer_with_scales(), new, -new, cache, torch.tensor([0]))
+    keys, values = split_kv_cache(cache.view(torch.float8_e4m3fn), HEAD_SIZE)
+    assert keys[0, 0].float().unique().tolist() == [448.0]
+    assert values[0, 0].float().unique().tolist() == [-448.0]
