@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-import torch  # noqa: E402 - reads OMP_NUM_THREADS
+# Only now, since it reads OMP_NUM_THREADS.
+import torch
 
 if not torch.cuda.is_available():
     # Read when Triton is imported: its kernels run under its CPU interpreter.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 

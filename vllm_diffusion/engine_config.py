@@ -37,7 +37,7 @@ class DiffusionGemmaEngineConfig:
         _check_platform()
         plugin_settings(vllm_config)
         _check_canvas_length(vllm_config.model_config)
-        _choose_attention(vllm_config)
+        choose_attention(vllm_config)
 
         from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
 
@@ -110,7 +110,12 @@ def _check_sizes(vllm_config: VllmConfig) -> None:
         )
 
 
-def _choose_attention(vllm_config: VllmConfig) -> None:
+def choose_attention(vllm_config: VllmConfig) -> None:
+    """Our back end unless the operator asks for another that can serve a canvas.
+
+    Raises:
+        ValueError: If the back end asked for cannot, or contradicts the setting ``attention``.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

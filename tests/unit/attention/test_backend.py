@@ -1,5 +1,6 @@
 """The back end as vLLM sees it: what it accepts, what it writes to the cache, what it reads back."""
 
+import logging
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attention_kernels.canvas_attention import canvas_attention
 from vllm_diffusion.attention.backend import (
@@ -16,6 +18,8 @@ from vllm_diffusion.attention.backend import (
     CanvasAttentionMetadataBuilder,
     split_kv_cache,
 )
+from vllm_diffusion.config import PluginSettings
+from vllm_diffusion.engine_config import choose_attention
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -78,7 +82,8 @@ def test_batches_that_may_hold_images_are_captured_only_without_prompts():
 
 def make_impl(kv_cache_dtype="auto", attention="auto"):
     config = SimpleNamespace(additional_config={"diffusion": {"attention": attention}})
-    with mock.patch("vllm_diffusion.attention.backend.get_current_vllm_config", lambda: config):
+    current = "vllm_diffusion.attention.backend.get_current_vllm_config"
+    with mock.patch(current, return_value=config):
         return CanvasAttentionImpl(
             NUM_HEADS, HEAD_SIZE, 0.25, NUM_KV_HEADS, kv_cache_dtype=kv_cache_dtype
         )
@@ -100,7 +105,8 @@ def test_padding_is_not_written():
     slots = torch.tensor([BLOCK_SIZE + 3, -1, 2 * BLOCK_SIZE])
     impl.do_kv_cache_update(layer_with_scales(), new, new + 1, cache, slots)
     keys, values = split_kv_cache(cache, HEAD_SIZE)
-    assert torch.equal(keys[1, 3], new[0]) and torch.equal(values[1, 3], new[0] + 1)
+    assert torch.equal(keys[1, 3], new[0])
+    assert torch.equal(values[1, 3], new[0] + 1)
     assert torch.equal(keys[2, 0], new[2])
     assert cache.count_nonzero() == 2 * 2 * NUM_KV_HEADS * HEAD_SIZE
 
@@ -166,3 +172,53 @@ def test_values_beyond_the_range_of_fp8_saturate():
     keys, values = split_kv_cache(cache.view(torch.float8_e4m3fn), HEAD_SIZE)
     assert keys[0, 0].float().unique().tolist() == [448.0]
     assert values[0, 0].float().unique().tolist() == [-448.0]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What chooses the back end believes that there is one."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+
+
+def choose(backend=None, attention="auto"):
+    chosen = AttentionBackendEnum[backend] if backend else None
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=chosen),
+        additional_config={"diffusion": {"attention": attention}},
+    )
+    choose_attention(config)
+    return config.attention_config.backend.name
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_ours_is_the_default_on_a_gpu_and_stock_s_can_be_chosen(caplog_vllm):
+    assert choose() == "CUSTOM"
+    assert AttentionBackendEnum.CUSTOM.get_class() is CanvasAttentionBackend
+    assert not caplog_vllm.records
+    for name in ("TRITON_ATTN", "FLASH_ATTN"):
+        assert choose(name) == name
+        # Whatever runs it, the name keeps its meaning: peers are measured with it.
+        assert "vllm_diffusion" not in AttentionBackendEnum[name].get_path()
+        assert f"{name} differs from the reference" in caplog_vllm.text
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_contradicts_itself_or_cannot_serve_a_canvas_is_refused():
+    with pytest.raises(ValueError, match="FLASH_ATTN runs vLLM's own kernels.*attention"):
+        choose("FLASH_ATTN", attention="triton")
+    with pytest.raises(ValueError, match="FLASHINFER cannot serve.*CUSTOM or TRITON_ATTN or FLASH"):
+        choose("FLASHINFER")
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="attention='fast' is not known; set it to \"auto\" or"):
+        PluginSettings(attention="fast")
+
+
+@pytest.fixture
+def caplog_vllm(caplog, monkeypatch):
+    """vLLM's loggers do not propagate."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
