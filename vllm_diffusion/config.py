@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from vllm_diffusion.request_params import PRESETS
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -56,6 +58,10 @@ class PluginSettings:
             reference implementation does; ``"query"`` to the row, as stock vLLM does.
         attention: Which implementation of :func:`attention_kernels.canvas_attention` runs:
             ``"auto"``, ``"reference"``, ``"triton"`` or ``"cute"``.
+        preset: ``"fast"``, ``"balanced"`` or ``"quality"``: entropy bound and thresholds that go
+            together, where they are not set by themselves.
+        converge_at_end: Judge a canvas by its positions up to its first end token only, since what
+            follows is thrown away.
     """
 
     max_denoising_steps: int | None = None
@@ -66,6 +72,8 @@ class PluginSettings:
     stability_threshold: int | None = None
     window_anchor: str = "canvas"
     attention: str = "auto"
+    preset: str | None = None
+    converge_at_end: bool = False
 
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
@@ -74,11 +82,18 @@ class PluginSettings:
             _check_number(name, getattr(self, name), int, low=0 if name[0] == "s" else 1)
         for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
             _check_number(name, getattr(self, name), float, low=0.0)
-        for name, choices in (("window_anchor", WindowAnchor), ("attention", Impl)):
-            value, known = getattr(self, name), get_args(choices)
+        choices = {
+            "window_anchor": get_args(WindowAnchor),
+            "attention": get_args(Impl),
+            "preset": (None, *PRESETS),
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
             if value not in known:
-                names = " or ".join(f'"{choice}"' for choice in known)
+                names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
+        if not isinstance(self.converge_at_end, bool):
+            raise ValueError(f"converge_at_end={self.converge_at_end!r} must be true or false.")
 
 
 def _check_number(name: str, value: object, kind: type, low: float) -> None:
@@ -129,7 +144,9 @@ _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
 
 
 def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
-    """Denoising settings: start-up option over ``--diffusion-config`` over the checkpoint's file.
+    """Denoising settings: start-up option, preset, ``--diffusion-config``, the checkpoint's file.
+
+    Each comes before those after it.
 
     Raises:
         ValueError: Naming the missing or malformed key, its file, and how to set it.
@@ -138,9 +155,12 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
 
     settings = plugin_settings(vllm_config)
     generation, source = _generation_config(vllm_config.model_config)
+    preset = PRESETS[settings.preset] if settings.preset is not None else {}
     values: dict[str, Any] = {}
     for name, kind in _GENERATION_KEYS.items():
         value = getattr(settings, name)
+        if value is None:
+            value = preset.get(name)
         if value is None and name == "max_denoising_steps" and vllm_config.diffusion_config:
             value = vllm_config.diffusion_config.max_denoising_steps
         if value is None:
@@ -160,11 +180,14 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
             f"t_max={values['t_max']} is below t_min={values['t_min']}; the temperature falls from "
             "t_max to t_min."
         )
-    values["entropy_bound"] = _entropy_bound(settings, generation, source)
+    bound = settings.entropy_bound
+    if bound is None:
+        bound = preset.get("entropy_bound")
+    values["entropy_bound"] = _entropy_bound(bound, generation, source)
     return DenoisingDefaults(**values)
 
 
-def _entropy_bound(settings: PluginSettings, generation: Mapping[str, Any], source: str) -> float:
+def _entropy_bound(chosen: float | None, generation: Mapping[str, Any], source: str) -> float:
     sampler = generation.get("sampler_config")
     if not isinstance(sampler, Mapping):
         sampler = {}
@@ -173,8 +196,8 @@ def _entropy_bound(settings: PluginSettings, generation: Mapping[str, Any], sour
         raise ValueError(
             f"{source}: sampler_config is a {name}; only {_SAMPLER_CLASS} is implemented."
         )
-    if settings.entropy_bound is not None:
-        return settings.entropy_bound
+    if chosen is not None:
+        return chosen
     bound = sampler.get("entropy_bound")
     if bound is None:
         raise ValueError(

@@ -42,7 +42,8 @@ class DiffusionGemmaEngineConfig:
         from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
 
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
-        diffusion_gemma_defaults(vllm_config)
+        # Known wherever the configuration goes: at the door and in the scheduler.
+        vllm_config.model_config.canvas_defaults = diffusion_gemma_defaults(vllm_config)
         _check_sizes(vllm_config)
         if vllm_config.load_config.load_format != "dummy":
             check_weight_files(vllm_config.model_config.model)

@@ -6,6 +6,7 @@ the worker (where the same values come in already checked).
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class CanvasParams:
         pinned: Positions that keep their ``seed_canvas`` token as input in every step.
         read_only: Emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: The only token ids that may be read; ``None`` for all.
+        entropy_bound: Nats; ``None``, here and below, for the server's.
+        confidence_threshold: Mean entropy in nats.
+        stability_threshold: Steps.
+        t_min: Temperature after the last step.
+        t_max: Temperature at the first step.
     """
 
     max_steps: int | None = None
@@ -45,8 +51,27 @@ class CanvasParams:
     pinned: tuple[int, ...] = ()
     read_only: bool = False
     allowed_ids: tuple[int, ...] | None = None
+    entropy_bound: float | None = None
+    confidence_threshold: float | None = None
+    stability_threshold: int | None = None
+    t_min: float | None = None
+    t_max: float | None = None
 
 
+# Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
+# they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {"entropy_bound": 0.4, "confidence_threshold": 0.05, "stability_threshold": 0},
+    "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},
+    "quality": {"entropy_bound": 0.05, "confidence_threshold": 0.0025, "stability_threshold": 2},
+}
+
+_QUALITY_NAMES = (
+    "diffusion_entropy_bound",
+    "diffusion_confidence_threshold",
+    "diffusion_t_min",
+    "diffusion_t_max",
+)
 _NAMES = (
     "diffusion_max_steps",
     "diffusion_canvas_length",
@@ -54,6 +79,9 @@ _NAMES = (
     "diffusion_pinned",
     "diffusion_read_only",
     "diffusion_constrained",
+    "diffusion_preset",
+    "diffusion_stability_threshold",
+    *_QUALITY_NAMES,
 )
 
 
@@ -104,7 +132,14 @@ def parse_canvas_params(
         raise RequestParamError(
             "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
         )
+    quality = _preset(args)
+    for name in _QUALITY_NAMES:
+        if (number := _positive_number(args, name)) is not None:
+            quality[name.removeprefix(PREFIX)] = number
+    if (threshold := _int_in_range(args, "diffusion_stability_threshold", 0, None)) is not None:
+        quality["stability_threshold"] = threshold
     return CanvasParams(
+        **quality,
         # Stock lowers a cap above the server's to the server's; so do we.
         max_steps=_capped(_int_in_range(args, "diffusion_max_steps", 1, None), max_denoising_steps),
         canvas_length=width,
@@ -138,6 +173,28 @@ def _int_in_range(args: Mapping[str, Any], name: str, low: int, high: int | None
             name, f"must be an integer of at least {low}{upper}; got {_shown(value)}."
         )
     return int(value)
+
+
+def _positive_number(args: Mapping[str, Any], name: str) -> float | None:
+    value = args.get(name)
+    if value is None:
+        return None
+    is_number = _is_int(value) or isinstance(value, float)
+    # A NaN is above nothing.
+    if not is_number or not 0 < value < math.inf:
+        raise RequestParamError(name, f"must be a number above 0; got {_shown(value)}.")
+    return float(value)
+
+
+def _preset(args: Mapping[str, Any]) -> dict[str, Any]:
+    value = args.get("diffusion_preset")
+    if value is None:
+        return {}
+    if not isinstance(value, str) or value not in PRESETS:
+        raise RequestParamError(
+            "diffusion_preset", f"must be one of {', '.join(PRESETS)}; got {_shown(value)}."
+        )
+    return dict(PRESETS[value])
 
 
 def _id_list(args: Mapping[str, Any], name: str, bound: int) -> tuple[int, ...] | None:

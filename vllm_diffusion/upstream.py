@@ -72,7 +72,27 @@ TABLE: tuple[Symbol, ...] = (
         Use.REPLACED,
         "diffusion_* arguments are refused at the door, each by its name.",
     ),
+    Symbol(
+        "vllm.sampling_params:SamplingParams._validate_structured_outputs",
+        Use.REPLACED,
+        "Stock refuses every constraint for diffusion models before it looks at it.",
+    ),
     # The model runner's hooks.
+    Symbol(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
+        Use.REPLACED,
+        "A constraint goes to our sampler; stock writes it into what compute_logits returned.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsContext",
+        Use.CALLED,
+        "What vLLM's processors of bias, penalties and minimum length are told of a row.",
+    ),
+    Symbol(
+        "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
+        Use.CALLED,
+        "Where in a canvas that reasons first the grammar begins.",
+    ),
     *(
         Symbol(_STATE + name, Use.SUBCLASSED, "Hook of the model runner.")
         for name in (
@@ -133,7 +153,22 @@ TABLE: tuple[Symbol, ...] = (
         Use.REPLACED,
         "The one call after the last cut of a request's rows: a cut canvas waits.",
     ),
-    Symbol(_SCHEDULER + "update_from_output", Use.SUBCLASSED, "Counts each pass."),
+    Symbol(
+        _SCHEDULER + "update_from_output",
+        Use.SUBCLASSED,
+        "Counts each pass, and holds prompt log-probabilities until there is a token.",
+    ),
+    *(
+        Symbol(_SCHEDULER + name, Use.SUBCLASSED, "Canvases held to a grammar or a list of words.")
+        for name in (
+            "get_grammar_bitmask",
+            "update_draft_token_ids",
+            "update_draft_token_ids_in_output",
+            "_update_after_schedule",
+            "_free_request",
+            "_preempt_request",
+        )
+    ),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
     Symbol(
         "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",

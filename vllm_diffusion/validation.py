@@ -1,39 +1,75 @@
 """Requests are refused at the door, in the API process, and nowhere else.
 
 Replaces vLLM's validation of diffusion requests: what our sampler honours is accepted, and what
-nothing honours yet is a 400 that names the field.
+it cannot honour is a 400 that names the field.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
-from vllm_diffusion.request_params import RequestParamError, parse_canvas_params
+from vllm_diffusion.request_params import CanvasParams, RequestParamError, parse_canvas_params
 
 # Larger than any step cap: the worker lowers a request's cap to the server's.
 _NO_CAP = 2**31 - 1
+# What vLLM's processors have room for; a worker that is given more ends with an error.
+_MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
 
 
 def install() -> None:
     """Put our checks in place of vLLM's, for diffusion models only. Safe to call twice."""
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import input_processor
 
+    stock_check = SamplingParams._validate_structured_outputs
+    if getattr(stock_check, "is_ours", False):
+        return
+
+    def validate_structured_outputs(
+        self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+    ) -> None:
+        """Stock's checks of a constraint, without its refusal of diffusion models."""
+        try:
+            stock_check(self, _NotDiffusion(model_config), structured_outputs_config, tokenizer)
+        except (VLLMClientError, ValueError) as error:
+            # Some of stock's messages repeat what a compiler of grammars said, and no more.
+            _refuse("structured_outputs", f"(response_format, tools): {error}")
+
+    validate_structured_outputs.is_ours = True  # type: ignore[attr-defined]
     replacements: tuple[tuple[Any, str, Any], ...] = (
         (SamplingParams, "_validate_diffusion", validate_sampling_params),
+        (SamplingParams, "_validate_structured_outputs", validate_structured_outputs),
         (input_processor, "validate_diffusion_sampling_params", validate_diffusion_arguments),
     )
     for owner, name, ours in replacements:
-        stock = getattr(owner, name)
-        if stock is not ours:
-            # So that the check of vLLM's signatures still sees what was there.
-            ours.__signature__ = inspect.signature(stock)
-            setattr(owner, name, ours)
+        # So that the check of vLLM's signatures still sees what was there.
+        ours.__signature__ = inspect.signature(getattr(owner, name))
+        setattr(owner, name, ours)
+
+
+class _NotDiffusion:
+    """A model's configuration that does not say that it is a diffusion model."""
+
+    is_diffusion = False
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model_config, name)
+
+
+def _refuse(field: str, reason: str, value: Any = None) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    raise VLLMValidationError(f"{field} {reason}", parameter=field, value=value)
 
 
 def validate_sampling_params(params: Any, model_config: Any) -> None:
-    """Refuse sampling parameters that a canvas's sampler would ignore.
+    """Refuse what a canvas's sampler would ignore, and what contradicts itself.
 
     Args:
         params: The request's ``SamplingParams``.
@@ -44,38 +80,68 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     """
     if not model_config.is_diffusion:
         return
-    from vllm.exceptions import VLLMValidationError
-
-    unsupported = {
-        "min_tokens": params.min_tokens > 0,
-        "logit_bias": bool(params.logit_bias),
-        "bad_words": bool(params.bad_words),
-        "allowed_token_ids": bool(params.allowed_token_ids),
-        "presence_penalty": params.presence_penalty != 0.0,
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        # The engine asserts that prompt log-probabilities come with a first token, which a canvas
-        # yields passes later.
-        "prompt_logprobs": params.prompt_logprobs is not None,
-        "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
+    ignored = {
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "watermarking": bool(params.watermarking),
+        "trace_decode_token_ids": params.trace_decode_token_ids is not None,
     }
-    for field, is_set in unsupported.items():
+    for field, is_set in ignored.items():
         if is_set:
-            raise VLLMValidationError(
-                f"{field} is not supported for diffusion models yet; leave it out.",
-                parameter=field,
-                value=getattr(params, field),
+            _refuse(
+                field,
+                "is not supported for diffusion models, which draw a canvas at once and not "
+                "token after token; leave it out.",
+                getattr(params, field),
             )
+    for field, most in _MOST_ENTRIES.items():
+        if len(getattr(params, field) or ()) > most:
+            _refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
+    for token, bias in (params.logit_bias or {}).items():
+        if not math.isfinite(bias):
+            _refuse("logit_bias", f"must hold finite numbers; got {bias} for token {token}.")
+    for field in ("repetition_penalty", "min_p", "top_p"):
+        if not math.isfinite(getattr(params, field)):
+            _refuse(field, f"must be a finite number; got {getattr(params, field)}.")
+    if params.structured_outputs is not None:
+        _check_constraint(params)
+    _check_canvas_settings(params, model_config)
+
+
+def _check_constraint(params: Any) -> None:
+    reason = "cannot be combined with a structured output, which decides where the answer ends"
+    if params.min_tokens > 0:
+        _refuse("min_tokens", f"{reason}; leave one of them out.", params.min_tokens)
+    if params.ignore_eos:
+        _refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
+
+
+def _check_canvas_settings(params: Any, model_config: Any) -> None:
+    """The temperatures against what the server has for the one that a request leaves out."""
+    defaults = getattr(model_config, "canvas_defaults", None)
+    extra_args = params.extra_args or {}
+    names = ("diffusion_t_min", "diffusion_t_max")
+    if defaults is None or not any(name in extra_args for name in names):
+        return
+    t_min, t_max = (
+        extra_args.get(name) or getattr(defaults, name.removeprefix("diffusion_")) for name in names
+    )
+    if all(isinstance(t, (int, float)) for t in (t_min, t_max)) and t_max < t_min:
+        field = next(name for name in reversed(names) if name in extra_args)
+        _refuse(
+            field,
+            f"leaves a temperature that rises, from t_max={t_max} to t_min={t_min}; set "
+            "diffusion_t_max to at least diffusion_t_min.",
+        )
 
 
 def validate_diffusion_arguments(
     params: Any, *, canvas_length: int | None, vocab_size: int
 ) -> None:
-    """Check ``diffusion_*`` arguments and give a read-only request its limits.
+    """Check ``diffusion_*`` arguments, and give a request canvases no wider than it needs.
 
     Args:
-        params: The request's ``SamplingParams``; ``max_tokens`` and ``ignore_eos`` of a read-only
-            request are set in place.
+        params: The request's ``SamplingParams``. Set in place: ``max_tokens`` and ``ignore_eos`` of
+            a read-only request, and the canvas width of one that wants less than a canvas.
         canvas_length: The server's canvas width in tokens.
         vocab_size: Number of token ids.
 
@@ -95,8 +161,30 @@ def validate_diffusion_arguments(
         )
     except RequestParamError as error:
         raise VLLMValidationError(str(error), parameter=error.field) from None
+    _check_combination(params, canvas)
     if canvas.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
         width = canvas.canvas_length or canvas_length
         params.max_tokens = min(params.max_tokens or width, width)
         params.ignore_eos = True
+    elif (
+        params.max_tokens is not None
+        and params.max_tokens < (canvas.canvas_length or canvas_length)
+        and canvas.seed_canvas is None
+    ):
+        params.extra_args = {
+            **(params.extra_args or {}),
+            "diffusion_canvas_length": params.max_tokens,
+        }
+
+
+def _check_combination(params: Any, canvas: CanvasParams) -> None:
+    """A constraint needs several steps, and the freedom to draw what it demands."""
+    constraints = {
+        "structured_outputs": params.structured_outputs is not None,
+        "bad_words": bool(params.bad_words),
+    }
+    for field, is_set in constraints.items():
+        if is_set and (canvas.read_only or canvas.allowed_ids is not None):
+            other = "diffusion_read_only" if canvas.read_only else "diffusion_constrained"
+            _refuse(other, f"cannot be combined with {field}; leave one of them out.")

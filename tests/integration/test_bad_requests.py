@@ -127,6 +127,25 @@ BAD_DIFFUSION_ARGUMENTS = [
     ),
     ("diffusion_pinned", {"diffusion_pinned": [1]}),
     *(
+        (name, {name: value})
+        for name in (
+            "diffusion_entropy_bound",
+            "diffusion_confidence_threshold",
+            "diffusion_t_min",
+            "diffusion_t_max",
+        )
+        for value in (0, -1.5, "low", [0.1], float("nan"), float("inf"))
+    ),
+    *(
+        ("diffusion_stability_threshold", {"diffusion_stability_threshold": value})
+        for value in (-1, 0.5, "1")
+    ),
+    # The server's own are 0.8 and 0.4.
+    ("diffusion_t_min", {"diffusion_t_min": 0.9}),
+    ("diffusion_t_max", {"diffusion_t_max": 0.3}),
+    ("diffusion_t_max", {"diffusion_t_max": 0.3, "diffusion_t_min": 0.5}),
+    *(("diffusion_preset", {"diffusion_preset": value}) for value in ("slow", "", 1)),
+    *(
         (
             "diffusion_pinned",
             {
@@ -171,29 +190,59 @@ def test_bad_diffusion_argument(field: str, arguments: dict[str, Any], server: S
     assert response.json()["error"]["param"] == field
 
 
+REGEX = {"structured_outputs": {"regex": "a+"}}
 BAD_SAMPLING_PARAMETERS = [
-    ("min_tokens", {"min_tokens": 3}),
-    ("logit_bias", {"logit_bias": {"50": 1.0}}),
-    ("bad_words", {"bad_words": ["x"]}),
-    ("allowed_token_ids", {"allowed_token_ids": [50]}),
-    ("presence_penalty", {"presence_penalty": 1.0}),
-    ("frequency_penalty", {"frequency_penalty": -1.0}),
-    ("repetition_penalty", {"repetition_penalty": 1.1}),
-    ("prompt_logprobs", {"prompt_logprobs": 0}),
-    ("prompt_logprobs", {"prompt_logprobs": 1}),
-    ("prompt_logprobs", {"echo": True, "logprobs": 1}),
-    ("response_format", {"response_format": {"type": "json_object"}}),
-    ("structured_outputs", {"structured_outputs": {"regex": "a+"}}),
-    ("structured_outputs", {"structured_outputs": {"choice": ["a", "b"]}}),
-    # Refused for any model.
     ("temperature", {"temperature": -1.0}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": "hot"}),
     ("top_p", {"top_p": 1.5}),
+    ("top_p", {"top_p": float("nan")}),
     ("top_k", {"top_k": -5}),
     ("min_p", {"min_p": 2.0}),
-    ("max_tokens", {"max_tokens": 0}),
-    ("logprobs", {"logprobs": 10**4}),
+    ("min_p", {"min_p": float("nan")}),
+    ("seed", {"seed": "seven"}),
     ("n", {"n": 0}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 5}),
+    ("logprobs", {"logprobs": 10**4}),
+    ("prompt_logprobs", {"prompt_logprobs": 10**4}),
+    ("stop", {"stop": [""]}),
     ("stop_token_ids", {"stop_token_ids": [10**6]}),
+    ("stop_token_ids", {"stop_token_ids": list(range(20, 220))}),
+    ("presence_penalty", {"presence_penalty": 3.0}),
+    ("presence_penalty", {"presence_penalty": float("nan")}),
+    ("frequency_penalty", {"frequency_penalty": -3.0}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("repetition_penalty", {"repetition_penalty": float("nan")}),
+    ("logit_bias", {"logit_bias": {"1000000": 1.0}}),
+    ("logit_bias", {"logit_bias": {"fifty": 1.0}}),
+    ("allowed_token_ids", {"allowed_token_ids": []}),
+    ("allowed_token_ids", {"allowed_token_ids": [10**6]}),
+    ("allowed_token_ids", {"allowed_token_ids": ["a"]}),
+    ("bad_words", {"bad_words": [""]}),
+    ("bad_words", {"bad_words": [5]}),
+    # Constraints.
+    ("structured_outputs", {"structured_outputs": {"regex": "("}}),
+    ("structured_outputs", {"structured_outputs": {"json": {"type": "nonsense"}}}),
+    ("structured_outputs", {"structured_outputs": {"grammar": "this is none"}}),
+    ("structured_outputs", {"structured_outputs": {"choice": []}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    ("min_tokens", {"min_tokens": 2, **REGEX}),
+    ("ignore_eos", {"ignore_eos": True, **REGEX}),
+    ("diffusion_read_only", {"vllm_xargs": {"diffusion_read_only": True}, **REGEX}),
+    ("diffusion_read_only", {"vllm_xargs": {"diffusion_read_only": True}, "bad_words": ["x"]}),
+    (
+        "diffusion_constrained",
+        {
+            "vllm_xargs": {"diffusion_constrained": True},
+            "logprobs": 1,
+            "logprob_token_ids": [40],
+            **REGEX,
+        },
+    ),
+    # What a sampler of whole canvases cannot do.
+    ("thinking_token_budget", {"thinking_token_budget": 20}),
 ]
 
 
@@ -202,9 +251,16 @@ BAD_SAMPLING_PARAMETERS = [
     BAD_SAMPLING_PARAMETERS,
     ids=lambda value: value if isinstance(value, str) else str(value),
 )
-def test_unsupported_sampling_parameter(field: str, fields: dict[str, Any], server: Server) -> None:
-    """What the sampler would ignore, or cannot be, is refused by its name."""
-    _assert_refused(_complete(server, **fields), field)
+def test_bad_sampling_parameter(field: str, fields: dict[str, Any], server: Server) -> None:
+    """What is of the wrong type, out of range or contradicts itself is refused by its name."""
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        # Python's own encoder, as above.
+        content=json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, **fields}),
+        headers={"content-type": "application/json"},
+        timeout=300,
+    )
+    _assert_refused(response, field)
 
 
 def test_refused_stream(server: Server) -> None:

@@ -30,7 +30,7 @@ def confidence_threshold_policy(mask_token_id: int) -> Policy:
             tokens=tokens,
             # At the step cap whatever is still masked is taken as it is drawn.
             result=tokens,
-            done=~(masked & ~reveal).any(dim=-1),
+            done=~(masked & ~reveal & inputs.counted).any(dim=-1),
             stable_steps=inputs.stable_steps,
         )
 

@@ -22,10 +22,11 @@ def entropy_bound_policy(inputs: StepInputs) -> StepDecision:
     accepted = ascending.cumsum(dim=-1) - ascending <= inputs.entropy_bound[:, None]
     keep = torch.zeros_like(accepted).scatter(-1, order, accepted) & inputs.valid
 
-    repeated = ((inputs.argmax == inputs.previous_argmax) | ~inputs.valid).all(dim=-1)
+    counted = inputs.counted
+    repeated = ((inputs.argmax == inputs.previous_argmax) | ~counted).all(dim=-1)
     stable_steps = torch.where(repeated, inputs.stable_steps + 1, 0)
-    num_valid = inputs.valid.sum(dim=-1).clamp(min=1)
-    mean_entropy = torch.where(inputs.valid, inputs.entropy, 0.0).sum(dim=-1) / num_valid
+    num_counted = counted.sum(dim=-1).clamp(min=1)
+    mean_entropy = torch.where(counted, inputs.entropy, 0.0).sum(dim=-1) / num_counted
     done = (stable_steps >= inputs.stability_threshold) & (
         mean_entropy < inputs.confidence_threshold
     )

@@ -25,6 +25,7 @@ class StepInputs(NamedTuple):
         confidence: [R, C], float32, probability of ``argmax``.
         canvas: [R, C], int64, the tokens that the step started from.
         valid: [R, C], bool, positions that the request's canvas has.
+        counted: [R, C], bool, those by which convergence is judged.
         stable_steps: [R], int32, how many steps in a row, before this one, repeated the argmax
             of the step before them.
         entropy_bound: [R], float32, nats.
@@ -39,6 +40,7 @@ class StepInputs(NamedTuple):
     confidence: Tensor
     canvas: Tensor
     valid: Tensor
+    counted: Tensor
     stable_steps: Tensor
     entropy_bound: Tensor
     confidence_threshold: Tensor

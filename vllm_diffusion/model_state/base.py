@@ -23,6 +23,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_diffusion.attention.backend import bind_canvas
 from vllm_diffusion.config import compile_backend, plugin_settings
 from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.model_state import constraint_delivery
 from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
 from vllm_diffusion.request_params import parse_canvas_params
 from vllm_diffusion.sampling.canvas_step import Noise
@@ -46,6 +47,7 @@ class BlockDiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
+        constraint_delivery.install()
         self.settings = plugin_settings(vllm_config)
         self.canvas_length: int = vllm_config.diffusion_config.canvas_length
         self.vocab_size: int = self.model_config.get_vocab_size()
@@ -105,6 +107,7 @@ class BlockDiffusionModelState(ModelState):
                 project=self.project,
                 store_soft_embeds=self.store_soft_embeds if has_self_conditioning else None,
                 vocab_size=self.vocab_size,
+                converge_at_end=self.settings.converge_at_end,
                 compile_backend=compile_backend(self.vllm_config),
             ),
             None,
@@ -144,7 +147,10 @@ class BlockDiffusionModelState(ModelState):
         )
         # A request that was preempted comes back with what it generated as part of its prefill.
         num_generated = len(new_req_data.prefill_token_ids) - new_req_data.prompt_len
-        self.slots.add_request(req_index, params, num_generated)
+        end_tokens = sampling_params.stop_token_ids if sampling_params else ()
+        if sampling_params is not None and sampling_params.eos_token_id is not None:
+            end_tokens = [*end_tokens, sampling_params.eos_token_id]
+        self.slots.add_request(req_index, params, num_generated, end_tokens)
 
     def remove_request(self, req_id: str) -> None:
         slot = self._slot_of_request.pop(req_id, None)
@@ -163,6 +169,12 @@ class BlockDiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Put the canvases where the engine has left the previous step's argmax tokens."""
+        if input_batch.num_draft_tokens > 0:
+            slot = input_batch.expanded_idx_mapping.long()
+            position = input_batch.expanded_local_pos.long()
+            canvas = self.slots.canvas[slot, position].to(input_batch.input_ids.dtype)
+            input_batch.input_ids[input_batch.logits_indices] = canvas
         return {}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        super().prepare_inputs(input_batch, req_states)
         input_ids = input_batch.input_ids[: input_batch.num_tokens]
         if self._mm_embeds is None:
             embeds = self.model.embed_input_ids(input_ids)

@@ -7,6 +7,7 @@ written by the compiled step of the sampler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,19 @@ class DenoisingDefaults:
     entropy_bound: float
     confidence_threshold: float
     stability_threshold: int
+
+
+# vLLM's own bound on the end tokens of a request.
+MAX_END_TOKENS = 128
+# What a request may override, under the same name in its parameters, the defaults and the slots.
+_QUALITY = ("stability_threshold", "entropy_bound", "confidence_threshold", "t_min", "t_max")
+
+
+def _chosen(params: CanvasParams, defaults: DenoisingDefaults, name: str) -> float:
+    """The request's own value, or the server's."""
+    value: float | None = getattr(params, name)
+    default: float = getattr(defaults, name)
+    return default if value is None else value
 
 
 class CanvasSlots:
@@ -77,21 +91,30 @@ class CanvasSlots:
         self.seed_canvas = zeros(R, C, dtype=torch.int64)
         self.has_seed_canvas = zeros(R, dtype=torch.bool)
         self.pinned = zeros(R, C, dtype=torch.bool)
+        # Tokens that end the request; -1 where there are fewer.
+        self.end_tokens = zeros(R, MAX_END_TOKENS, dtype=torch.int64)
 
         # Host side: what features are in use, so that those that are not cost nothing.
         self.read_only_np = np.zeros(R, dtype=bool)
         self.allowed_ids: dict[int, torch.Tensor] = {}
-        self._staged: dict[int, tuple[CanvasParams, int]] = {}
+        self._staged: dict[int, tuple[CanvasParams, int, Sequence[int]]] = {}
 
-    def add_request(self, slot: int, params: CanvasParams, num_generated: int) -> None:
+    def add_request(
+        self,
+        slot: int,
+        params: CanvasParams,
+        num_generated: int,
+        end_tokens: Sequence[int] = (),
+    ) -> None:
         """Stage a new owner of ``slot``; every tensor's row is rewritten.
 
         Args:
             slot: The row.
             params: What the request asks of its canvases.
             num_generated: Tokens that it generated before it was preempted; 0 for a new request.
+            end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
         """
-        self._staged[slot] = (params, num_generated)
+        self._staged[slot] = (params, num_generated, end_tokens)
         self.read_only_np[slot] = params.read_only
         self.allowed_ids.pop(slot, None)
         if params.allowed_ids is not None:
@@ -117,15 +140,14 @@ class CanvasSlots:
 
         defaults = self.defaults
         for tensor, values in (
-            (self.max_steps, [p.max_steps or defaults.max_denoising_steps for p, _ in rows]),
-            (self.stability_threshold, [defaults.stability_threshold] * len(rows)),
-            (self.entropy_bound, [defaults.entropy_bound] * len(rows)),
-            (self.confidence_threshold, [defaults.confidence_threshold] * len(rows)),
-            (self.t_min, [defaults.t_min] * len(rows)),
-            (self.t_max, [defaults.t_max] * len(rows)),
-            (self.read_only, [p.read_only for p, _ in rows]),
-            (self.has_seed_canvas, [p.seed_canvas is not None for p, _ in rows]),
-            (self.canvas_idx, [n // (p.canvas_length or C) for p, n in rows]),
+            (self.max_steps, [p.max_steps or defaults.max_denoising_steps for p, _, _ in rows]),
+            *(
+                (getattr(self, name), [_chosen(p, defaults, name) for p, _, _ in rows])
+                for name in _QUALITY
+            ),
+            (self.read_only, [p.read_only for p, _, _ in rows]),
+            (self.has_seed_canvas, [p.seed_canvas is not None for p, _, _ in rows]),
+            (self.canvas_idx, [n // (p.canvas_length or C) for p, n, _ in rows]),
         ):
             tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
         for tensor in (self.step, self.stable_steps, self.canvas):
@@ -135,12 +157,15 @@ class CanvasSlots:
 
         seed_canvas = np.zeros((len(rows), C), dtype=np.int64)
         pinned = np.zeros((len(rows), C), dtype=bool)
-        for i, (params, _) in enumerate(rows):
+        end_tokens = np.full((len(rows), MAX_END_TOKENS), -1, dtype=np.int64)
+        for i, (params, _, ends) in enumerate(rows):
+            end_tokens[i, : len(ends)] = ends
             if params.seed_canvas is not None:
                 seed_canvas[i, : len(params.seed_canvas)] = params.seed_canvas
             pinned[i, list(params.pinned)] = True
         self.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)
+        self.end_tokens[index] = self._to_device(end_tokens)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, device=self.device)

@@ -74,21 +74,25 @@ def schedule_temperature(slots: CanvasSlots) -> Tensor:
 
 
 def make_canvas_step(
-    slots: CanvasSlots, policy: Policy, noise: Noise, compile_backend: str | None
-) -> Callable[[SlotStatistics, Tensor, Tensor, Tensor], StepOutput]:
+    slots: CanvasSlots,
+    policy: Policy,
+    noise: Noise,
+    *,
+    converge_at_end: bool = False,
+    compile_backend: str | None,
+) -> Callable[..., StepOutput]:
     """Bind :func:`advance_canvases` to a server's state, policy and noise.
 
     Args:
         slots: The state, updated in place.
         policy: The rule that decides what to keep.
         noise: What fills the rest.
+        converge_at_end: Judge a canvas by its positions up to its first end token.
         compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
     """
 
-    def step(
-        statistics: SlotStatistics, num_rows: Tensor, starting: Tensor, seed: Tensor
-    ) -> StepOutput:
-        return advance_canvases(slots, policy, noise, statistics, num_rows, starting, seed)
+    def step(statistics: SlotStatistics, *tensors: Tensor) -> StepOutput:
+        return advance_canvases(slots, policy, noise, converge_at_end, statistics, *tensors)
 
     if compile_backend is None:
         return step
@@ -99,10 +103,14 @@ def advance_canvases(
     slots: CanvasSlots,
     policy: Policy,
     noise: Noise,
+    converge_at_end: bool,
     statistics: SlotStatistics,
     num_rows: Tensor,
     starting: Tensor,
     seed: Tensor,
+    num_valid: Tensor,
+    free_from: Tensor,
+    free_to: Tensor,
 ) -> StepOutput:
     """Denoise, converge, encode and begin canvases: whatever each slot is at.
 
@@ -110,16 +118,26 @@ def advance_canvases(
         slots: The state, updated in place.
         policy: The rule that decides what to keep.
         noise: What fills the rest.
+        converge_at_end: Judge a canvas by its positions up to its first end token.
         statistics: Of the rows that ran.
         num_rows: [R], int32, canvas rows of each slot in this pass; 0 for a slot that had none.
         starting: [R], bool, slots whose prompt was completed in this pass.
         seed: [R], int64, each request's seed.
+        num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
+            step; 0 where no step may be the last yet, -1 without a constraint.
+        free_from: [R], int32, first position that becomes noise whatever the policy says.
+        free_to: [R], int32, the position after the last such one.
     """
     C = slots.canvas_length
     active = num_rows > 0
     encoded = active & slots.encoding
     denoised = active & ~slots.encoding
-    valid = torch.arange(C, device=num_rows.device)[None, :] < num_rows[:, None]
+    position = torch.arange(C, device=num_rows.device)[None, :]
+    valid = position < num_rows[:, None]
+    counted = valid
+    if converge_at_end:
+        is_end = (statistics.argmax[..., None] == slots.end_tokens[:, None]).any(dim=-1)
+        counted = valid & (is_end.cumsum(dim=-1) - is_end.long() == 0)
 
     decision = policy(
         StepInputs(
@@ -130,21 +148,27 @@ def advance_canvases(
             confidence=statistics.confidence,
             canvas=slots.canvas,
             valid=valid,
+            counted=counted,
             stable_steps=slots.stable_steps,
             entropy_bound=slots.entropy_bound,
             confidence_threshold=slots.confidence_threshold,
             stability_threshold=slots.stability_threshold,
         )
     )
-    done = denoised & (decision.done | (slots.step + 1 >= slots.max_steps))
+    repeats = ((decision.result == slots.argmax_canvas) | (position >= num_valid[:, None])).all(
+        dim=-1
+    )
+    may_end = (num_valid < 0) | ((num_valid > 0) & repeats)
+    done = denoised & may_end & (decision.done | (slots.step + 1 >= slots.max_steps))
     emitting = encoded | (done & slots.read_only)
 
     # Tokens of the canvas as it will be committed: on an encode pass, what was decided before.
     result = torch.where(denoised[:, None], decision.result, slots.canvas)
 
     # The next pass's canvas.
+    freed = (position >= free_from[:, None]) & (position < free_to[:, None])
     renoised = torch.where(
-        decision.keep,
+        decision.keep & ~freed,
         decision.tokens,
         noise(seed, slots.canvas_idx, slots.step, C, Purpose.RENOISE),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_diffusion.constraints import CanvasConstraints
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.request_slots import CanvasSlots
 from vllm_diffusion.sampling.canvas_step import (
@@ -24,6 +24,8 @@ from vllm_diffusion.sampling.canvas_step import (
     make_canvas_step,
     schedule_temperature,
 )
+from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
+from vllm_diffusion.sampling.logits_adjustments import LogitsAdjustments
 from vllm_diffusion.sampling.row_statistics import CandidateFilters, row_statistics
 
 # Rows are projected to the vocabulary in chunks, so that their float32 logits and what is made of
@@ -40,9 +42,6 @@ class DiffusionSampler:
     Nothing here reads a value from the device.
     """
 
-    # The runner asks for bin counts of penalties; there are none.
-    penalties_state = SimpleNamespace(output_bin_counts=None)
-
     def __init__(
         self,
         stock_sampler: Any,
@@ -53,6 +52,7 @@ class DiffusionSampler:
         project: Callable[[Tensor], Tensor],
         store_soft_embeds: Callable[[Tensor, Tensor, Tensor], None] | None,
         vocab_size: int,
+        converge_at_end: bool,
         compile_backend: str | None,
     ) -> None:
         """Bind the sampler to a model.
@@ -67,18 +67,25 @@ class DiffusionSampler:
             store_soft_embeds: (probabilities [num_rows, vocab_size] float32, slot [num_rows],
                 position [num_rows]) for self-conditioning; ``None`` for a model without it.
             vocab_size: Number of token ids.
+            converge_at_end: Judge a canvas by its positions up to its first end token.
             compile_backend: Backend of ``torch.compile`` for the step; ``None`` runs eagerly.
         """
         self.sampling_states = stock_sampler.sampling_states
         self.logprob_token_ids_state = stock_sampler.logprob_token_ids_state
         self.req_states = stock_sampler.req_states
+        # The runner counts committed tokens in it.
+        self.penalties_state = stock_sampler.penalties_state
+        self.adjustments = LogitsAdjustments(stock_sampler, slots.num_slots)
         self.compute_nans = False
         self.logits_mode = stock_sampler.logprobs_mode in ("raw_logits", "processed_logits")
+        self.reports_raw = stock_sampler.logprobs_mode in ("raw_logits", "raw_logprobs")
         self.slots = slots
         self.project = project
         self.store_soft_embeds = store_soft_embeds
         self.vocab_size = vocab_size
-        self.canvas_step = make_canvas_step(slots, policy, noise, compile_backend)
+        self.canvas_step = make_canvas_step(
+            slots, policy, noise, converge_at_end=converge_at_end, compile_backend=compile_backend
+        )
         self.max_chunk_rows = max(
             slots.canvas_length, LOGITS_BYTES // (4 * _LIVE_LOGITS * vocab_size)
         )
@@ -91,13 +98,22 @@ class DiffusionSampler:
             confidence=torch.zeros(R, C, dtype=torch.float32, device=device),
         )
         self._logprobs = LogprobsStash(R, C, device)
+        # Set before a call by whoever has the scheduler's message; used up by the call.
+        self.constraints: CanvasConstraints | None = None
+        self._unconstrained = (
+            torch.full((R,), -1, dtype=torch.int32, device=device),
+            torch.zeros(R, dtype=torch.int32, device=device),
+            torch.zeros(R, dtype=torch.int32, device=device),
+        )
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
         self.sampling_states.add_request(slot, sampling_params)
+        self.adjustments.add_request(slot, sampling_params)
         self.logprob_token_ids_state.add_request(slot, sampling_params)
 
     def apply_staged_writes(self) -> None:
         self.sampling_states.apply_staged_writes()
+        self.adjustments.apply_staged_writes()
         self.logprob_token_ids_state.apply_staged_writes()
 
     def __call__(
@@ -111,6 +127,7 @@ class DiffusionSampler:
             draft_logits: Unused; part of the runner's call.
         """
         num_reqs = input_batch.num_reqs
+        message, self.constraints = self.constraints, None
         if input_batch.num_draft_tokens_per_req is None and rows.shape[0] > 0:
             return self._dummy(rows, num_reqs)
 
@@ -122,13 +139,28 @@ class DiffusionSampler:
         num_rows[input_batch.idx_mapping] = num_logits.to(torch.int32)
 
         logprobs = None
+        constraints = None
         if rows.shape[0] > 0:
-            logprobs = self._fill_statistics(rows, input_batch)
+            if message is not None:
+                constraints = ConstraintTensors.build(
+                    message, input_batch, slots.num_slots, slots.device
+                )
+            logprobs = self._fill_statistics(rows, input_batch, constraints)
+        num_valid, free_from, free_to = self._unconstrained
+        if constraints is not None:
+            num_valid, free_from, free_to = (
+                constraints.num_valid,
+                constraints.free_from,
+                constraints.free_to,
+            )
         output = self.canvas_step(
             self._statistics,
             num_rows,
             self._starting(input_batch),
             self.sampling_states.seeds.gpu[: slots.num_slots],
+            num_valid,
+            free_from,
+            free_to,
         )
         return self._engine_output(output, input_batch, num_logits, logprobs)
 
@@ -142,7 +174,9 @@ class DiffusionSampler:
         starting[input_batch.idx_mapping_np[finished]] = True
         return async_tensor_h2d(starting, device=self.slots.device)
 
-    def _fill_statistics(self, rows: Tensor, input_batch: InputBatch) -> LogprobsTensors | None:
+    def _fill_statistics(
+        self, rows: Tensor, input_batch: InputBatch, constraints: ConstraintTensors | None
+    ) -> LogprobsTensors | None:
         """Project the rows and scatter their statistics to (slot, position)."""
         slots, states = self.slots, self.sampling_states
         slots_np = input_batch.idx_mapping_np
@@ -163,8 +197,12 @@ class DiffusionSampler:
         for start in range(0, rows.shape[0], self.max_chunk_rows):
             chunk = slice(start, min(start + self.max_chunk_rows, rows.shape[0]))
             slot, position = row_slots[chunk], row_positions[chunk]
-            logits = self._mask_to_allowed(self.project(rows[chunk]), input_batch, chunk)
-            scaled = logits / temperature[slot][:, None]
+            raw = self._mask_to_allowed(self.project(rows[chunk]), input_batch, chunk)
+            logits = self.adjustments.apply(raw, input_batch, chunk)
+            if constraints is not None:
+                logits = constraints.apply(logits, chunk)
+            row_temperature = temperature[slot][:, None]
+            scaled = logits / row_temperature
             filters = None
             if filtered:
                 filters = CandidateFilters(
@@ -182,10 +220,16 @@ class DiffusionSampler:
             for target, values in zip(self._statistics, statistics, strict=True):
                 target[slot, position] = values
             if self.store_soft_embeds is not None:
-                self.store_soft_embeds(scaled.softmax(dim=-1), slot, position)
+                probs = scaled.softmax(dim=-1)
+                if constraints is not None:
+                    probs = torch.where(constraints.restart[chunk, None], 0.0, probs)
+                self.store_soft_embeds(probs, slot, position)
             if wants_logprobs:
+                reported = raw if self.reports_raw else logits
                 # A read-only canvas reports the model's own distribution, at temperature 1.
-                reported = torch.where(slots.read_only[slot][:, None], logits, scaled)
+                reported = torch.where(
+                    slots.read_only[slot][:, None], reported, reported / row_temperature
+                )
                 parts.append(
                     compute_topk_scores(
                         reported,
@@ -229,10 +273,11 @@ class DiffusionSampler:
     ) -> SamplerOutput:
         batch_slots = input_batch.idx_mapping
         num_sampled = output.num_emitted[batch_slots]
-        # The next pass's canvas rides where the engine keeps draft tokens.
-        self.req_states.draft_tokens[batch_slots, : self.slots.canvas_length] = self.slots.canvas[
-            batch_slots
-        ].to(self.req_states.draft_tokens.dtype)
+        # Draft tokens are what the engine hands to the scheduler's constraints; the canvas itself
+        # goes into the next pass from its slot.
+        drafts = self.req_states.draft_tokens
+        result = output.tokens[batch_slots]
+        drafts[batch_slots, : self.slots.canvas_length] = result.to(drafts.dtype)
         return SamplerOutput(
             sampled_token_ids=output.tokens[batch_slots].to(torch.int32),
             logprobs_tensors=logprobs,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.diffusion_scheduler import (
     DiffusionAsyncScheduler,
     DiffusionScheduler,
     diffusion_canvas_width,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters
+from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas, is_constrained
 
 
 class WholeCanvasMixin(Scheduler):
@@ -26,6 +29,11 @@ class WholeCanvasMixin(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counters = PassCounters()
+        self._constrained: dict[str, ConstrainedCanvas] = {}
+        # Requests whose last pass was a denoising step, and left an argmax canvas.
+        self._was_denoised: dict[str, bool] = {}
+        # Prompt log-probabilities of requests that have not emitted a token yet.
+        self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -53,11 +61,94 @@ class WholeCanvasMixin(Scheduler):
         super().add_request(request)
         # Always on: the record costs a few integers per pass, and tells a user what a request took.
         request.spec_decode_metrics = CanvasRequestRecord.new(self.num_spec_tokens)
+        if is_constrained(request):
+            self._constrained[request.request_id] = ConstrainedCanvas(
+                request, self.structured_output_manager
+            )
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._constrained.pop(request.request_id, None)
+        self._was_denoised.pop(request.request_id, None)
+        self._held_prompt_logprobs.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        if canvas := self._constrained.get(request.request_id):
+            canvas.begin()
+            self._was_denoised.pop(request.request_id, None)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        waiting = any(
+            request_id in self._constrained
+            and self.requests[request_id].num_output_placeholders > 0
+            for request_id in scheduler_output.num_scheduled_tokens
+        )
+        super()._update_after_schedule(scheduler_output)
+        # The stock code knows of grammars only.
+        if any(
+            request_id in self._constrained and not self.requests[request_id].is_prefill_chunk
+            for request_id in scheduler_output.num_scheduled_tokens
+        ):
+            scheduler_output.has_structured_output_requests = True
+            scheduler_output.pending_structured_output_tokens |= waiting
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Keep a constrained canvas whole; the stock code would cut it to its valid prefix."""
+        others = DraftTokenIds([], [])
+        for request_id, tokens in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
+            request = self.requests.get(request_id)
+            if request_id not in self._constrained or request is None or request.is_finished():
+                others.req_ids.append(request_id)
+                others.draft_token_ids.append(tokens)
+            elif not request.is_prefill_chunk:
+                request.spec_token_ids = tokens[
+                    : diffusion_canvas_width(request, self.num_spec_tokens)
+                ]
+        super().update_draft_token_ids(others)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, tokens in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
+            if request_id in scheduled:
+                scheduled[request_id] = tokens[: len(scheduled[request_id])]
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Constraints for the canvases of this pass, from the argmax canvases of the last one."""
+        constraints: dict[str, CanvasConstraint] = {}
+        for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+            canvas = self._constrained.get(request_id)
+            if canvas is None or request_id not in self.requests:
+                continue
+            if self._was_denoised.pop(request_id, False):
+                canvas.denoised(tokens)
+            constraints[request_id] = canvas.constraint(
+                len(tokens), self._max_steps(self.requests[request_id])
+            )
+        if not constraints:
+            return None
+        return CanvasConstraints(
+            list(constraints), np.empty((0, 0), np.int32), None, list(constraints.values())
+        )
+
+    def _max_steps(self, request: Request) -> int:
+        """The request's step cap."""
+        assert request.sampling_params is not None
+        cap: int = self.vllm_config.model_config.canvas_defaults.max_denoising_steps
+        own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
+        return min(own, cap) if own else cap
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         self._count_passes(scheduler_output, model_runner_output)
+        self._hold_prompt_logprobs(model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _count_passes(
@@ -72,6 +163,10 @@ class WholeCanvasMixin(Scheduler):
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(req_id) or ()
             index = model_runner_output.req_id_to_index[req_id]
             num_emitted = len(emitted[index]) if emitted else 0
+            if constrained := self._constrained.get(req_id):
+                self._was_denoised[req_id] = bool(canvas) and not num_emitted
+                if num_emitted:
+                    constrained.begin()
             read_only = bool((request.sampling_params.extra_args or {}).get("diffusion_read_only"))
             self._counters.observe(
                 request.spec_decode_metrics,
@@ -80,6 +175,26 @@ class WholeCanvasMixin(Scheduler):
                 num_emitted=num_emitted,
                 read_only=read_only,
             )
+
+    def _hold_prompt_logprobs(self, model_runner_output: ModelRunnerOutput) -> None:
+        """Keep them for the pass that emits the request's first canvas.
+
+        The engine's loop takes them together with a token only; a prompt's last pass yields none.
+        """
+        emitted = model_runner_output.sampled_token_ids or []
+        both = (
+            model_runner_output.prompt_logprobs_dict,
+            model_runner_output.prompt_token_id_logprobs_dict,
+        )
+        for req_id, index in model_runner_output.req_id_to_index.items():
+            found = tuple(of.pop(req_id, None) for of in both)
+            if any(part is not None for part in found):
+                self._held_prompt_logprobs[req_id] = found
+            if emitted and emitted[index] and req_id in self._held_prompt_logprobs:
+                held = self._held_prompt_logprobs.pop(req_id)
+                for of, part in zip(both, held, strict=True):
+                    if part is not None:
+                        of[req_id] = part
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any

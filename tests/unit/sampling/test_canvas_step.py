@@ -32,7 +32,9 @@ def new_slots() -> CanvasSlots:
 def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
     """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
     slots = new_slots()
-    step = make_canvas_step(slots, entropy_bound_policy, uniform_noise(VOCAB), backend)
+    step = make_canvas_step(
+        slots, entropy_bound_policy, uniform_noise(VOCAB), compile_backend=backend
+    )
     generator = torch.Generator().manual_seed(0)
     seeds = torch.arange(SLOTS)
     canvases, emitted = [], []

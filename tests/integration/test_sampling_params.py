@@ -1,0 +1,302 @@
+"""Each sampling parameter does to a canvas what docs/requests.md says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.oracle import Oracle
+from vllm_diffusion.metrics import request_metrics
+
+pytestmark = pytest.mark.engine
+
+CANVAS, VOCAB = 32, 320
+END_TOKENS = {1, 6, 14}
+PROMPT = torch.randint(24, 276, (50,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    engine = TracedEngine(checkpoint, max_num_seqs=6, max_logprobs=-1)
+    yield engine
+    engine.close()
+
+
+def tokens_of(engine, *, seed=5, max_tokens=2 * CANVAS, prompt=PROMPT, **params):
+    (output,) = engine.generate([prompt], seeds=[seed], max_tokens=max_tokens, **params)
+    return list(output.token_ids)
+
+
+def test_allowed_token_ids(engine):
+    tokens = tokens_of(engine, allowed_token_ids=[40, 41, 99], ignore_eos=True)
+    assert set(tokens) <= {40, 41, 99}
+    assert len(set(tokens)) > 1
+
+
+def test_logit_bias_forces_and_forbids(engine):
+    plain = tokens_of(engine, ignore_eos=True)
+    common = max(set(plain), key=plain.count)
+    assert common not in tokens_of(engine, ignore_eos=True, logit_bias={common: -100.0})
+    assert set(tokens_of(engine, ignore_eos=True, logit_bias={77: 100.0})) == {77}
+
+
+def test_min_tokens(engine):
+    """An end token that the model wants everywhere does not come before its time."""
+    wants_end = {"logit_bias": {1: 100.0}, "max_tokens": 3 * CANVAS}
+    assert tokens_of(engine, **wants_end) == [1]
+    for min_tokens in (5, CANVAS, CANVAS + 7):
+        tokens = tokens_of(engine, min_tokens=min_tokens, **wants_end)
+        assert len(tokens) == min_tokens + 1
+        assert not END_TOKENS & set(tokens[:-1])
+
+
+def test_penalties_count_committed_tokens(engine):
+    """Of the first canvas nothing is committed yet; the second is as if the first were a prompt."""
+    plain = tokens_of(engine, ignore_eos=True)
+    penalised = tokens_of(engine, ignore_eos=True, presence_penalty=2.0, frequency_penalty=2.0)
+    assert penalised[:CANVAS] == plain[:CANVAS]
+    assert penalised[CANVAS:] != plain[CANVAS:]
+    # The prompt counts for repetition from the first canvas on.
+    assert tokens_of(engine, ignore_eos=True, repetition_penalty=3.0)[:CANVAS] != plain[:CANVAS]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 1.3},
+        {"frequency_penalty": -0.7},
+        {"repetition_penalty": 1.9},
+        {"presence_penalty": -2.0, "frequency_penalty": 1.1, "repetition_penalty": 0.6},
+    ],
+    ids=str,
+)
+def test_penalties_are_those_of_vllm(engine, params):
+    """Processed logits of a canvas against vLLM's own penalties in PyTorch, on the same counts."""
+    from vllm.model_executor.layers.utils import apply_penalties
+
+    sampler = engine.runner.sampler
+    seen = []
+    apply = sampler.adjustments.apply
+
+    def recording(logits, input_batch, chunk):
+        adjusted = apply(logits, input_batch, chunk)
+        if input_batch.num_draft_tokens > 0:
+            seen.append((logits.clone(), adjusted.clone()))
+        return adjusted
+
+    sampler.adjustments.apply = recording
+    try:
+        tokens = tokens_of(engine, ignore_eos=True, max_tokens=2 * CANVAS, **params)
+    finally:
+        sampler.adjustments.apply = apply
+    # The first pass of the first canvas, and the last pass: the second canvas's encoding.
+    for (logits, adjusted), output in ((seen[0], []), (seen[-1], tokens[:CANVAS])):
+        rows = len(logits)
+        expected = apply_penalties(
+            logits.clone(),
+            torch.tensor([PROMPT]).expand(rows, -1),
+            torch.tensor([output], dtype=torch.int64).reshape(1, -1).expand(rows, -1),
+            *(
+                torch.full((rows,), params.get(name, neutral))
+                for name, neutral in (
+                    ("presence_penalty", 0.0),
+                    ("frequency_penalty", 0.0),
+                    ("repetition_penalty", 1.0),
+                )
+            ),
+        )
+        # Presence and frequency are of the output, of which there is none at first.
+        nothing_yet = not output and "repetition_penalty" not in params
+        assert torch.equal(expected, logits) == nothing_yet
+        torch.testing.assert_close(adjusted, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_temperature_zero_is_deterministic_and_seeds_differ(engine):
+    """A seed still places the noise of the canvas; the candidates follow no draw."""
+    assert tokens_of(engine, seed=1) == tokens_of(engine, seed=1)
+    assert tokens_of(engine, seed=1) != tokens_of(engine, seed=2)
+    assert tokens_of(engine, temperature=0.0) == tokens_of(engine, temperature=0.0)
+
+
+def test_bad_words(engine):
+    """Single tokens and sequences, also across the border of two canvases."""
+    plain = tokens_of(engine, ignore_eos=True)
+    border = plain[CANVAS - 1 : CANVAS + 1]
+    words = [[plain[3]], plain[10:13], border]
+    params = engine.sampling_params(seed=5, max_tokens=2 * CANVAS, ignore_eos=True)
+    params.bad_words = ["set below, as token ids"]
+    params._bad_words_token_ids = words
+    with pytest.MonkeyPatch.context() as patch:
+        # They come as text and are tokenised at the door, where each would get a blank before it.
+        patch.setattr(type(params), "update_from_tokenizer", lambda self, tokenizer: None)
+        (output,) = engine.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    tokens = list(output.outputs[0].token_ids)
+    assert len(tokens) == 2 * CANVAS
+    for word in words:
+        found = [tokens[i : i + len(word)] for i in range(len(tokens) - len(word) + 1)]
+        assert word not in found
+
+
+def test_short_answers_take_narrow_canvases(engine):
+    """A request for five tokens computes five rows a step."""
+    (output,) = engine.generate([PROMPT], seeds=[1], max_tokens=5, ignore_eos=True)
+    metrics = request_metrics(output)
+    assert len(output.token_ids) == 5
+    assert metrics.canvas_rows == 5 * sum(metrics.denoise_steps_per_canvas)
+    assert output.finish_reason == "length"
+
+
+def test_the_last_canvas_is_cut_at_max_tokens(engine):
+    tokens = tokens_of(engine, max_tokens=CANVAS + 9, ignore_eos=True)
+    assert len(tokens) == CANVAS + 9
+    assert tokens == tokens_of(engine, max_tokens=2 * CANVAS, ignore_eos=True)[: CANVAS + 9]
+
+
+def test_stop_token_inside_a_canvas(engine):
+    plain = tokens_of(engine, ignore_eos=True)
+    token = plain[CANVAS + 5]
+    first = plain.index(token)
+    (output,) = engine.generate(
+        [PROMPT], seeds=[5], max_tokens=2 * CANVAS, ignore_eos=True, stop_token_ids=[token]
+    )
+    assert list(output.token_ids) == plain[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", token)
+
+
+def test_several_answers_to_one_prompt(engine):
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": PROMPT}],
+        engine.sampling_params(seed=5, n=3, max_tokens=CANVAS, ignore_eos=True),
+        use_tqdm=False,
+    )
+    answers = {tuple(answer.token_ids) for answer in output.outputs}
+    assert len(answers) == 3
+
+
+def test_prompt_logprobs_are_those_of_the_causal_encoder(engine, checkpoint):
+    """Against the same passes of ``transformers``, with a first canvas generated after them."""
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": PROMPT}],
+        engine.sampling_params(seed=5, prompt_logprobs=0, max_tokens=CANVAS, ignore_eos=True),
+        use_tqdm=False,
+    )
+    assert len(output.outputs[0].token_ids) == CANVAS
+    assert output.prompt_logprobs[0] is None
+    ours = [
+        entry[token].logprob
+        for entry, token in zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    ]
+    model = Oracle(checkpoint).model
+    with torch.no_grad():
+        hidden = model.model.encoder(input_ids=torch.tensor([PROMPT])).last_hidden_state[0]
+        logits = hidden @ model.get_input_embeddings().weight.T
+        cap = model.config.text_config.final_logit_softcapping
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(ours), expected, atol=1e-3, rtol=0)
+
+
+def test_settings_of_a_request_over_those_of_the_server(engine):
+    """A tight budget takes as many steps as it may, a wide one few."""
+
+    def steps(**extra_args):
+        (output,) = engine.generate(
+            [PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True, extra_args=extra_args
+        )
+        return request_metrics(output).denoise_steps_per_canvas[0]
+
+    assert steps(diffusion_entropy_bound=1e-6) == 16
+    wide = {
+        "diffusion_entropy_bound": 1e6,
+        "diffusion_confidence_threshold": 1e6,
+        "diffusion_stability_threshold": 0,
+    }
+    assert steps(**wide) == 1
+    # A cap above the server's is the server's.
+    assert steps(diffusion_entropy_bound=1e-6, diffusion_max_steps=400) == 16
+    assert steps(diffusion_preset="fast") <= steps(diffusion_preset="quality")
+    # The explicit setting comes before the preset.
+    assert steps(diffusion_preset="quality", **wide) == 1
+
+
+def test_temperatures_of_a_request(engine):
+    """The schedule of the request scales the logits whose entropy decides."""
+    low = {"diffusion_t_min": 0.05, "diffusion_t_max": 0.05}
+    assert tokens_of(engine, extra_args=low) != tokens_of(engine)
+    cold = engine.generate([PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True, extra_args=low)
+    usual = engine.generate([PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True)
+    assert (
+        request_metrics(cold[0]).denoise_steps_per_canvas
+        <= request_metrics(usual[0]).denoise_steps_per_canvas
+    )
+
+
+REQUEST = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.3, 1.7]),
+        "top_k": st.integers(1, 30),
+        "top_p": st.floats(0.1, 1.0),
+        "min_p": st.floats(0.0, 0.5),
+        "logit_bias": st.dictionaries(st.integers(20, 300), st.floats(-9, 9), max_size=4),
+        "allowed_token_ids": st.lists(st.integers(20, 300), min_size=2, max_size=40, unique=True),
+        "min_tokens": st.integers(0, 20),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.5, 2.0),
+        "logprobs": st.integers(0, 3),
+        "stop_token_ids": st.lists(st.integers(20, 300), max_size=3),
+        "max_tokens": st.integers(20, 70),
+        "extra_args": st.fixed_dictionaries(
+            {},
+            optional={
+                "diffusion_max_steps": st.integers(1, 4),
+                "diffusion_canvas_length": st.integers(4, CANVAS),
+                "diffusion_preset": st.sampled_from(["fast", "balanced", "quality"]),
+                "diffusion_t_max": st.floats(0.8, 2.0),
+            },
+        ),
+    },
+)
+
+
+def check_batch(engine, requests):
+    def params(i):
+        return engine.sampling_params(seed=100 + i, **({"max_tokens": 40} | requests[i]))
+
+    prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(len(requests))]
+    together = engine.llm.generate(
+        prompts, [params(i) for i in range(len(requests))], use_tqdm=False
+    )
+    for i, output in enumerate(together):
+        (alone,) = engine.llm.generate([prompts[i]], [params(i)], use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == list(alone.outputs[0].token_ids)
+        assert output.outputs[0].finish_reason == alone.outputs[0].finish_reason
+
+
+@settings(
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(REQUEST, min_size=2, max_size=6))
+def test_settings_never_leak_into_another_request(engine, requests):
+    """Requests with any settings give in any company what they give alone."""
+    check_batch(engine, requests)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(REQUEST, min_size=2, max_size=6))
+def test_settings_never_leak_into_another_request_wide(engine, requests):
+    check_batch(engine, requests)

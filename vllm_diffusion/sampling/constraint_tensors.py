@@ -1,0 +1,108 @@
+"""A pass's constraints as tensors: built on the host, read by the sampler on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_diffusion.constraints import CanvasConstraints
+
+
+@dataclass(frozen=True)
+class ConstraintTensors:
+    """Of one pass. R is the number of slots.
+
+    Attributes:
+        pin: [num_rows], int64: the only token of a row, or -1.
+        restart: [num_rows], bool: rows whose next step starts without a self-conditioning signal.
+        masked_rows: Rows that only some tokens may be drawn in, ascending; on the host.
+        masks: [len(masked_rows), ceil(vocab_size / 32)], int32: a bit for each of those tokens.
+        num_valid: [R], int32: leading positions that a step must repeat to be the last; 0 where no
+            step may be the last yet, -1 without a constraint.
+        free_from: [R], int32: first position that becomes noise whatever the policy says.
+        free_to: [R], int32: the position after the last such one.
+    """
+
+    pin: Tensor
+    restart: Tensor
+    masked_rows: np.ndarray
+    masks: Tensor
+    num_valid: Tensor
+    free_from: Tensor
+    free_to: Tensor
+
+    @staticmethod
+    def build(
+        message: CanvasConstraints, input_batch: InputBatch, num_slots: int, device: torch.device
+    ) -> ConstraintTensors:
+        """Lay the constraints out over the batch's canvas rows and slots."""
+        starts = input_batch.cu_num_logits_np
+        num_rows = int(starts[input_batch.num_reqs])
+        pin = np.full(num_rows, -1, dtype=np.int64)
+        restart = np.zeros(num_rows, dtype=bool)
+        num_valid = np.full(num_slots, -1, dtype=np.int32)
+        free_from, free_to = (np.zeros(num_slots, dtype=np.int32) for _ in range(2))
+        masked: dict[int, np.ndarray] = {}
+        index = {req_id: i for i, req_id in enumerate(input_batch.req_ids)}
+        for req_id, constraint in zip(
+            message.structured_output_request_ids, message.constraints, strict=True
+        ):
+            i = index.get(req_id)
+            if i is None:
+                continue
+            slot = int(input_batch.idx_mapping_np[i])
+            first, end = int(starts[i]), int(starts[i + 1])
+            frontier = min(first + len(constraint.pinned), end)
+            pin[first:frontier] = constraint.pinned[: frontier - first]
+            num_valid[slot] = constraint.num_valid
+            if constraint.frontier_mask is not None and frontier < end:
+                masked[frontier] = constraint.frontier_mask
+                # The frontier is noise until it is settled.
+                free_from[slot], free_to[slot] = frontier - first, frontier - first + 1
+            if constraint.restart:
+                restart[frontier:end] = True
+                free_from[slot], free_to[slot] = frontier - first, end - first
+        rows = np.array(sorted(masked), dtype=np.int64)
+        masks = np.stack([masked[row] for row in rows]) if masked else np.empty((0, 1), np.int32)
+
+        def to_device(array: np.ndarray) -> Tensor:
+            return async_tensor_h2d(array, device=device)
+
+        return ConstraintTensors(
+            to_device(pin),
+            to_device(restart),
+            rows,
+            to_device(masks),
+            to_device(num_valid),
+            to_device(free_from),
+            to_device(free_to),
+        )
+
+    def apply(self, logits: Tensor, chunk: slice) -> Tensor:
+        """Constrained logits of some of the batch's canvas rows.
+
+        Args:
+            logits: [num_rows, vocab_size], float32; left as it is.
+            chunk: Which rows these are.
+        """
+        vocab_size = logits.shape[-1]
+        ids = torch.arange(vocab_size, device=logits.device)
+        pin = self.pin[chunk, None]
+        logits = torch.where((pin < 0) | (ids == pin), logits, float("-inf"))
+        # A pinned token stays possible even where another request setting forbids it.
+        logits = torch.where(ids == pin, 0.0, logits)
+        first, last = np.searchsorted(self.masked_rows, (chunk.start, chunk.stop))
+        if first < last:
+            row = async_tensor_h2d(self.masked_rows[first:last] - chunk.start, device=logits.device)
+            bits = self.masks[first:last, :, None] >> torch.arange(32, device=logits.device)
+            allowed = (bits & 1).flatten(1)[:, :vocab_size] == 1
+            masked = torch.where(allowed, logits[row], float("-inf"))
+            # A constraint comes before a bias or a minimum length that leaves it nothing.
+            nothing = masked.amax(dim=-1, keepdim=True) == float("-inf")
+            logits[row] = torch.where(nothing & allowed, 0.0, masked)
+        return logits

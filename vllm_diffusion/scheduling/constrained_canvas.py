@@ -1,0 +1,177 @@
+"""Constraints on what a canvas may say: a grammar, and words that must not occur.
+
+A grammar is a machine that reads tokens from left to right; a canvas is written everywhere at once.
+The two meet at the frontier, the first position that is not settled yet: the tokens before it are
+pinned, only tokens that the grammar allows there may be drawn at it, and the rest is free. When the
+model repeats its canvas (or reaches the step cap) without satisfying the constraint, its valid
+prefix is pinned, the frontier moves behind it, and what follows is denoised anew. The frontier
+moves by at least one position each time, so a canvas always comes to an end; past the step cap it
+moves in every step. A canvas is committed only in a step that repeats what was found valid.
+
+All this is decided in the scheduler, which owns the grammars, from the canvas of the step before;
+:class:`CanvasConstraint` is what the
+sampler is told.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.request import Request
+
+from vllm_diffusion.constraints import CanvasConstraint
+
+
+def is_constrained(request: Request) -> bool:
+    """Whether canvases of this request are held to a grammar or a list of words."""
+    return bool(request.use_structured_output or _bad_words(request))
+
+
+def _bad_words(request: Request) -> list[list[int]]:
+    params = request.sampling_params
+    return (params.bad_words_token_ids or []) if params is not None else []
+
+
+@functools.cache
+def _control_tokens(tokenizer: Any) -> frozenset[int]:
+    """Ids of tokens that stand for no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+class ConstrainedCanvas:
+    """Where one request's current canvas stands. Told of every step, asked before the next."""
+
+    def __init__(self, request: Request, manager: Any) -> None:
+        """Begin with a canvas that no step has seen.
+
+        Args:
+            request: The engine's request.
+            manager: vLLM's ``StructuredOutputManager``, which owns the compiled grammar.
+        """
+        self._request = request
+        self._manager = manager
+        self.begin()
+
+    def begin(self) -> None:
+        """A new canvas."""
+        self._steps = 0
+        self._pinned: list[int] = []
+        self._tokens: list[int] | None = None
+        self._previous: list[int] | None = None
+
+    def denoised(self, tokens: Sequence[int]) -> None:
+        """A step's argmax canvas."""
+        self._steps += 1
+        self._previous, self._tokens = self._tokens, list(tokens)
+
+    def constraint(self, width: int, max_steps: int) -> CanvasConstraint:
+        """What the next step has to keep to.
+
+        Args:
+            width: Positions of the canvas.
+            max_steps: The request's step cap; from there on the frontier moves in every step.
+        """
+        params = self._request.sampling_params
+        assert params is not None
+        num_needed = width
+        if params.max_tokens is not None:
+            num_needed = min(width, params.max_tokens - self._request.num_output_tokens)
+        tokens = (self._tokens or [])[:num_needed]
+        num_valid, is_complete = self._valid_prefix(tokens, num_needed)
+        settled = self._previous is not None and self._previous[:num_needed] == tokens
+        at_cap = self._steps >= max_steps
+        restart = False
+        if is_complete and at_cap:
+            # The next step repeats it, whatever the model says.
+            self._pinned = tokens[:num_valid]
+        elif not is_complete and self._tokens is not None and (settled or at_cap):
+            self._pinned = tokens[:num_valid]
+            restart = not at_cap
+            # What follows is another canvas: it has to repeat itself again.
+            self._tokens = self._previous = None
+        mask = None
+        if len(self._pinned) < (num_valid if is_complete else num_needed):
+            mask = self._allowed_after(self._pinned)
+        return CanvasConstraint(tuple(self._pinned), mask, restart, num_valid if is_complete else 0)
+
+    def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
+        """How many leading tokens satisfy the constraint, and whether that is all that is read."""
+        num_valid = self._num_accepted(tokens)
+        history = list(self._request.output_token_ids)
+        words = _bad_words(self._request)
+        for i in range(num_valid):
+            read = history + tokens[: i + 1]
+            if any(read[-len(word) :] == word for word in words):
+                return i, False
+            if self._is_end(tokens[i], len(read)):
+                return i + 1, True
+        return num_valid, num_needed == num_valid
+
+    def _num_accepted(self, tokens: list[int]) -> int:
+        """How many leading tokens the grammar accepts."""
+        if not self._request.use_structured_output:
+            return len(tokens)
+        # Tokens that reason are free.
+        start = self._manager._get_constraint_bounds(self._request, tokens).grammar_start
+        behind = tokens[start:]
+        controls = _control_tokens(self._manager.tokenizer) - self._end_tokens
+        # No grammar accepts them, and some back ends say so on the terminal each time.
+        spoken = next((i for i, token in enumerate(behind) if token in controls), len(behind))
+        grammar = self._request.structured_output_request.grammar
+        return min(start, len(tokens)) + len(grammar.validate_tokens(behind[:spoken]))
+
+    @property
+    def _end_tokens(self) -> set[int]:
+        params = self._request.sampling_params
+        assert params is not None
+        return {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
+
+    def _is_end(self, token: int, num_output_tokens: int) -> bool:
+        params = self._request.sampling_params
+        assert params is not None
+        return token in self._end_tokens and num_output_tokens > params.min_tokens
+
+    def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
+        """Bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
+        mask = self._allowed_by_grammar(pinned)
+        read = [*self._request.output_token_ids, *pinned]
+        banned = [
+            word[-1]
+            for word in _bad_words(self._request)
+            if len(word) == 1 or read[-(len(word) - 1) :] == word[:-1]
+        ]
+        if not banned:
+            return mask
+        vocab_size = self._manager.vllm_config.model_config.get_vocab_size()
+        everything = np.full((vocab_size + 31) // 32, -1, dtype=np.int32)
+        without = (everything if mask is None else mask).copy()
+        bits = without.view(np.uint32)
+        for token in banned:
+            bits[token >> 5] &= ~np.uint32(1 << (token & 31))
+        # A word that the grammar leaves no way around is what the request asked for.
+        return without if without.any() else mask
+
+    def _allowed_by_grammar(self, pinned: list[int]) -> np.ndarray | None:
+        request = self._request
+        if not request.use_structured_output:
+            return None
+        grammar = request.structured_output_request.grammar
+        bounds = self._manager._get_constraint_bounds(request, pinned)
+        if bounds.constraint_start > len(pinned):
+            return None
+        behind = pinned[bounds.grammar_start :]
+        if behind:
+            grammar.accept_tokens(request.request_id, behind)
+        try:
+            if grammar.is_terminated():
+                return None
+            bitmask = self._manager.backend.allocate_token_bitmask(1)
+            grammar.fill_bitmask(bitmask, 0)
+        finally:
+            if behind:
+                grammar.rollback(len(behind))
+        return bitmask[0].numpy().copy()
