@@ -139,3 +139,30 @@ def assert_within_error_budget(
 def _positions(blocks: Tensor, block_size: int) -> Tensor:
     """Slots of these blocks in a cache flattened over blocks and positions."""
     return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+
+
+def walk_key_tiles(
+    first: int, end: int, cut: int, whole: int, has_left: bool
+) -> list[tuple[int, bool]]:
+    """(key tile, whether it is masked) in the order of FlashAttention-4's loops.
+
+    Args:
+        first: The first key tile to visit.
+        end: One past the last.
+        cut: From this tile on, some row may not see a tile's end.
+        whole: From this tile on, every row sees a tile's start.
+        has_left: Whether there is a window on the left.
+
+    Returns:
+        From the last tile to the first: one masked tile, masked tiles down to ``cut``, tiles as
+        they are down to ``whole`` and, with a left window, masked tiles to the end.
+    """
+    tiles = [(end - 1, True)]
+    remaining = end - 1
+    tiles += [(tile, True) for tile in range(remaining - 1, cut - 1, -1)]
+    remaining = min(remaining, cut)
+    tiles += [(tile, False) for tile in range(remaining - 1, whole - 1, -1)]
+    if has_left:
+        remaining = min(remaining, whole)
+        tiles += [(tile, True) for tile in range(remaining - 1, first - 1, -1)]
+    return tiles

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention.api import Impl
 from attention_kernels.canvas_attention.reference import row_bounds
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
 
@@ -102,15 +103,15 @@ class Shape:
         return float(num_bytes), float(operations)
 
 
-def ours(shape: Shape) -> Callable[[], Tensor]:
-    """Our Triton kernel, as the back end calls it."""
+def ours(shape: Shape, impl: Impl = "triton") -> Callable[[], Tensor]:
+    """Our Triton kernel, or another of ours, as the back end calls it."""
     out = torch.empty_like(shape.batch.query)
     return lambda: canvas_attention(
         **shape.batch.tensors(),
         **shape.windows,
         scale=shape.layer.head_dim**-0.5,
         out=out,
-        impl="triton",
+        impl=impl,
         max_query_len=shape.max_query_len,
         max_seq_len=shape.max_seq_len,
     )
@@ -228,6 +229,7 @@ def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
 
 IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
     "ours": ours,
+    "cute": lambda shape: ours(shape, "cute"),
     "stock-triton": stock_triton,
     "stock-fa4": lambda shape: flash_attention(shape, 4),
     "stock-fa3": lambda shape: flash_attention(shape, 3),
@@ -345,7 +347,7 @@ def main() -> int:
         )
         return 2
     versions = {}
-    for package in ("torch", "triton", "vllm"):
+    for package in ("torch", "triton", "vllm", "flash-attn-4"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

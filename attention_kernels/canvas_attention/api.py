@@ -80,7 +80,10 @@ def canvas_attention(
         value_scale: As ``key_scale``, for values.
         out: [num_tokens, num_q_heads, head_dim] like ``query``; written in place. Padding rows
             are left as they are; without ``out`` they are zero.
-        impl: ``"auto"``, ``"reference"``, ``"triton"`` or ``"cute"``. Only ``"auto"`` chooses.
+        impl: ``"auto"``, ``"reference"``, ``"triton"`` or ``"cute"``. Only ``"auto"`` chooses,
+            and never ``"cute"``: that extends FlashAttention-4 for compute capability 9.x
+            (head_dim 256 and 512) and 10.x (256), compiles for both, and has run on neither. It
+            takes bf16 and fp16 without ``row_spans``.
         max_query_len: At least the longest query of the batch, if the caller knows it on the host.
             A launch bound only: it never changes a result. Defaults to what the shapes allow.
         max_seq_len: As ``max_query_len``, for keys.
@@ -145,9 +148,10 @@ def _implementation(impl: Impl) -> Callable[..., None]:
                 'impl="reference".'
             ) from error
         return canvas_attention_triton
-    raise NotImplementedError(
-        'impl="cute" is not built yet; use impl="auto", "triton" or "reference".'
-    )
+    # What it extends is imported when a kernel is compiled, for a GPU that can run it.
+    from attention_kernels.canvas_attention.cute.launch import canvas_attention_cute
+
+    return canvas_attention_cute
 
 
 def _choose(query: Tensor) -> Impl:

@@ -1,0 +1,123 @@
+"""What both kernels share: FlashAttention-4's bookkeeping of a sequence, given the canvas rule.
+
+FlashAttention-4 keeps what is known of a sequence, which key tiles a query tile visits, and how a
+tile of scores is masked in three small objects that every group of warps builds for itself. Its
+kernel classes hand these to one method per kind of warp. ``CanvasKernel`` overrides those methods
+to exchange the objects for ours on the way in; no kernel code is copied or changed.
+
+Device integers of the DSL take part in plain arithmetic here and in nothing else: a comparison or
+a Python ``min`` would ask for a value that is not known while a kernel is traced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import cutlass
+
+from attention_kernels.canvas_attention.cute.visibility import Visibility
+
+
+class CanvasTileRange:
+    """Which key tiles a query tile visits; overrides the answers of a ``BlockInfo``."""
+
+    tile_m: int
+    tile_n: int
+    qhead_per_kvhead_packgqa: int
+    window_size_left: Any
+    window_size_right: Any
+    canvas_anchor: bool
+
+    def get_n_block_min_max(
+        self, seqlen_info: Any, m_block: Any, split_idx: Any = 0, num_splits: Any = 1
+    ) -> tuple[Any, Any]:
+        """The half-open range of key tiles, which the kernels walk from its end."""
+        return visibility(self, seqlen_info).visited(m_block, *self._cut())
+
+    def get_n_block_min_causal_local_mask(
+        self, seqlen_info: Any, m_block: Any, n_block_min: Any
+    ) -> Any:
+        """Where the kernels stop masking: below it every row sees to the end of a tile."""
+        cut = visibility(self, seqlen_info).first_cut_right(m_block, *self._cut())
+        return cutlass.max(n_block_min, cut)
+
+    def get_n_block_min_before_local_mask(
+        self, seqlen_info: Any, m_block: Any, n_block_min: Any
+    ) -> Any:
+        """Where they mask again: below it some row does not see the start of a tile."""
+        whole = visibility(self, seqlen_info).first_whole_left(m_block, *self._cut())
+        return cutlass.max(n_block_min, whole)
+
+    def _cut(self) -> tuple[int, int, int]:
+        return self.tile_m, self.tile_n, self.qhead_per_kvhead_packgqa
+
+
+def visibility(windows: Any, seqlen_info: Any) -> Visibility:
+    """The rule of a sequence; ``windows`` is a ``CanvasTileRange`` or a mask."""
+    return Visibility(
+        seqlen_info.seqlen_q,
+        seqlen_info.seqlen_k,
+        seqlen_info.causal_rows,
+        windows.window_size_left,
+        windows.window_size_right,
+        windows.canvas_anchor,
+        cutlass.min,
+        cutlass.max,
+    )
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """FlashAttention-4's three objects and what takes their place; each extends its own."""
+
+    block_info: type
+    canvas_block_info: Callable[..., Any]
+    sequence: type
+    canvas_sequence: Callable[..., Any]
+    mask: type
+    canvas_mask: Callable[..., Any]
+
+    def exchange(self, value: Any, canvas_anchor: bool) -> Any:
+        """An argument of a kernel method; anything but the three objects is left alone."""
+        if isinstance(value, self.block_info):
+            return self.canvas_block_info(**_values(value), canvas_anchor=canvas_anchor)
+        if isinstance(value, partial):
+            # The other two arrive as what builds them.
+            if value.func is self.sequence.create:  # type: ignore[attr-defined]
+                return partial(self._canvas_sequence, value)
+            if value.func is self.mask:
+                known = {**value.keywords, "canvas_anchor": canvas_anchor}
+                return partial(self.canvas_mask, *value.args, **known)
+        return value
+
+    def _canvas_sequence(self, create: Callable[..., Any], batch_idx: Any) -> Any:
+        numbers = create.keywords["mSeqUsedK"]  # type: ignore[attr-defined]  # [2, num_seqs]
+        known = create(batch_idx, mSeqUsedK=numbers[0, None])
+        return self.canvas_sequence(**_values(known), causal_rows=numbers[1, batch_idx])
+
+
+def _values(instance: Any) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in fields(instance)}
+
+
+class CanvasKernel:
+    """The methods of a FlashAttention-4 kernel class through which the bookkeeping passes."""
+
+    bookkeeping: Bookkeeping
+    canvas_anchor: bool
+
+    def exchanged(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of one of these methods, with our bookkeeping in them."""
+        exchange = partial(self.bookkeeping.exchange, canvas_anchor=self.canvas_anchor)
+        return [exchange(arg) for arg in args], {k: exchange(arg) for k, arg in kwargs.items()}
+
+
+def through_canvas(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The override of one method: the stock method, called with our bookkeeping."""
+
+    def method(self: CanvasKernel, *args: Any, **kwargs: Any) -> Any:
+        args_with, kwargs_with = self.exchanged(args, kwargs)
+        return stock(self, *args_with, **kwargs_with)
+
+    return method

@@ -1,0 +1,387 @@
+"""The CuTe kernels compile for Hopper and Blackwell without a GPU, and trace the rule they should.
+
+The CuTe DSL decides once per process which chip it compiles for, so each chip is checked by running
+this file. By hand it prints what the compiler reports:
+
+    python tests/kernels/test_cute_ahead_of_time.py sm_90a
+
+A kernel cannot run here, but host code of the DSL can: the methods that the kernels trace to choose
+and mask their tiles are compiled for this machine as well, and run against the reference mask.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
+from attention_kernels.testing import walk_key_tiles
+
+# Shared memory that one block can have, in bytes; the same on both chips.
+SHARED_MEMORY = 227 * 1024
+# The most stack, in bytes, that the stock kernels have at these head sizes: more would be our spills.
+STACK = {"sm_90a": 0, "sm_100a": 432}
+
+# What a kernel must not ask the classes that it extends.
+STOCK_ANSWERS = {
+    "BlockInfo": (
+        "get_n_block_min_max",
+        "get_n_block_min_causal_local_mask",
+        "get_n_block_min_before_local_mask",
+    ),
+    "AttentionMask": ("apply_mask", "apply_mask_sm100"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile."""
+
+    head_dim: int
+    window: str = "none"  # "none", "canvas", "query" or "left", which is "query" open on the right
+    group: int = 2
+    dtype: str = "bfloat16"
+    softcap: float = 0.0
+
+    def kernel(self, capability: int) -> CuteKernel:
+        return CuteKernel(
+            capability,
+            self.head_dim,
+            self.group,
+            getattr(torch, self.dtype),
+            self.softcap,
+            has_window_left=self.window != "none",
+            has_window_right=self.window == "query",
+            canvas_anchor=self.window not in ("query", "left"),
+        )
+
+
+# The layers of DiffusionGemma-26B: sliding (16:8 x 256, window 1024) with both anchors, and full
+# (16:2 x 512). A full layer of 256 stands in where 512 does not fit.
+MODEL_CASES = {
+    "sm_90a": [Case(256, "canvas"), Case(256, "query"), Case(512, group=8)],
+    "sm_100a": [Case(256, "canvas"), Case(256, "query"), Case(256, group=8)],
+}
+CHIPS = list(MODEL_CASES)
+
+
+def all_cases(chip: str) -> list[Case]:
+    head_dims = (256, 512) if chip == "sm_90a" else (256,)
+    return [
+        case
+        for head_dim in head_dims
+        for case in (
+            *[Case(head_dim, window) for window in ("none", "canvas", "query", "left")],
+            *[Case(head_dim, "canvas", group) for group in (1, 3, 8, 16)],
+            Case(head_dim, "canvas", dtype="float16"),
+            Case(head_dim, "canvas", softcap=50.0),
+        )
+    ]
+
+
+def find_vllm_copy() -> None:
+    """Let vLLM's copy be imported where its compiled parts cannot, for want of a driver."""
+    name = "vllm.vllm_flash_attn"
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        package = types.ModuleType(name)
+        root = importlib.util.find_spec("vllm").submodule_search_locations[0]
+        package.__path__ = [str(Path(root, "vllm_flash_attn"))]
+        sys.modules[name] = package
+
+
+def compile_case(capability: int, case: Case) -> dict:
+    """Compile one kernel; what the assembler made of it."""
+    import cutlass
+
+    allocate, sizes = cutlass.utils.SmemAllocator.allocate, []
+
+    def recorded(self, kind, *args, **kwargs):
+        sizes.append(kind.size_in_bytes())
+        return allocate(self, kind, *args, **kwargs)
+
+    stock = importlib.import_module(f"attention_kernels.canvas_attention.cute.sm{capability}0")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cutlass.utils.SmemAllocator, "allocate", recorded))
+        # A warp that still asks stock's bookkeeping would follow another rule, or wait for ever.
+        for kind, names in STOCK_ANSWERS.items():
+            for name in names:
+                asked = AssertionError(f"the kernel asks stock's {kind}.{name}")
+                stack.enter_context(
+                    mock.patch.object(getattr(stock, kind), name, side_effect=asked)
+                )
+        compiled = compile_kernel(case.kernel(capability))
+    return {**asdict(case), "shared_memory": max(sizes), **resources(compiled.artifacts.CUBIN)}
+
+
+def resources(cubin: bytes) -> dict:
+    """Registers at launch and stack of a compiled kernel, from the tool inside Triton's package."""
+    import triton
+
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [dump, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+class TracedRule:
+    """What a kernel traces to choose and mask its tiles, compiled for this machine instead.
+
+    The instructions that the mask writes by hand, two shifts, are replaced by the same arithmetic.
+    """
+
+    def __init__(self, capability: int, case: Case) -> None:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass import Int32
+        from cutlass.cute.runtime import from_dlpack
+
+        module = importlib.import_module(f"attention_kernels.canvas_attention.cute.sm{capability}0")
+        self.canvas_anchor = case.window not in ("query", "left")
+        self.masks_all = capability == 9  # vLLM's copy also asks about tiles that are seen whole
+        self.has_left, self.has_right = case.window != "none", case.window == "query"
+        self.group, self.tile_n = case.group, case.kernel(capability).tile_n
+        kernel = getattr(module, f"CanvasAttentionSm{capability}0")(
+            cutlass.BFloat16, case.head_dim, case.group, self.tile_n, 0.0, self.canvas_anchor
+        )
+        self.tile_m = kernel.tile_m if capability == 9 else kernel.m_block_size
+        self.scores = torch.zeros(self.tile_m, self.tile_n)
+        self.tiles = torch.zeros(4, dtype=torch.int32)
+        self._scores, self._tiles = from_dlpack(self.scores), from_dlpack(self.tiles)
+        group, tile_m, tile_n = self.group, self.tile_m, self.tile_n
+        canvas_anchor, shifts, wide = self.canvas_anchor, module.utils, cutlass.Uint64
+
+        def shift(value, by):
+            return wide(cutlass.min(Int32(by), 32))
+
+        shifts.shr_u32 = lambda value, by: cutlass.Uint32(wide(value) >> shift(value, by))
+        shifts.shl_u32 = lambda value, by: cutlass.Uint32(wide(value) << shift(value, by))
+
+        def sequence(query_len, seq_len, causal_rows):
+            return types.SimpleNamespace(
+                seqlen_q=query_len, seqlen_k=seq_len, causal_rows=causal_rows
+            )
+
+        @cute.jit
+        def choose(
+            tiles: cute.Tensor,
+            query_len: Int32,
+            seq_len: Int32,
+            causal_rows: Int32,
+            left: Int32 | None,
+            right: Int32 | None,
+            tile: Int32,
+        ):
+            known = sequence(query_len, seq_len, causal_rows)
+            info = module.CanvasBlockInfo(
+                tile_m,
+                tile_n,
+                False,
+                True,
+                False,
+                left,
+                right,
+                qhead_per_kvhead_packgqa=group,
+                canvas_anchor=canvas_anchor,
+            )
+            first, end = info.get_n_block_min_max(known, tile)
+            tiles[0] = first
+            tiles[1] = end
+            tiles[2] = info.get_n_block_min_causal_local_mask(known, tile, first)
+            tiles[3] = info.get_n_block_min_before_local_mask(known, tile, first)
+
+        @cute.jit
+        def hide(
+            scores: cute.Tensor,
+            query_len: Int32,
+            seq_len: Int32,
+            causal_rows: Int32,
+            left: Int32 | None,
+            right: Int32 | None,
+            tile: Int32,
+            key_tile: Int32,
+        ):
+            known = sequence(query_len, seq_len, causal_rows)
+            mask = module.CanvasMask(
+                tile_m, tile_n, known, left, right, group, canvas_anchor=canvas_anchor
+            )
+            if cutlass.const_expr(capability == 9):
+                multiply, _ = kernel._get_tiled_mma()
+                for thread in cutlass.range(multiply.size):
+                    mine = multiply.get_slice(thread)
+                    mask.apply_mask(
+                        mine.partition_C(scores), m_block=tile, n_block=key_tile, thr_mma=mine
+                    )
+            else:
+                for thread in cutlass.range(tile_m):
+                    # A thread holds a row of the tile, its columns in order.
+                    mask.apply_mask_sm100(
+                        scores[thread, None],
+                        m_block=tile,
+                        n_block=key_tile,
+                        thr_mma=types.SimpleNamespace(
+                            partition_C=lambda whole: {((None, None), 0, 0): whole}
+                        ),
+                        thr_tmem_load=types.SimpleNamespace(
+                            partition_D=lambda whole, row=thread: whole[row, None]
+                        ),
+                    )
+
+        windows = [Int32(1) if given else None for given in (self.has_left, self.has_right)]
+        given = [Int32(1)] * 3 + windows
+        self._choose = cute.compile(choose, self._tiles, *given, Int32(1))
+        self._hide = cute.compile(hide, self._scores, *given, Int32(1), Int32(1))
+
+    def mask(self, query_len: int, seq_len: int, causal_rows: int, left: int, right: int):
+        """The mask that the kernel's walk over its tiles amounts to, bool [query_len, seq_len]."""
+        from cutlass import Int32
+
+        keys = -(-seq_len // self.tile_n) * self.tile_n
+        num_tiles = -(-query_len * self.group // self.tile_m)
+        seen = torch.zeros(num_tiles * self.tile_m, keys, dtype=torch.bool)
+        windows = [None if size < 0 else Int32(size) for size in (left, right)]
+        given = [*map(Int32, (query_len, seq_len, causal_rows)), *windows]
+        for tile in range(num_tiles):
+            rows = slice(tile * self.tile_m, (tile + 1) * self.tile_m)
+            self._choose(self._tiles, *given, Int32(tile))
+            for key_tile, masked in walk_key_tiles(*self.tiles.tolist(), self.has_left):
+                self.scores.zero_()
+                if masked or self.masks_all:
+                    self._hide(self._scores, *given, Int32(tile), Int32(key_tile))
+                columns = slice(key_tile * self.tile_n, (key_tile + 1) * self.tile_n)
+                assert not seen[rows, columns].any(), "visited twice"
+                seen[rows, columns] = self.scores == 0
+        # The heads of a group see the same.
+        by_head = seen[: query_len * self.group, :seq_len].view(query_len, self.group, seq_len)
+        assert torch.equal(by_head.all(1), by_head.any(1))
+        assert not seen[: query_len * self.group, seq_len:].any()
+        return by_head.all(1)
+
+
+def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
+    """Compare the traced rule with the reference on random sequences; how much was compared."""
+    from attention_kernels.canvas_attention.reference import visibility_mask
+
+    rule, draw, scores = TracedRule(capability, case), random.Random(0), 0
+    for _ in range(num_sequences):
+        query_len = draw.randint(1, 200)
+        seq_len = query_len + draw.choice([0, draw.randint(0, 300)])
+        causal_rows = draw.choice([0, query_len, draw.randint(0, query_len)])
+        left, right = (
+            draw.choice([0, 2**30, draw.randint(1, 300)]) if given else -1
+            for given in (rule.has_left, rule.has_right)
+        )
+        expected = visibility_mask(
+            query_len,
+            seq_len,
+            causal_rows,
+            window_left=left,
+            window_right=right,
+            window_anchor="canvas" if rule.canvas_anchor else "query",
+        )
+        given = (query_len, seq_len, causal_rows, left, right)
+        assert torch.equal(rule.mask(*given), expected), given
+        scores += expected.numel()
+    return {**asdict(case), "sequences": num_sequences, "scores": scores}
+
+
+def reports(chip: str, task: str, cases: list[Case]) -> list[dict]:
+    """What a process of its own reports of these cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUTE_DSL_DUMP_DIR": folder,
+        }
+        result = subprocess.run(
+            [sys.executable, __file__, chip, task, json.dumps([asdict(case) for case in cases])],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def check(chip: str, cases: list[Case]) -> None:
+    require(chip)
+    lines = reports(chip, "compile", cases)
+    assert len(lines) == len(cases)
+    for line in lines:
+        assert line["shared_memory"] <= SHARED_MEMORY, line
+        assert line["stack"] <= STACK[chip], line
+
+
+def require(chip: str) -> None:
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    source = "vllm" if chip == "sm_90a" else "flash_attn"
+    if importlib.util.find_spec(source) is None:
+        pytest.skip(f"needs the FlashAttention-4 inside {source}")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_cute_ahead_of_time(chip):
+    """The model's layers compile for a chip within its registers and shared memory."""
+    check(chip, MODEL_CASES[chip])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_cute_ahead_of_time_all(chip):
+    """Every kind of kernel compiles for a chip within its registers and shared memory."""
+    check(chip, all_cases(chip))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_cute_traced_rule(chip):
+    """The tiles and masks that a chip's kernels trace amount to the reference mask, bit by bit."""
+    require(chip)
+    head_dims = (256, 512) if chip == "sm_90a" else (256,)
+    cases = [
+        Case(head_dim, window, group)
+        for head_dim in head_dims
+        for window, group in (("none", 8), ("canvas", 2), ("query", 3), ("left", 1))
+    ]
+    lines = reports(chip, "rule", cases)
+    assert len(lines) == len(cases)
+    assert all(line["scores"] > 0 for line in lines)
+
+
+def main(chip: str, task: str = "compile", cases: str | None = None) -> None:
+    os.environ["CUTE_DSL_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = chip
+    # The only way to get at what was compiled.
+    os.environ["CUTE_DSL_KEEP"] = "cubin"
+    capability = int(chip.removeprefix("sm_").removesuffix("0a"))
+    if capability == 9:
+        find_vllm_copy()
+    for case in [Case(**case) for case in json.loads(cases)] if cases else all_cases(chip):
+        start = time.monotonic()
+        if task == "rule":
+            report = compare_rule(capability, case, num_sequences=300)
+        else:
+            report = compile_case(capability, case)
+        seconds = round(time.monotonic() - start, 1)
+        print(json.dumps({"chip": chip, **report, "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
