@@ -2,6 +2,7 @@
 
     python examples/evaluate.py --num-prompts 100
     python examples/evaluate.py --engine vllm --families sums json
+    python examples/evaluate.py --engine vllm --settings '{"preset": "fast"}'
 
 For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
 mean number of denoise steps per canvas. Both engines get the same token ids and the sampling
@@ -20,6 +21,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
 
@@ -133,10 +135,15 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, checkpoint: Path, *, seed: int):
+    def __init__(self, checkpoint: Path, *, seed: int, settings: dict[str, Any]):
         from vllm import LLM
 
-        self.llm = LLM(model=str(checkpoint), seed=seed, limit_mm_per_prompt=NO_IMAGES)
+        self.llm = LLM(
+            model=str(checkpoint),
+            seed=seed,
+            limit_mm_per_prompt=NO_IMAGES,
+            additional_config={"diffusion": settings},
+        )
         self.canvas_length = self.llm.llm_engine.model_config.hf_config.canvas_length
 
     def answer(self, prompts: list[list[int]]) -> list[Answer]:
@@ -197,6 +204,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--batch-size", type=int, default=16, help="transformers only")
     parser.add_argument("--threads", type=int, help="transformers only")
+    parser.add_argument(
+        "--settings",
+        type=json.loads,
+        default={},
+        help="vllm only: JSON object of server settings (docs/settings.md)",
+    )
     parser.add_argument("--show-wrong", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the scores here")
     args = parser.parse_args()
@@ -211,7 +224,7 @@ def main() -> None:
                 args.checkpoint, batch_size=args.batch_size, seed=args.seed, threads=args.threads
             )
         else:
-            engine = VllmEngine(args.checkpoint, seed=args.seed)
+            engine = VllmEngine(args.checkpoint, seed=args.seed, settings=args.settings)
         for family in args.families:
             scores.append(score(engine, tokenizer, family, args.num_prompts, args.seed))
             print(scores[-1], flush=True)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -29,6 +31,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import canvas_attention
 from vllm_diffusion.config import plugin_settings
+
+logger = init_logger(f"vllm.{__name__}")
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -207,6 +211,13 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         # A model's sliding window counts the query itself; ours count the keys beside it.
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.impl = plugin_settings(get_current_vllm_config()).attention
+        if self.impl == "cute" and head_size > 256 and capability_major() == 10:
+            logger.info_once(
+                "Layers of head size %d run Triton: FlashAttention-4 has no room for them in the "
+                "tensor memory of this GPU.",
+                head_size,
+            )
+            self.impl = "triton"
 
     def forward(
         self,
@@ -292,6 +303,12 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             # vLLM allocates bytes.
             kv_cache = kv_cache.view(FP8)
         return split_kv_cache(kv_cache, self.head_size)
+
+
+def capability_major() -> int | None:
+    """First number of the GPU's compute capability; ``None`` without one."""
+    capability = current_platform.get_device_capability()
+    return None if capability is None else capability.major
 
 
 def split_kv_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

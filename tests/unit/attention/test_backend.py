@@ -80,12 +80,12 @@ def test_batches_that_may_hold_images_are_captured_only_without_prompts():
     assert support(True) == AttentionCGSupport.UNIFORM_BATCH
 
 
-def make_impl(kv_cache_dtype="auto", attention="auto"):
+def make_impl(kv_cache_dtype="auto", attention="auto", head_size=HEAD_SIZE):
     config = SimpleNamespace(additional_config={"diffusion": {"attention": attention}})
     current = "vllm_diffusion.attention.backend.get_current_vllm_config"
     with mock.patch(current, return_value=config):
         return CanvasAttentionImpl(
-            NUM_HEADS, HEAD_SIZE, 0.25, NUM_KV_HEADS, kv_cache_dtype=kv_cache_dtype
+            NUM_HEADS, head_size, 0.25, NUM_KV_HEADS, kv_cache_dtype=kv_cache_dtype
         )
 
 
@@ -215,6 +215,45 @@ def test_what_contradicts_itself_or_cannot_serve_a_canvas_is_refused():
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="attention='fast' is not known; set it to \"auto\" or"):
         PluginSettings(attention="fast")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("capability", "cache_dtype", "has_images", "reason"),
+    [
+        ((8, 0), "auto", False, "compute capability 9.x or 10.x"),
+        ((12, 0), "auto", False, "compute capability 9.x or 10.x"),
+        ((9, 0), "fp8", False, "FP8 cache"),
+        ((9, 0), "auto", True, "image spans"),
+        ((9, 0), "auto", False, None),
+        ((10, 0), "auto", False, None),
+    ],
+)
+def test_flash_attention_4_is_refused_before_anything_is_loaded(
+    capability, cache_dtype, has_images, reason, monkeypatch
+):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(
+        type(current_platform),
+        "get_device_capability",
+        lambda *_: DeviceCapability(*capability),
+    )
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=None),
+        additional_config={"diffusion": {"attention": "cute"}},
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(is_mm_prefix_lm=has_images),
+    )
+    if reason is None:
+        choose_attention(config)
+        # Blackwell's tensor memory has no room for the wide heads of the full-attention layers.
+        assert make_impl(attention="cute", head_size=256).impl == "cute"
+        wide = make_impl(attention="cute", head_size=512).impl
+        assert wide == ("cute" if capability[0] == 9 else "triton")
+    else:
+        with pytest.raises(ValueError, match=reason):
+            choose_attention(config)
 
 
 @pytest.fixture
