@@ -61,7 +61,7 @@ class CanvasParams:
 # Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
 # they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
 PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {"entropy_bound": 0.4, "confidence_threshold": 0.05, "stability_threshold": 0},
+    "fast": {"entropy_bound": 0.1, "confidence_threshold": 0.01, "stability_threshold": 0},
     "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},
     "quality": {"entropy_bound": 0.05, "confidence_threshold": 0.0025, "stability_threshold": 2},
 }

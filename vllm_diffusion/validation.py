@@ -25,8 +25,6 @@ def install() -> None:
     from vllm.v1.engine import input_processor
 
     stock_check = SamplingParams._validate_structured_outputs
-    if getattr(stock_check, "is_ours", False):
-        return
 
     def validate_structured_outputs(
         self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
@@ -38,16 +36,17 @@ def install() -> None:
             # Some of stock's messages repeat what a compiler of grammars said, and no more.
             _refuse("structured_outputs", f"(response_format, tools): {error}")
 
-    validate_structured_outputs.is_ours = True  # type: ignore[attr-defined]
     replacements: tuple[tuple[Any, str, Any], ...] = (
         (SamplingParams, "_validate_diffusion", validate_sampling_params),
         (SamplingParams, "_validate_structured_outputs", validate_structured_outputs),
         (input_processor, "validate_diffusion_sampling_params", validate_diffusion_arguments),
     )
     for owner, name, ours in replacements:
-        # So that the check of vLLM's signatures still sees what was there.
-        ours.__signature__ = inspect.signature(getattr(owner, name))
-        setattr(owner, name, ours)
+        stock = getattr(owner, name)
+        if stock.__module__ != __name__:
+            # So that the check of vLLM's signatures still sees what was there.
+            ours.__signature__ = inspect.signature(stock)
+            setattr(owner, name, ours)
 
 
 class _NotDiffusion:

@@ -85,6 +85,8 @@ def test_seeds_differ(server: Server) -> None:
             prompt="Once upon a time",
             max_tokens=server.canvas_length,
             seed=seed,
+            # The weights are so sure of an end that noise alone would not change it.
+            logit_bias={str(token): -100 for token in (1, 6, 14)},
             extra_body={"vllm_xargs": {"diffusion_max_steps": 1}, "ignore_eos": True},
         )
         .choices[0]
@@ -118,22 +120,118 @@ def test_two_choices(stream: bool, server: Server) -> None:
 
 
 def test_request_parameters(server: Server) -> None:
-    """What an ordinary client sends is accepted."""
+    """Every parameter that an OpenAI client or vLLM's extras can send, in one request."""
     response = server.client().chat.completions.create(
         model=MODEL,
         messages=[{"role": "system", "content": "Be brief."}, *MESSAGES],
-        max_tokens=8,
-        temperature=0.0,
+        max_completion_tokens=40,
+        temperature=0.7,
         top_p=0.9,
+        n=2,
         seed=3,
         stop=["zzz"],
         logprobs=True,
         top_logprobs=2,
-        extra_body={**QUICK, "top_k": 5, "min_p": 0.01, "ignore_eos": True},
+        logit_bias={"60": 1.5},
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        user="somebody",
+        extra_body={
+            "top_k": 5,
+            "min_p": 0.01,
+            "repetition_penalty": 1.1,
+            "min_tokens": 4,
+            "stop_token_ids": [300],
+            "allowed_token_ids": list(range(1, 316)),
+            "bad_words": ["15"],
+            "prompt_logprobs": 1,
+            "vllm_xargs": {
+                "diffusion_max_steps": 3,
+                "diffusion_preset": "fast",
+                "diffusion_entropy_bound": 0.2,
+                "diffusion_confidence_threshold": 0.01,
+                "diffusion_stability_threshold": 1,
+                "diffusion_t_min": 0.5,
+                "diffusion_t_max": 0.9,
+                "diffusion_canvas_length": 16,
+            },
+        },
     )
-    content = response.choices[0].logprobs.content
-    assert len(content) == response.usage.completion_tokens == 8
-    assert all(item.logprob <= 0.0 and len(item.top_logprobs) == 2 for item in content)
+    assert len(response.choices) == 2
+    tokens = [item for choice in response.choices for item in choice.logprobs.content]
+    assert len(tokens) == response.usage.completion_tokens >= 8
+    assert all(item.logprob <= 0.0 and len(item.top_logprobs) == 2 for item in tokens)
+    assert all("15" not in (choice.message.content or "") for choice in response.choices)
+    assert len(response.prompt_logprobs) == response.usage.prompt_tokens
+
+
+def test_plain_completion_echoes_its_prompt_with_logprobs(server: Server) -> None:
+    """What harnesses read log-likelihoods from."""
+    response = server.client().completions.create(
+        model=MODEL, prompt="one two", echo=True, logprobs=1, max_tokens=1, temperature=0.0
+    )
+    (choice,) = response.choices
+    assert choice.text.startswith("one two")
+    # A token per byte, and one that was generated.
+    assert len(choice.logprobs.token_logprobs) == 8
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0.0 for value in choice.logprobs.token_logprobs[1:])
+
+
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "enum": ["ada", "bob"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_response_format(stream: bool, server: Server) -> None:
+    """A JSON schema as the openai client sends it."""
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
+        "max_tokens": 96,
+        "seed": 1,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "record", "schema": RECORD, "strict": True},
+        },
+    }
+    if stream:
+        with server.client().chat.completions.create(**request, stream=True) as chunks:
+            text, finish_reason, _ = _streamed(chunks)
+    else:
+        (choice,) = server.client().chat.completions.create(**request).choices
+        text, finish_reason = choice.message.content, choice.finish_reason
+    assert finish_reason == "stop"
+    assert json.loads(text) == {"name": "bob", "age": 31}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_thinking(stream: bool, server: Server) -> None:
+    """The thought is told apart from the answer, which is all that comes without it."""
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is 7+8?"}],
+        "max_tokens": 96,
+        "seed": 1,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+    }
+    client = server.client()
+    if stream:
+        answer = thought = ""
+        with client.chat.completions.create(**request, stream=True) as chunks:
+            for chunk in chunks:
+                for choice in chunk.choices:
+                    answer += choice.delta.content or ""
+                    thought += getattr(choice.delta, "reasoning", None) or ""
+    else:
+        (choice,) = client.chat.completions.create(**request).choices
+        answer, thought = choice.message.content, choice.message.reasoning
+    assert answer.strip() == "15"
+    assert "sums" in thought
 
 
 def test_eight_clients_at_once(server: Server) -> None:

@@ -23,6 +23,14 @@ from tests.support.checkpoints import SHIPPED
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024
+# As the README starts the published checkpoints.
+PARSERS = (
+    "--reasoning-parser",
+    "gemma4",
+    "--tool-call-parser",
+    "gemma4",
+    "--enable-auto-tool-choice",
+)
 # Longer than a start takes on two busy cores.
 START_SECONDS = 600
 # A metric's name, and its labels where it has any.
@@ -165,7 +173,7 @@ def stop_server(server: Server) -> None:
 @contextmanager
 def shared_server(folder: Path) -> Iterator[Server]:
     """A server on the shipped checkpoint. Every test leaves it idle and alive."""
-    running = start_server(SHIPPED, folder / "server.log")
+    running = start_server(SHIPPED, folder / "server.log", *PARSERS)
     try:
         yield running
     finally:

@@ -48,9 +48,36 @@ def test_compatibility_table() -> None:
 
 def test_settings_are_documented() -> None:
     """Every start-up setting and every request argument has its row."""
-    page = text_of("docs/settings.md")
-    names = [field.name for field in fields(PluginSettings)] + list(_NAMES)
-    assert [name for name in names if f"`{name}`" not in page] == []
+    settings = [field.name for field in fields(PluginSettings)]
+    for page, names in (("docs/settings.md", settings), ("docs/requests.md", _NAMES)):
+        assert [name for name in names if f"`{name}`" not in text_of(page)] == []
+
+
+def test_sampling_parameters_are_documented() -> None:
+    """Every field of vLLM's that changes what is sampled has its row."""
+    from vllm import SamplingParams
+
+    # How an answer is delivered, not what is in it.
+    delivery = {
+        "detokenize",
+        "extra_args",
+        "flat_logprobs",
+        "include_stop_str_in_output",
+        "output_kind",
+        "output_text_buffer_length",
+        "prompt_logprob_start",
+        "prompt_logprob_token_ids",
+        "repetition_detection",
+        "routed_experts_prompt_start",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stream_interval",
+    }
+    page = text_of("docs/requests.md")
+    names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert [name for name in sorted(names - delivery) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.engine
@@ -102,7 +129,7 @@ def test_commands_are_understood() -> None:
 
 @pytest.mark.engine
 def test_stock_refuses() -> None:
-    """The README's first row: what stock vLLM refuses in a request, and we do not."""
+    """The README's first row of differences: what stock vLLM refuses in a request, and we do not."""
     code = (
         "import types\n"
         "from vllm import SamplingParams\n"
@@ -115,13 +142,13 @@ def test_stock_refuses() -> None:
         "    except VLLMValidationError:\n"
         "        return True\n"
         "    return False\n"
-        "settings = [{'temperature': 0.5}, {'seed': 1}, {'min_p': 0.1}]\n"
+        "settings = [{'temperature': 0.5}, {'seed': 1}, {'min_p': 0.1}, {'min_tokens': 1}]\n"
+        "settings += [{'logit_bias': {5: 1.0}}, {'bad_words': ['a']}, {'allowed_token_ids': [5]}]\n"
         "assert not refused()\n"
         "assert all(refused(**params) for params in settings)\n"
-        "assert not refused(repetition_penalty=1.5)\n"
         "validation.install()\n"
         "assert not any(refused(**params) for params in settings)\n"
-        "assert refused(repetition_penalty=1.5)\n"
+        "assert refused(thinking_token_budget=5)\n"
     )
     checked = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr

@@ -28,7 +28,8 @@ def inputs(**values: torch.Tensor) -> StepInputs:
         "confidence_threshold": torch.full((R,), 0.005),
         "stability_threshold": torch.ones(R, dtype=torch.int32),
     }
-    return StepInputs(**(defaults | values))
+    chosen = defaults | values
+    return StepInputs(**({"counted": chosen["valid"]} | chosen))
 
 
 @settings(max_examples=40, deadline=None)

@@ -48,7 +48,8 @@ def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
         num_rows = torch.zeros(SLOTS, dtype=torch.int32)
         num_rows[: i % (SLOTS + 1)] = CANVAS if i else 0
         starting = torch.arange(SLOTS) >= 0 if i == 0 else torch.zeros(SLOTS, dtype=torch.bool)
-        output = step(statistics, num_rows, starting, seeds)
+        none = torch.zeros(SLOTS, dtype=torch.int32)
+        output = step(statistics, num_rows, starting, seeds, none - 1, none, none)
         canvases.append(slots.canvas.clone())
         emitted.append(int(output.num_emitted.sum()))
     return canvases, emitted
@@ -64,3 +65,39 @@ def test_compiled_once_and_equal_to_eager():
     assert sum(emitted) > 0
     for compiled, eager in zip(canvases, eager_canvases, strict=True):
         assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize("converge_at_end", [False, True])
+def test_what_follows_the_end_need_not_converge(converge_at_end):
+    """Position 3 ends the answer; behind it the model never makes up its mind."""
+    slots = CanvasSlots(
+        2, CANVAS, DenoisingDefaults(9, 0.4, 0.8, 0.1, 0.005, 1), torch.device("cpu")
+    )
+    for slot in range(2):
+        # The second request ignores its end tokens.
+        slots.add_request(slot, CanvasParams(), 0, end_tokens=[7, 9] if slot == 0 else [])
+    slots.apply_staged_writes()
+    slots.encoding.fill_(False)
+    step = make_canvas_step(
+        slots,
+        entropy_bound_policy,
+        uniform_noise(VOCAB),
+        converge_at_end=converge_at_end,
+        compile_backend=None,
+    )
+    argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
+    entropy = torch.zeros(2, CANVAS)
+    entropy[:, 4:] = 3.0
+    none = torch.zeros(2, dtype=torch.int32)
+    for i in range(2):
+        argmax[:, 4:] = 10 + i
+        step(
+            SlotStatistics(argmax, argmax, entropy, entropy),
+            none + CANVAS,
+            none.bool(),
+            torch.arange(2),
+            none - 1,
+            none,
+            none,
+        )
+    assert slots.encoding.tolist() == [converge_at_end, False]

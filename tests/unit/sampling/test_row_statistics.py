@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from attention_kernels.testing import assert_within_error_budget
@@ -78,3 +81,54 @@ def test_filters_keep_what_vllm_keeps():
     probs = logits.softmax(-1)
     kept = probs >= min_p[:, None] * probs.max(-1, keepdim=True).values
     assert torch.equal(ours > float("-inf"), kept)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.4},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"bias": {3: 2.0, 7: -1.5}},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "bias": {1: 1.0}},
+    ],
+    ids=str,
+)
+def test_candidates_follow_the_exact_distribution(settings):
+    """Chi-square over 20,000 seeds with the logits held fixed, against the definition in float64."""
+    rows, vocab = 20_000, 16
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 1.5
+    for token, bias in settings.get("bias", {}).items():
+        logits[token] += bias
+    temperature = settings.get("temperature", 1.0)
+    top_k, top_p = settings.get("top_k", vocab), settings.get("top_p", 1.0)
+    min_p = settings.get("min_p", 0.0)
+
+    probs = (logits.double() / temperature).softmax(-1)
+    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
+    probs = torch.where(probs >= probs.topk(top_k).values[-1], probs, 0.0)
+    probs /= probs.sum()
+    ordered, order = probs.sort(descending=True)
+    # The smallest set of likeliest tokens that reaches p.
+    kept = order[ordered.cumsum(-1) - ordered < top_p]
+    expected = torch.zeros(vocab, dtype=torch.float64)
+    expected[kept] = probs[kept] / probs[kept].sum()
+
+    same = torch.ones(rows, dtype=torch.int64)
+    drawn = row_statistics(
+        logits.expand(rows, -1),
+        torch.full((rows,), temperature),
+        torch.arange(rows) * 7919,
+        same,
+        same,
+        same,
+        CandidateFilters(same * top_k, torch.full((rows,), top_p), torch.full((rows,), min_p)),
+    ).candidate
+    counts = torch.bincount(drawn, minlength=vocab).double()
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    freedom = int(possible.sum()) - 1
+    deviation = (counts - rows * expected)[possible] ** 2 / (rows * expected[possible])
+    assert abs(deviation.sum().item() - freedom) < 5 * math.sqrt(2 * max(freedom, 1))

@@ -1,0 +1,103 @@
+"""lm-eval against the server: generation over both endpoints, and log-likelihoods."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import MODEL, Server
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from tiny_tasks import evaluation_set
+
+pytestmark = pytest.mark.engine
+
+NUM_PROMPTS = 12
+
+GENERATION = """
+task: tiny_sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/sums.jsonl}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: question
+doc_to_target: answer
+generation_kwargs: {{until: ["<turn|>"], max_gen_toks: 16, do_sample: true, temperature: 0.7}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+CHOICE = """
+task: tiny_capitals
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choices.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: 0
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Task files on held-out questions of the shipped checkpoint."""
+    folder = tmp_path_factory.mktemp("tasks")
+    sums = [example for example in evaluation_set("sums", 100) if "," not in example.answer]
+    rows = [
+        {"question": example.filler + example.question, "answer": example.answer}
+        for example in sums
+        if not example.turns
+    ]
+    choices = [
+        {"question": f"{row['question']} ", "choices": [row["answer"], "a wrong answer"]}
+        for row in rows
+    ]
+    for name, lines in (("sums", rows), ("choices", choices)):
+        text = "".join(json.dumps(line) + "\n" for line in lines[:NUM_PROMPTS])
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "sums.yaml").write_text(GENERATION.format(folder=folder))
+    (folder / "choices.yaml").write_text(CHOICE.format(folder=folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "endpoint", "task", "metric"),
+    [
+        ("local-chat-completions", "chat/completions", "tiny_sums", "exact_match,none"),
+        ("local-completions", "completions", "tiny_sums", "exact_match,none"),
+        ("local-completions", "completions", "tiny_capitals", "acc,none"),
+    ],
+    ids=["chat", "completions", "log-likelihood"],
+)
+def test_lm_eval(
+    model: str, endpoint: str, task: str, metric: str, server: Server, tasks: Path, tmp_path: Path
+) -> None:
+    """It finishes, which it does not if a request is refused, and the score is the model's."""
+    arguments = {
+        "model": MODEL,
+        "base_url": f"{server.url}/v1/{endpoint}",
+        "num_concurrent": 4,
+        "max_retries": 1,
+        "tokenizer_backend": "huggingface",
+        "tokenizer": server.checkpoint,
+    }
+    command = [sys.executable, "-m", "lm_eval", "--model", model, "--tasks", task]
+    command += ["--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())]
+    command += ["--include_path", str(tasks), "--output_path", str(tmp_path), "--seed", "7"]
+    if endpoint == "chat/completions" or task == "tiny_sums":
+        command.append("--apply_chat_template")
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "OPENAI_API_KEY": "-"}
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (report,) = tmp_path.rglob("results_*.json")
+    score = json.loads(report.read_text())["results"][task][metric]
+    # Twelve held-out sums of which 98 in 100 are right; a wrong answer of words is never likely.
+    assert score >= 0.75
+    server.wait_until_idle(30)
