@@ -62,6 +62,8 @@ class PluginSettings:
             together, where they are not set by themselves.
         converge_at_end: Judge a canvas by its positions up to its first end token only, since what
             follows is thrown away.
+        fused_encode: Encode a finished canvas in the same pass as the next canvas's first step;
+            ``None`` where it can be.
     """
 
     max_denoising_steps: int | None = None
@@ -74,6 +76,7 @@ class PluginSettings:
     attention: str = "auto"
     preset: str | None = None
     converge_at_end: bool = False
+    fused_encode: bool | None = None
 
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
@@ -92,8 +95,10 @@ class PluginSettings:
             if value not in known:
                 names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
-        if not isinstance(self.converge_at_end, bool):
-            raise ValueError(f"converge_at_end={self.converge_at_end!r} must be true or false.")
+        for name in ("converge_at_end", "fused_encode"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "fused_encode"):
+                raise ValueError(f"{name}={value!r} must be true or false.")
 
 
 def _check_number(name: str, value: object, kind: type, low: float) -> None:
@@ -130,6 +135,26 @@ def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
         return PluginSettings(**section)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {error}") from None
+
+
+def fuses_encode(vllm_config: VllmConfig) -> bool:
+    """Whether a finished canvas and the next one share a pass.
+
+    Raises:
+        ValueError: If the operator asks for it where it cannot be, with the reason.
+    """
+    chosen = plugin_settings(vllm_config).fused_encode
+    backend = vllm_config.attention_config.backend
+    if chosen is not False and backend is not None and backend.name != "CUSTOM":
+        # Known causal rows and a canvas in one sequence need more than a flag.
+        reason = f"--attention-backend {backend.name} knows one causal flag for a whole sequence"
+    elif vllm_config.scheduler_config.async_scheduling:
+        reason = "--async-scheduling does not know in time which step converges"
+    else:
+        return chosen is not False
+    if chosen:
+        raise ValueError(f"{OPTION}: fused_encode cannot be true: {reason}; leave one of them out.")
+    return False
 
 
 # Keys of generation_config.json, with the type that each must have.

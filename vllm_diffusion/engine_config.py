@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion import plugin, upstream
-from vllm_diffusion.config import diffusion_gemma_defaults, plugin_settings
+from vllm_diffusion.config import diffusion_gemma_defaults, fuses_encode, plugin_settings
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.weight_files import check_weight_files
 
@@ -180,8 +180,11 @@ def _choose_scheduler(vllm_config: VllmConfig) -> None:
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = SCHEDULER
-    if scheduler_config.async_scheduling is None and current_platform.is_cpu():
-        # Nothing runs beside the engine's process here, so there is nothing to hide.
+    wants_fused = plugin_settings(vllm_config).fused_encode is True
+    if scheduler_config.async_scheduling is None and (current_platform.is_cpu() or wants_fused):
+        # On a CPU nothing runs beside the engine's process, so there is nothing to hide.
         scheduler_config.async_scheduling = False
+    # Refuses a contradiction before anything is loaded.
+    fuses_encode(vllm_config)
     # An image's rows attend to one another in both directions, so they must be in one pass.
     scheduler_config.disable_chunked_mm_input = True

@@ -20,20 +20,37 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.config import environment_flags
 
 
+@dataclass(frozen=True)
+class PassRows:
+    """One request's part of one pass.
+
+    Attributes:
+        encoded: Causal rows: of its prompt, or of a finished canvas.
+        denoised: Rows of a canvas that is being denoised.
+        projected: Rows projected to the vocabulary.
+        num_emitted: Tokens that the pass emitted for it.
+    """
+
+    encoded: int
+    denoised: int
+    projected: int
+    num_emitted: int
+
+
 class CanvasRequestRecord(RequestSpecDecodeMetrics):
     """The trace of one request.
 
-    ``per_step_drafted`` has an entry per pass: its canvas rows, or minus its causal rows (prompt
-    and finished canvas). ``per_step_accepted`` has the tokens that the pass emitted.
+    ``per_step_drafted`` has three entries per pass: its causal rows (prompt and finished canvas),
+    its canvas rows, its projected rows. ``per_step_accepted`` has the tokens that it emitted.
     """
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
         """Called by the stock scheduler for passes with draft tokens; keeps its totals only."""
         super().observe(num_draft_tokens, num_accepted, detailed=False)
 
-    def observe_pass(self, signed_rows: int, num_emitted: int) -> None:
-        self.per_step_drafted.append(signed_rows)
-        self.per_step_accepted.append(num_emitted)
+    def observe_pass(self, rows: PassRows) -> None:
+        self.per_step_drafted.extend((rows.encoded, rows.denoised, rows.projected))
+        self.per_step_accepted.append(rows.num_emitted)
 
 
 @dataclass(frozen=True)
@@ -64,28 +81,21 @@ def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
     record = completion.spec_decode_metrics
     if record is None or not record.per_step_drafted:
         return None
+    encoded, denoised, projected = (record.per_step_drafted[i::3] for i in range(3))
     steps: list[int] = []
-    in_canvas = False
-    for rows in record.per_step_drafted:
-        if rows < 0:
-            in_canvas = False
-            continue
-        if not in_canvas:
-            steps.append(0)
-            in_canvas = True
-        steps[-1] += 1
-    canvas_rows = sum(rows for rows in record.per_step_drafted if rows > 0)
-    emitted = sum(record.per_step_accepted)
-    read_only = any(
-        n and rows > 0
-        for rows, n in zip(record.per_step_drafted, record.per_step_accepted, strict=True)
-    )
+    is_new_canvas = True
+    for num_rows, num_emitted in zip(denoised, record.per_step_accepted, strict=True):
+        if num_rows > 0:
+            if is_new_canvas:
+                steps.append(0)
+            steps[-1] += 1
+        # A request that was preempted starts its canvas anew.
+        is_new_canvas = num_emitted > 0 or num_rows == 0
     return DiffusionRequestMetrics(
-        passes=len(record.per_step_drafted),
-        encode_rows=-sum(rows for rows in record.per_step_drafted if rows < 0),
-        canvas_rows=canvas_rows,
-        # The pass that encodes a finished canvas projects its rows too.
-        projected_rows=canvas_rows + (0 if read_only else emitted),
+        passes=len(denoised),
+        encode_rows=sum(encoded),
+        canvas_rows=sum(denoised),
+        projected_rows=sum(projected),
         denoise_steps_per_canvas=tuple(steps),
     )
 
@@ -108,31 +118,17 @@ class PassCounters:
     def __init__(self) -> None:
         self._totals = PassTotals()
 
-    def observe(
-        self, record: Any, *, num_rows: int, is_canvas: bool, num_emitted: int, read_only: bool
-    ) -> None:
-        """Count one request's part of one pass.
-
-        Args:
-            record: The request's :class:`CanvasRequestRecord`.
-            num_rows: Its rows in the pass.
-            is_canvas: Whether they are a canvas: being denoised, or finished and being encoded.
-            num_emitted: Tokens that the pass emitted for it.
-            read_only: Whether its canvas is emitted when it converges, and never encoded.
-        """
-        # A canvas is emitted by the pass that encodes it, unless it is only read.
-        denoised = is_canvas and (num_emitted == 0 or read_only)
+    def observe(self, record: Any, rows: PassRows) -> None:
+        """Count one request's part of one pass, in its :class:`CanvasRequestRecord` too."""
         totals = self._totals
         totals.passes += 1
-        totals.projected_rows += num_rows if is_canvas else 0
-        totals.canvases += 1 if num_emitted else 0
-        if denoised:
-            totals.canvas_rows += num_rows
-            totals.denoise_steps += 1
-        else:
-            totals.encode_rows += num_rows
+        totals.encode_rows += rows.encoded
+        totals.canvas_rows += rows.denoised
+        totals.projected_rows += rows.projected
+        totals.denoise_steps += 1 if rows.denoised else 0
+        totals.canvases += 1 if rows.num_emitted else 0
         if isinstance(record, CanvasRequestRecord):
-            record.observe_pass(num_rows if denoised else -num_rows, num_emitted)
+            record.observe_pass(rows)
 
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int

@@ -30,6 +30,9 @@ def install() -> None:
         self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
     ) -> None:
         """Stock's checks of a constraint, without its refusal of diffusion models."""
+        if not model_config.is_diffusion:
+            stock_check(self, model_config, structured_outputs_config, tokenizer)
+            return
         try:
             stock_check(self, _NotDiffusion(model_config), structured_outputs_config, tokenizer)
         except (VLLMClientError, ValueError) as error:

@@ -62,11 +62,18 @@ def expected(checkpoint):
     ]
 
 
-def test_asynchronous_scheduling(checkpoint, expected):
-    """The next pass is scheduled before this one's result is known; the answers are the same."""
-    answer = run_engine(
-        generation_job(checkpoint, async_scheduling=True), VLLM_LOGGING_LEVEL="INFO"
-    )
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({"async_scheduling": True}, "async, encode separate"),
+        ({"additional_config": {"diffusion": {"fused_encode": False}}}, "sync, encode separate"),
+        ({}, "sync, encode fused with the next canvas"),
+    ],
+    ids=["asynchronous", "separate encode", "default"],
+)
+def test_order_of_passes(options, order, checkpoint, expected):
+    """Whatever is scheduled when, the answers are those of the reference."""
+    answer = run_engine(generation_job(checkpoint, **options), VLLM_LOGGING_LEVEL="INFO")
     assert [request["tokens"] for request in answer["batches"][0]] == expected
     (line,) = {
         text.partition("vllm-diffusion serves this model: ")[2]
@@ -75,8 +82,7 @@ def test_asynchronous_scheduling(checkpoint, expected):
     }
     assert line == (
         "model DiffusionGemmaForBlockDiffusion, sampler DiffusionSampler, attention "
-        "vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler "
-        "(async)"
+        f"vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler ({order})"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
@@ -41,6 +42,8 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "runner rows": len(engine.runner.req_states.req_id_to_index),
         "slots": len(engine.state._slot_of_request),
         "allowed ids": len(engine.slots.allowed_ids),
+        "constraints": len(scheduler._constrained) + len(scheduler._was_denoised),
+        "held log-probabilities": len(scheduler._held_prompt_logprobs),
         "front end": engine.llm.llm_engine.get_num_unfinished_requests(),
     }
 
@@ -64,7 +67,8 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
     for index in range(num_requests):
         extra: dict[str, Any] = {"diffusion_max_steps": 1}
         params: dict[str, Any] = {"max_tokens": rng.randint(1, 2), "seed": index}
-        kind = rng.choice(["plain", "narrow", "read", "logprobs", "two canvases"])
+        kinds = ["plain", "narrow", "read", "logprobs", "two canvases", "prompt logprobs"]
+        kind = rng.choice([*kinds, "words", "grammar"])
         if kind == "narrow":
             extra["diffusion_canvas_length"] = rng.randint(1, canvas_length)
         elif kind == "read":
@@ -72,6 +76,12 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
             params["logprob_token_ids"] = [60, 61]
         elif kind == "logprobs":
             params["logprobs"] = 2
+        elif kind == "prompt logprobs":
+            params["prompt_logprobs"] = 1
+        elif kind == "words":
+            params["bad_words"] = ["e", "in"]
+        elif kind == "grammar":
+            params["structured_outputs"] = StructuredOutputsParams(regex="[a-f]{2,9}")
         elif kind == "two canvases":
             params |= {"max_tokens": canvas_length + 1, "ignore_eos": True}
         name = f"{rng.getrandbits(64):x}"

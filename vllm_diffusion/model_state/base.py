@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -21,7 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.backend import bind_canvas
-from vllm_diffusion.config import compile_backend, plugin_settings
+from vllm_diffusion.config import compile_backend, fuses_encode, plugin_settings
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state import constraint_delivery
 from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
@@ -108,6 +110,7 @@ class BlockDiffusionModelState(ModelState):
                 store_soft_embeds=self.store_soft_embeds if has_self_conditioning else None,
                 vocab_size=self.vocab_size,
                 converge_at_end=self.settings.converge_at_end,
+                emits_when_done=not self.vllm_config.scheduler_config.async_scheduling,
                 compile_backend=compile_backend(self.vllm_config),
             ),
             None,
@@ -123,13 +126,16 @@ class BlockDiffusionModelState(ModelState):
         }
         scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
         order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
+        encode = "fused with the next canvas" if fuses_encode(self.vllm_config) else "separate"
         logger.info_once(
-            "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s (%s)",
+            "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s "
+            "(%s, encode %s)",
             type(self.model).__name__,
             DiffusionSampler.__name__,
             ", ".join(sorted(backends)),
             scheduler.rpartition(".")[2],
             order,
+            encode,
         )
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:
@@ -169,13 +175,37 @@ class BlockDiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Put the canvases where the engine has left the previous step's argmax tokens."""
+        """Put the canvases, and the finished canvases before them, into the batch's token ids.
+
+        The runner leaves the previous step's argmax tokens in the first, and nothing in the second.
+        """
+        input_ids = input_batch.input_ids
         if input_batch.num_draft_tokens > 0:
             slot = input_batch.expanded_idx_mapping.long()
             position = input_batch.expanded_local_pos.long()
-            canvas = self.slots.canvas[slot, position].to(input_batch.input_ids.dtype)
-            input_batch.input_ids[input_batch.logits_indices] = canvas
+            canvas = self.slots.canvas[slot, position].to(input_ids.dtype)
+            input_ids[input_batch.logits_indices] = canvas
+        rows, slots = self._finished_rows(input_batch)
+        if rows.size > 0:
+            row = async_tensor_h2d(rows, device=self.device)
+            slot = async_tensor_h2d(slots, device=self.device)
+            known = req_states.all_token_ids.gpu[slot, input_batch.positions[row]]
+            input_ids[row] = known.to(input_ids.dtype)
         return {}
+
+    @staticmethod
+    def _finished_rows(input_batch: InputBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of emitted tokens that are encoded in this pass, and the slot of each."""
+        starts = input_batch.query_start_loc_np
+        num_canvas_rows = np.diff(input_batch.cu_num_logits_np)
+        rows, slots = [], []
+        for i in np.flatnonzero(~input_batch.is_prefilling_np[: input_batch.num_reqs]):
+            end = int(starts[i + 1]) - int(num_canvas_rows[i])
+            rows.append(np.arange(int(starts[i]), end))
+            slots.append(np.full(end - int(starts[i]), int(input_batch.idx_mapping_np[i])))
+        if not rows:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate(rows), np.concatenate(slots)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {}
@@ -227,8 +257,8 @@ class BlockDiffusionModelState(ModelState):
         """Leading causal rows of each request, and the same as a flag per request.
 
         Rows of a canvas that is being denoised attend in both directions; prompt rows and rows of
-        a finished canvas are causal. A request never has both in one pass here, so a flag says
-        the same to back ends that know only those.
+        a finished canvas are causal. A flag says the same to back ends that know only those: for
+        them the scheduler never has a request do both in one pass.
 
         Returns:
             Two int32 tensors [num_reqs] at addresses that never change; padding rows are 0.

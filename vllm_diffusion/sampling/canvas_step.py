@@ -79,6 +79,7 @@ def make_canvas_step(
     noise: Noise,
     *,
     converge_at_end: bool = False,
+    emits_when_done: bool = True,
     compile_backend: str | None,
 ) -> Callable[..., StepOutput]:
     """Bind :func:`advance_canvases` to a server's state, policy and noise.
@@ -88,11 +89,16 @@ def make_canvas_step(
         policy: The rule that decides what to keep.
         noise: What fills the rest.
         converge_at_end: Judge a canvas by its positions up to its first end token.
+        emits_when_done: A canvas is emitted in the step that converges, and the scheduler has it
+            encoded as it does known tokens. Otherwise the next pass over its rows encodes it, and
+            emits it.
         compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
     """
 
     def step(statistics: SlotStatistics, *tensors: Tensor) -> StepOutput:
-        return advance_canvases(slots, policy, noise, converge_at_end, statistics, *tensors)
+        return advance_canvases(
+            slots, policy, noise, converge_at_end, emits_when_done, statistics, *tensors
+        )
 
     if compile_backend is None:
         return step
@@ -104,6 +110,7 @@ def advance_canvases(
     policy: Policy,
     noise: Noise,
     converge_at_end: bool,
+    emits_when_done: bool,
     statistics: SlotStatistics,
     num_rows: Tensor,
     starting: Tensor,
@@ -112,13 +119,14 @@ def advance_canvases(
     free_from: Tensor,
     free_to: Tensor,
 ) -> StepOutput:
-    """Denoise, converge, encode and begin canvases: whatever each slot is at.
+    """Denoise, converge, emit and begin canvases: whatever each slot is at.
 
     Args:
         slots: The state, updated in place.
         policy: The rule that decides what to keep.
         noise: What fills the rest.
         converge_at_end: Judge a canvas by its positions up to its first end token.
+        emits_when_done: See :func:`make_canvas_step`.
         statistics: Of the rows that ran.
         num_rows: [R], int32, canvas rows of each slot in this pass; 0 for a slot that had none.
         starting: [R], bool, slots whose prompt was completed in this pass.
@@ -160,7 +168,8 @@ def advance_canvases(
     )
     may_end = (num_valid < 0) | ((num_valid > 0) & repeats)
     done = denoised & may_end & (decision.done | (slots.step + 1 >= slots.max_steps))
-    emitting = encoded | (done & slots.read_only)
+    finished = done if emits_when_done else encoded
+    emitting = finished | (done & slots.read_only)
 
     # Tokens of the canvas as it will be committed: on an encode pass, what was decided before.
     result = torch.where(denoised[:, None], decision.result, slots.canvas)
@@ -174,8 +183,8 @@ def advance_canvases(
     )
     renoised = torch.where(slots.pinned, slots.seed_canvas, renoised)
     denoised_canvas = torch.where(done[:, None], result, renoised)
-    fresh = encoded | starting
-    canvas_idx = slots.canvas_idx + encoded.to(torch.int32)
+    fresh = finished | starting
+    canvas_idx = slots.canvas_idx + finished.to(torch.int32)
     first_step = torch.zeros_like(slots.step)
     initial = noise(seed, canvas_idx, first_step, C, Purpose.INITIAL)
     initial = torch.where((starting & slots.has_seed_canvas)[:, None], slots.seed_canvas, initial)

@@ -53,6 +53,7 @@ class DiffusionSampler:
         store_soft_embeds: Callable[[Tensor, Tensor, Tensor], None] | None,
         vocab_size: int,
         converge_at_end: bool,
+        emits_when_done: bool,
         compile_backend: str | None,
     ) -> None:
         """Bind the sampler to a model.
@@ -68,6 +69,7 @@ class DiffusionSampler:
                 position [num_rows]) for self-conditioning; ``None`` for a model without it.
             vocab_size: Number of token ids.
             converge_at_end: Judge a canvas by its positions up to its first end token.
+            emits_when_done: Whether a canvas is emitted when it converges, or by the pass after it.
             compile_backend: Backend of ``torch.compile`` for the step; ``None`` runs eagerly.
         """
         self.sampling_states = stock_sampler.sampling_states
@@ -84,8 +86,14 @@ class DiffusionSampler:
         self.store_soft_embeds = store_soft_embeds
         self.vocab_size = vocab_size
         self.canvas_step = make_canvas_step(
-            slots, policy, noise, converge_at_end=converge_at_end, compile_backend=compile_backend
+            slots,
+            policy,
+            noise,
+            converge_at_end=converge_at_end,
+            emits_when_done=emits_when_done,
+            compile_backend=compile_backend,
         )
+        self.emits_when_done = emits_when_done
         self.max_chunk_rows = max(
             slots.canvas_length, LOGITS_BYTES // (4 * _LIVE_LOGITS * vocab_size)
         )
@@ -166,10 +174,10 @@ class DiffusionSampler:
 
     def _starting(self, input_batch: InputBatch) -> Tensor:
         """[R], bool: slots whose last prompt token was in this pass. Known on the host."""
-        finished = (
+        finished = input_batch.is_prefilling_np & (
             input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
             >= input_batch.prefill_len_np
-        ) & (np.diff(input_batch.cu_num_logits_np) == 0)
+        )
         starting = np.zeros(self.slots.num_slots, dtype=bool)
         starting[input_batch.idx_mapping_np[finished]] = True
         return async_tensor_h2d(starting, device=self.slots.device)
@@ -283,8 +291,9 @@ class DiffusionSampler:
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_sampled,
-            # Rows that were not committed do not advance the sequence.
-            num_rejected=num_logits.to(torch.int32) - num_sampled,
+            # Rows that are not encoded do not advance the sequence: those of a step that emits its
+            # canvas are not, those of a pass that emits what it encodes are.
+            num_rejected=num_logits.to(torch.int32) - (0 if self.emits_when_done else num_sampled),
         )
 
     def _dummy(self, rows: Tensor, num_reqs: int) -> SamplerOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -18,16 +18,22 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion.config import fuses_encode
 from vllm_diffusion.constraints import CanvasConstraint, CanvasConstraints
-from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters
+from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas, is_constrained
 
 
 class WholeCanvasMixin(Scheduler):
     """Placed before a stock scheduler: see the module's docstring."""
 
+    # Whether the pass after the one that converges encodes a canvas, as if it denoised it.
+    encodes_in_place: ClassVar[bool]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Whether a finished canvas is encoded in the same pass as the next one's first step.
+        self.fuses_encode = fuses_encode(self.vllm_config)
         self._counters = PassCounters()
         self._constrained: dict[str, ConstrainedCanvas] = {}
         # Requests whose last pass was a denoising step, and left an argmax canvas.
@@ -47,15 +53,24 @@ class WholeCanvasMixin(Scheduler):
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        in_canvas = num_computed_tokens - request.num_output_placeholders >= request.num_tokens
-        if not in_canvas or not request.spec_token_ids:
-            return num_new_tokens
-        width = min(
-            len(request.spec_token_ids),
-            diffusion_canvas_width(request, self.num_spec_tokens),
-            self.max_model_len - num_computed_tokens,
+        # Of the prompt, or of a canvas that was emitted and has to be encoded.
+        num_known = max(
+            request.num_tokens + request.num_output_placeholders - num_computed_tokens, 0
         )
-        return num_new_tokens if num_new_tokens >= width else 0
+        if not request.spec_token_ids or num_new_tokens <= num_known:
+            return num_new_tokens if num_known or not request.spec_token_ids else 0
+        room = self.max_model_len - num_computed_tokens - num_known
+        width = min(
+            len(request.spec_token_ids), diffusion_canvas_width(request, self.num_spec_tokens)
+        )
+        if room < width and request.num_output_placeholders > 0:
+            # Whether the pass in flight moves on to a last, narrower canvas is not known yet.
+            return 0
+        width = min(width, room)
+        is_whole = num_new_tokens - num_known >= width
+        if num_known == 0 or (self.fuses_encode and is_whole):
+            return num_new_tokens if is_whole else 0
+        return num_known
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -167,14 +182,18 @@ class WholeCanvasMixin(Scheduler):
                 self._was_denoised[req_id] = bool(canvas) and not num_emitted
                 if num_emitted:
                     constrained.begin()
-            read_only = bool((request.sampling_params.extra_args or {}).get("diffusion_read_only"))
+            num_canvas_rows = len(canvas)
+            denoised = num_canvas_rows
+            if num_emitted and self.encodes_in_place and not self._is_read_only(request):
+                denoised = 0
             self._counters.observe(
                 request.spec_decode_metrics,
-                num_rows=num_rows,
-                is_canvas=bool(canvas),
-                num_emitted=num_emitted,
-                read_only=read_only,
+                PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted),
             )
+
+    @staticmethod
+    def _is_read_only(request: Request) -> bool:
+        return bool((request.sampling_params.extra_args or {}).get("diffusion_read_only"))
 
     def _hold_prompt_logprobs(self, model_runner_output: ModelRunnerOutput) -> None:
         """Keep them for the pass that emits the request's first canvas.
@@ -208,11 +227,33 @@ class WholeCanvasMixin(Scheduler):
 
 
 class CanvasScheduler(WholeCanvasMixin, DiffusionScheduler):
-    """Synchronous: each pass is scheduled with the last one's result in hand."""
+    """Synchronous: each pass is scheduled with the last one's result in hand.
+
+    A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
+    not computed, and are encoded like a prompt; the last canvas never is.
+    """
+
+    encodes_in_place = False
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        # The rows of the step that emitted them were a canvas's, not those of an encoded text. Taken
+        # off before the stock code registers computed blocks for the prefix cache.
+        num_encoded = request.num_computed_tokens - len(new_token_ids)
+        result = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        request.num_computed_tokens = num_encoded
+        return result
 
 
 class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
-    """Asynchronous: the next pass is scheduled while this one runs."""
+    """Asynchronous: the next pass is scheduled while this one runs.
+
+    Which step converges is not known in time, so the next pass over the same rows encodes the
+    canvas and emits it.
+    """
+
+    encodes_in_place = True
 
 
 def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionScheduler:

@@ -1,0 +1,144 @@
+"""A canvas is emitted in the step that converges, and costs no pass beside its denoising steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.oracle import Oracle
+from vllm_diffusion.metrics import request_metrics
+
+pytestmark = pytest.mark.engine
+
+CANVAS = 32
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(20, 276, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    return Oracle(checkpoint)
+
+
+@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
+def order(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint, order):
+    engine = TracedEngine(
+        checkpoint,
+        async_scheduling=order == "asynchronous",
+        additional_config={"diffusion": {"fused_encode": order == "fused"}},
+        # Room for about one request of the longest length in the cache.
+        kv_cache_memory_bytes=1024**2,
+        max_num_batched_tokens=5 * CANVAS,
+        max_model_len=512,
+        prefix_cache_retention_interval=None,
+    )
+    yield engine
+    engine.close()
+
+
+# Passes of their own that a finished canvas takes, and whether the last one takes it too.
+EXTRA_PASSES = {"fused": (0, False), "separate": (1, False), "asynchronous": (1, True)}
+
+
+@pytest.mark.parametrize("num_canvases", [1, 3, 5])
+def test_passes_to_the_unit(engine, order, num_canvases):
+    """Prefill chunks, denoising steps, and what the order adds to them."""
+    prompt = prompt_of(CANVAS, seed=num_canvases)
+    (output,) = engine.generate(
+        [prompt], seeds=[1], max_tokens=num_canvases * CANVAS, ignore_eos=True
+    )
+    metrics = request_metrics(output)
+    assert len(metrics.denoise_steps_per_canvas) == num_canvases
+    per_canvas, also_last = EXTRA_PASSES[order]
+    num_encoded = num_canvases if also_last else num_canvases - 1
+    assert metrics.passes == 1 + sum(metrics.denoise_steps_per_canvas) + per_canvas * num_encoded
+    assert metrics.encode_rows == len(prompt) + CANVAS * num_encoded
+
+
+def test_a_batch_takes_no_more_passes_than_its_longest_request(engine, order):
+    """Requests converge at different steps, and each goes on at once."""
+    prompts = [prompt_of(8 + i, seed=i) for i in range(4)]
+    with engine.recording() as steps:
+        outputs = engine.generate(
+            prompts, seeds=[1, 2, 3, 4], max_tokens=2 * CANVAS, ignore_eos=True
+        )
+    passes = [request_metrics(output).passes for output in outputs]
+    per_request = {}
+    for step in steps:
+        per_request[step.request_id] = per_request.get(step.request_id, 0) + 1
+    # Passes with canvas rows; one prefill and separate encodes come on top.
+    assert len(per_request) == 4
+    assert max(passes) <= max(per_request.values()) + 2
+
+
+def test_tokens_under_preemption(engine, oracle):
+    """The cache holds not all of them: whoever is preempted goes on as if nothing had been."""
+    prompts = [prompt_of(20 + 5 * i, seed=7) for i in range(4)]
+    preempted = []
+    preempt = engine.scheduler._preempt_request
+
+    def recording(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    engine.scheduler._preempt_request = recording
+    try:
+        outputs = engine.generate(
+            prompts,
+            seeds=[11, 12, 13, 14],
+            max_tokens=12 * CANVAS,
+            ignore_eos=True,
+            extra_args={"diffusion_max_steps": 4},
+        )
+    finally:
+        del engine.scheduler._preempt_request
+    assert preempted
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        expected = oracle.generate(
+            prompt,
+            seed=11 + i,
+            max_tokens=12 * CANVAS,
+            ignore_eos=True,
+            max_denoising_steps=4,
+        )
+        assert list(output.token_ids) == expected.tokens
+
+
+def test_the_next_turn_reads_the_encoded_canvases_from_the_cache(engine, oracle):
+    """What was generated is a prefix of the next prompt; only what was encoded may be reused."""
+    prompt = prompt_of(40, seed=9)
+    (first,) = engine.generate([prompt], seeds=[3], max_tokens=3 * CANVAS, ignore_eos=True)
+    follow_up = [*prompt, *first.token_ids, *prompt_of(10, seed=4)]
+    output = engine.llm.generate(
+        [{"prompt_token_ids": follow_up}],
+        engine.sampling_params(seed=5, max_tokens=CANVAS, ignore_eos=True),
+        use_tqdm=False,
+    )[0]
+    expected = oracle.generate(follow_up, seed=5, max_tokens=CANVAS, ignore_eos=True)
+    assert list(output.outputs[0].token_ids) == expected.tokens
+    # Prompt and two canvases are encoded for certain: six blocks and a half of sixteen tokens.
+    assert output.num_cached_tokens >= 96
+
+
+def test_up_to_the_model_length(engine, oracle, order):
+    """The last canvas is as wide as there is room."""
+    prompt = prompt_of(512 - 2 * CANVAS - 11, seed=2)
+    (output,) = engine.generate([prompt], seeds=[6], max_tokens=400, ignore_eos=True)
+    assert len(output.token_ids) == 2 * CANVAS + 11
+    expected = oracle.generate(prompt, seed=6, max_tokens=2 * CANVAS, ignore_eos=True)
+    assert list(output.token_ids[: 2 * CANVAS]) == expected.tokens
