@@ -22,7 +22,8 @@ def picture(seed: int):
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
-def test_image_prompt(tmp_path):
+@pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+def test_image_prompt(tmp_path, attention):
     """Logits of every step with an image larger than the window, and other images other logits."""
     from transformers import AutoProcessor
 
@@ -35,7 +36,11 @@ def test_image_prompt(tmp_path):
         }
     ]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    engine = TracedEngine(checkpoint, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0})
+    engine = TracedEngine(
+        checkpoint,
+        limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0},
+        additional_config={"diffusion": {"attention": attention}},
+    )
     oracle = Oracle(checkpoint)
     try:
         first_logits = []

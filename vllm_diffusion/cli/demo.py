@@ -184,7 +184,7 @@ def report(answer: Answer, counters: dict[str, float]) -> list[str]:
             (
                 "tokens per pass",
                 f"{answer.num_tokens / passes:.1f}  ({_count(answer.num_tokens, 'token')}, "
-                f"{passes:.0f} passes: prompt, denoise steps, encoded canvases)",
+                f"{passes:.0f} passes: prompt and denoise steps)",
             ),
         ]
     if answer.seconds > 0:

@@ -101,15 +101,20 @@ class ConstrainedCanvas:
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """How many leading tokens satisfy the constraint, and whether that is all that is read."""
         num_valid = self._num_accepted(tokens)
-        history = list(self._request.output_token_ids)
         words = _bad_words(self._request)
+        longest = max(map(len, words), default=1)
+        before = self._last_output_tokens(longest - 1)
         for i in range(num_valid):
-            read = history + tokens[: i + 1]
+            read = (before + tokens[: i + 1])[-longest:]
             if any(read[-len(word) :] == word for word in words):
                 return i, False
-            if self._is_end(tokens[i], len(read)):
+            if self._is_end(tokens[i], self._request.num_output_tokens + i + 1):
                 return i + 1, True
         return num_valid, num_needed == num_valid
+
+    def _last_output_tokens(self, count: int) -> list[int]:
+        output = self._request.output_token_ids
+        return list(output[max(len(output) - count, 0) :])
 
     def _num_accepted(self, tokens: list[int]) -> int:
         """How many leading tokens the grammar accepts."""
@@ -138,11 +143,11 @@ class ConstrainedCanvas:
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
         """Bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
         mask = self._allowed_by_grammar(pinned)
-        read = [*self._request.output_token_ids, *pinned]
+        words = _bad_words(self._request)
+        longest = max(map(len, words), default=1)
+        read = self._last_output_tokens(longest - 1) + pinned
         banned = [
-            word[-1]
-            for word in _bad_words(self._request)
-            if len(word) == 1 or read[-(len(word) - 1) :] == word[:-1]
+            word[-1] for word in words if len(word) == 1 or read[-(len(word) - 1) :] == word[:-1]
         ]
         if not banned:
             return mask
