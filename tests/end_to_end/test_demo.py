@@ -12,11 +12,18 @@ import pytest
 pytestmark = pytest.mark.engine
 
 
+def _vllm_processes() -> set[int]:
+    """Below this process; another test's server may be among them."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "vllm" in " ".join(child.cmdline())}
+
+
 def test_demo(tmp_path: Path) -> None:
     """From any folder: the answer alone on standard output, figures on standard error, no trace."""
     script = Path(sys.executable).with_name("vllm-diffusion")
     # Would be imported in vLLM's place if the folder of the user were searched.
     (tmp_path / "vllm.py").write_text("raise SystemExit('wrong vllm')", encoding="utf-8")
+    before = _vllm_processes()
     demo = subprocess.run(
         [str(script), "demo", "What is 7+8?"],
         cwd=tmp_path,
@@ -31,5 +38,4 @@ def test_demo(tmp_path: Path) -> None:
     assert "tokens per pass" in demo.stderr
     assert "tokens per second" in demo.stderr
     assert "Traceback" not in demo.stderr
-    me = psutil.Process()
-    assert not [p for p in me.children(recursive=True) if "vllm" in " ".join(p.cmdline())]
+    assert _vllm_processes() == before
