@@ -71,12 +71,19 @@ _CONFIGS = {
         256: TritonConfig(64, 32, 8, 2),
         512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
     },
-    # sm_86, sm_89, sm_120: 99 KB.
+    # sm_86, sm_89: 99 KB.
     "small": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(64, 64, 4, 2),
         256: TritonConfig(64, 32, 8, 2),
         512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
+    },
+    # 99 KB.
+    "sm_120": {
+        64: TritonConfig(64, 64, 4, 2),
+        128: TritonConfig(64, 64, 4, 2),
+        256: TritonConfig(64, 32, 8, 2),
+        512: TritonConfig(32, 32, 8, 2, min_split_keys=1024),
     },
     # 227 KB.
     "sm_90": {
@@ -93,9 +100,9 @@ _CONFIGS = {
         512: TritonConfig(64, 32, 8, 2, min_split_keys=1024),
     },
 }
-# Bytes pass through registers on their way to shared memory, which larger tiles of the widest heads
-# have not got.
-_FP8_WIDE_CONFIG = TritonConfig(32, 32, 8, 2, min_split_keys=1024)
+# Bytes pass through registers on their way to shared memory, which larger tiles have not got.
+_FP8_NARROW_CONFIG = TritonConfig(64, 64, 8, 2)  # heads of up to 128
+_FP8_WIDE_CONFIG = TritonConfig(32, 32, 8, 2, min_split_keys=1024)  # heads of more than 256
 # fp32 products do not use tensor cores: for comparisons, not for serving.
 _FP32_CONFIG = TritonConfig(16, 16, 4, 1)
 # Under the interpreter every operation costs the same, so tiles are large.
@@ -111,8 +118,8 @@ def tuned_config(
     """The configuration for a head size and dtypes on a GPU of this compute capability."""
     if query_dtype == torch.float32:
         return _FP32_CONFIG
-    if head_dim > 256 and cache_dtype != query_dtype:
-        return _FP8_WIDE_CONFIG
+    if cache_dtype != query_dtype and not 128 < head_dim <= 256:
+        return _FP8_WIDE_CONFIG if head_dim > 256 else _FP8_NARROW_CONFIG
     major, minor = capability
     if major == 9:
         chip = "sm_90"
@@ -120,6 +127,8 @@ def tuned_config(
         chip = "sm_100"
     elif major == 8 and minor in (0, 7):
         chip = "sm_80"
+    elif major == 12:
+        chip = "sm_120"
     else:
         chip = "small"
     return _CONFIGS[chip][max(64, triton.next_power_of_2(head_dim))]
