@@ -213,9 +213,9 @@ EXPRESSIONS = st.lists(
     min_size=1,
     max_size=6,
 ).map("".join)
-CONSTRAINTS = st.one_of(
-    SCHEMAS.map(lambda schema: {"json": schema}), EXPRESSIONS.map(lambda text: {"regex": text})
-)
+JSON = SCHEMAS.map(lambda schema: {"json": schema})
+# Two schemas for every expression.
+CONSTRAINTS = st.one_of(JSON, JSON, EXPRESSIONS.map(lambda text: {"regex": text}))
 BATCHES = st.lists(CONSTRAINTS, min_size=5, max_size=5)
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
@@ -228,7 +228,7 @@ def test_random_schemas_and_expressions(engine, constraints, max_tokens):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, **QUIET)
+@settings(max_examples=60, **QUIET)
 @given(BATCHES, st.sampled_from([20, 96]))
 def test_random_schemas_and_expressions_wide(engine, constraints, max_tokens):
     for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
