@@ -150,6 +150,14 @@ def parse_canvas_params(
     )
 
 
+def end_token_ids(sampling_params: Any) -> list[int]:
+    """Tokens that end a request: its own, and the model's unless it ignores them."""
+    ends = list(sampling_params.stop_token_ids or ())
+    if sampling_params.eos_token_id is not None:
+        ends.append(sampling_params.eos_token_id)
+    return ends
+
+
 def _capped(value: int | None, cap: int) -> int | None:
     return None if value is None else min(value, cap)
 

@@ -27,7 +27,7 @@ from vllm_diffusion.config import compile_backend, fuses_encode, plugin_settings
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state import constraint_delivery
 from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
-from vllm_diffusion.request_params import parse_canvas_params
+from vllm_diffusion.request_params import end_token_ids, parse_canvas_params
 from vllm_diffusion.sampling.canvas_step import Noise
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
@@ -153,9 +153,7 @@ class BlockDiffusionModelState(ModelState):
         )
         # A request that was preempted comes back with what it generated as part of its prefill.
         num_generated = len(new_req_data.prefill_token_ids) - new_req_data.prompt_len
-        end_tokens = sampling_params.stop_token_ids if sampling_params else ()
-        if sampling_params is not None and sampling_params.eos_token_id is not None:
-            end_tokens = [*end_tokens, sampling_params.eos_token_id]
+        end_tokens = end_token_ids(sampling_params) if sampling_params else []
         self.slots.add_request(req_index, params, num_generated, end_tokens)
 
     def remove_request(self, req_id: str) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from vllm_diffusion.constraints import CanvasConstraint
+from vllm_diffusion.request_params import end_token_ids
 
 
 def is_constrained(request: Request) -> bool:
@@ -52,8 +53,17 @@ class ConstrainedCanvas:
             request: The engine's request.
             manager: vLLM's ``StructuredOutputManager``, which owns the compiled grammar.
         """
+        assert request.sampling_params is not None
         self._request = request
         self._manager = manager
+        self._params = request.sampling_params
+        self._end_tokens = frozenset(end_token_ids(self._params))
+        self._words = _bad_words(request)
+        self._longest_word = max(map(len, self._words), default=1)
+        # No grammar accepts them, and some back ends say so on the terminal each time.
+        self._controls = frozenset[int]()
+        if request.use_structured_output:
+            self._controls = _control_tokens(manager.tokenizer) - self._end_tokens
         self.begin()
 
     def begin(self) -> None:
@@ -75,11 +85,9 @@ class ConstrainedCanvas:
             width: Positions of the canvas.
             max_steps: The request's step cap; from there on the frontier moves in every step.
         """
-        params = self._request.sampling_params
-        assert params is not None
         num_needed = width
-        if params.max_tokens is not None:
-            num_needed = min(width, params.max_tokens - self._request.num_output_tokens)
+        if self._params.max_tokens is not None:
+            num_needed = min(width, self._params.max_tokens - self._request.num_output_tokens)
         tokens = (self._tokens or [])[:num_needed]
         num_valid, is_complete = self._valid_prefix(tokens, num_needed)
         settled = self._previous is not None and self._previous[:num_needed] == tokens
@@ -101,12 +109,11 @@ class ConstrainedCanvas:
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """How many leading tokens satisfy the constraint, and whether that is all that is read."""
         num_valid = self._num_accepted(tokens)
-        words = _bad_words(self._request)
-        longest = max(map(len, words), default=1)
+        longest = self._longest_word
         before = self._last_output_tokens(longest - 1)
         for i in range(num_valid):
             read = (before + tokens[: i + 1])[-longest:]
-            if any(read[-len(word) :] == word for word in words):
+            if any(read[-len(word) :] == word for word in self._words):
                 return i, False
             if self._is_end(tokens[i], self._request.num_output_tokens + i + 1):
                 return i + 1, True
@@ -123,31 +130,21 @@ class ConstrainedCanvas:
         # Tokens that reason are free.
         start = self._manager._get_constraint_bounds(self._request, tokens).grammar_start
         behind = tokens[start:]
-        controls = _control_tokens(self._manager.tokenizer) - self._end_tokens
-        # No grammar accepts them, and some back ends say so on the terminal each time.
-        spoken = next((i for i, token in enumerate(behind) if token in controls), len(behind))
+        spoken = next((i for i, token in enumerate(behind) if token in self._controls), len(behind))
         grammar = self._request.structured_output_request.grammar
         return min(start, len(tokens)) + len(grammar.validate_tokens(behind[:spoken]))
 
-    @property
-    def _end_tokens(self) -> set[int]:
-        params = self._request.sampling_params
-        assert params is not None
-        return {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
-
     def _is_end(self, token: int, num_output_tokens: int) -> bool:
-        params = self._request.sampling_params
-        assert params is not None
-        return token in self._end_tokens and num_output_tokens > params.min_tokens
+        return token in self._end_tokens and num_output_tokens > self._params.min_tokens
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
         """Bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
         mask = self._allowed_by_grammar(pinned)
-        words = _bad_words(self._request)
-        longest = max(map(len, words), default=1)
-        read = self._last_output_tokens(longest - 1) + pinned
+        read = self._last_output_tokens(self._longest_word - 1) + pinned
         banned = [
-            word[-1] for word in words if len(word) == 1 or read[-(len(word) - 1) :] == word[:-1]
+            word[-1]
+            for word in self._words
+            if len(word) == 1 or read[-(len(word) - 1) :] == word[:-1]
         ]
         if not banned:
             return mask
