@@ -1,10 +1,14 @@
-"""Inputs and error budgets that tests and benchmarks share."""
+"""Inputs, error budgets and a memory count that tests and benchmarks share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # What a kernel must never read, or must read without a trace in a live row.
 GARBAGE_BLOCK = 2**30
@@ -166,3 +170,45 @@ def walk_key_tiles(
         remaining = min(remaining, whole)
         tiles += [(tile, True) for tile in range(remaining - 1, first - 1, -1)]
     return tiles
+
+
+class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors that are alive at once, counted from every operation inside it.
+
+    What an operation allocates and frees within itself is not seen.
+
+    Attributes:
+        peak: Most bytes of such tensors alive after an operation.
+        largest_float32: Elements of the largest float32 tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self.largest_float32 = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata not in given:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+                if leaf.dtype == torch.float32:
+                    self.largest_float32 = max(self.largest_float32, leaf.numel())
+        self._alive = {
+            key: (ref, n)
+            for key, (ref, n) in self._alive.items()
+            if not ref.expired()  # type: ignore[no-untyped-call]
+        }
+        self.peak = max(self.peak, sum(n for _, n in self._alive.values()))
+        return out

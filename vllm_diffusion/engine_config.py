@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class DiffusionGemmaEngineConfig:
         _check_platform()
         plugin_settings(vllm_config)
         _check_canvas_length(vllm_config.model_config)
+        _check_logits_processors(vllm_config.model_config)
         choose_attention(vllm_config)
 
         from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
@@ -91,6 +93,18 @@ def _check_canvas_length(model_config: ModelConfig) -> None:
         raise ValueError(
             f"canvas_length={canvas_length!r} in config.json of the checkpoint must be an integer "
             "of at least 1 (256 for DiffusionGemma-26B)."
+        )
+
+
+def _check_logits_processors(model_config: ModelConfig) -> None:
+    """Processors of the operator take whole rows of logits, which never exist here."""
+    names = [str(processor) for processor in model_config.logits_processors or ()]
+    names += [point.value for point in entry_points(group="vllm.logits_processors")]
+    if names:
+        raise ValueError(
+            f"--logits-processors: {', '.join(names)} cannot run, since the sampler of a diffusion "
+            "model sees a tile of the vocabulary at a time; leave it out (uninstall it if a package "
+            "brings it), and use logit_bias, allowed_token_ids or structured outputs."
         )
 
 

@@ -81,12 +81,32 @@ TABLE: tuple[Symbol, ...] = (
     Symbol(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
         Use.REPLACED,
-        "A constraint goes to our sampler; stock writes it into what compute_logits returned.",
+        "Our sampler takes hidden rows; stock projects all of them onto the whole vocabulary.",
     ),
     Symbol(
-        "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsContext",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run",
+        Use.REPLACED,
+        "The memory profile of a sampler that takes hidden rows.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.penalties:PenaltiesState",
         Use.CALLED,
-        "What vLLM's processors of bias, penalties and minimum length are told of a row.",
+        "Which tokens a request's prompt and answer hold, as vLLM counts them.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState",
+        Use.CALLED,
+        "Ids whose log-probabilities a request wants.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+        Use.CALLED,
+        "A rank's rows of the output projection and of the embedding.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.utils:dispatch_unquantized_gemm",
+        Use.CALLED,
+        "The platform's matrix product, for a tile of the output projection.",
     ),
     Symbol(
         "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
@@ -126,11 +146,6 @@ TABLE: tuple[Symbol, ...] = (
         "vllm.v1.worker.gpu.sample.states:SamplingStates",
         Use.CALLED,
         "Temperature, seed, top-k, top-p and min-p of each request.",
-    ),
-    Symbol(
-        "vllm.v1.worker.gpu.sample.logprob:compute_topk_scores",
-        Use.CALLED,
-        "Log-probabilities in the form that the engine reports.",
     ),
     # Scheduling and counting.
     Symbol(

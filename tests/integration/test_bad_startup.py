@@ -57,6 +57,12 @@ def test_shipped_checkpoint(tmp_path: Path) -> None:
     assert config.scheduler_config.scheduler_cls.startswith("vllm_diffusion.")
 
 
+def test_logits_processors(tmp_path: Path) -> None:
+    """They take whole rows of logits, which the sampler never has."""
+    message = refusal(copy_checkpoint(tmp_path), logits_processors=["a.b:Processor"])
+    assert message.startswith("--logits-processors: a.b:Processor")
+
+
 @pytest.mark.parametrize("key", NUMBER_KEYS)
 def test_generation_config_without_key(key: str, tmp_path: Path) -> None:
     """A missing key is named, with the file and the option that replaces it."""

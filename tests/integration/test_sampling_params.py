@@ -11,6 +11,7 @@ from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.sampling.row_adjustments import BatchAdjustments
 
 pytestmark = pytest.mark.engine
 
@@ -83,21 +84,17 @@ def test_penalties_are_those_of_vllm(engine, params):
     """Processed logits of a canvas against vLLM's own penalties in PyTorch, on the same counts."""
     from vllm.model_executor.layers.utils import apply_penalties
 
-    sampler = engine.runner.sampler
     seen = []
-    apply = sampler.adjustments.apply
+    apply = BatchAdjustments.apply
 
-    def recording(logits, input_batch, chunk):
-        adjusted = apply(logits, input_batch, chunk)
-        if input_batch.num_draft_tokens > 0:
-            seen.append((logits.clone(), adjusted.clone()))
-        return adjusted
+    def recording(self, logits, first_id, chunk):
+        before = logits.clone()
+        apply(self, logits, first_id, chunk)
+        seen.append((before, logits.clone()))
 
-    sampler.adjustments.apply = recording
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchAdjustments, "apply", recording)
         tokens = tokens_of(engine, ignore_eos=True, max_tokens=2 * CANVAS, **params)
-    finally:
-        sampler.adjustments.apply = apply
     # The first pass of the first canvas, and the last pass: the second canvas's encoding.
     for (logits, adjusted), output in ((seen[0], []), (seen[-1], tokens[:CANVAS])):
         rows = len(logits)

@@ -8,10 +8,8 @@ is checked by running this file. By hand it prints what the compiler reports:
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
@@ -19,15 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-# Shared memory that one program can have, in bytes.
-SHARED_MEMORY = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_120": 99 * 1024,
-}
+from tests.support.triton_compile import SHARED_MEMORY, compile_for
 
 
 @dataclass(frozen=True)
@@ -115,70 +105,6 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
         )
     # Later launches of the same kernel differ in their first tile only.
     return list({kernel: (kernel, args, kwargs) for kernel, args, kwargs in launches}.values())
-
-
-def compile_for(chip: str, kernel, args: tuple, kwargs: dict) -> dict:
-    """Compile one launch for a chip; what Triton and the assembler report of it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
-    values = dict(zip(kernel.arg_names, args, strict=False))
-    values.update({name: value for name, value in kwargs.items() if name not in options})
-    signature, constants, attributes = {}, {}, {}
-    for param in kernel.params:
-        value = values[param.name]
-        special = not param.do_not_specialize
-        if param.is_constexpr or value is None or (type(value) is int and value == 1 and special):
-            signature[param.name] = "constexpr"
-            constants[(param.num,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-            attributes[(param.num,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            signature[param.name] = "i32"
-            if special and value % 16 == 0:
-                attributes[(param.num,)] = [["tt.divisibility", 16]]
-    architecture = int(chip.removeprefix("sm_"))
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", architecture, 32),
-        options=options,
-    )
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if architecture >= 100:
-        assembler = assembler.with_name("ptxas-blackwell")
-    ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        target = re.search(r"\.target (\w+)", ptx).group(1)
-        report = subprocess.run(
-            [assembler, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-    # Stack is not spills: a kernel may use some for other reasons.
-    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
-    return {
-        "kernel": kernel.__name__,
-        "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
-        "spilled_bytes": int(stores) + int(loads),
-        "shared_memory": compiled.metadata.shared,
-    }
-
-
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-}
 
 
 def reports(chip: str, cases: list[Case]) -> list[dict]:

@@ -64,8 +64,8 @@ class TracedEngine:
         steps: list[StepRecord] = []
 
         def recording_call(this: Any, rows: Tensor, input_batch: Any, *args: Any) -> Any:
-            if rows.shape[0] and input_batch.num_draft_tokens_per_req is not None:
-                logits = this.project(rows)
+            if rows.shape[0]:
+                logits = this.head.cap(this.head.project(rows, slice(None)))
                 bounds = input_batch.cu_num_logits_np
                 for i, req_id in enumerate(input_batch.req_ids):
                     low, high = int(bounds[i]), int(bounds[i + 1])

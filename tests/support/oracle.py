@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from vllm_diffusion.sampling.noise import Purpose, gumbel_noise, random_words, uniform_tokens
+from attention_kernels.noise import Purpose, gumbel_noise, random_words, uniform_tokens
 
 
 @dataclass

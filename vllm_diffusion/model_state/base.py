@@ -25,10 +25,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_diffusion.attention.backend import bind_canvas
 from vllm_diffusion.config import compile_backend, fuses_encode, plugin_settings
 from vllm_diffusion.decoding.policy import Policy
-from vllm_diffusion.model_state import constraint_delivery
+from vllm_diffusion.model_state import runner_seam
 from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
 from vllm_diffusion.request_params import end_token_ids, parse_canvas_params
 from vllm_diffusion.sampling.canvas_step import Noise
+from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,7 +50,7 @@ class BlockDiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        constraint_delivery.install()
+        runner_seam.install()
         self.settings = plugin_settings(vllm_config)
         self.canvas_length: int = vllm_config.diffusion_config.canvas_length
         self.vocab_size: int = self.model_config.get_vocab_size()
@@ -75,19 +76,19 @@ class BlockDiffusionModelState(ModelState):
         """What fills positions without a decided token."""
         raise NotImplementedError
 
-    def project(self, rows: Tensor) -> Tensor:
-        """Logits of what ``compute_logits`` returned.
+    def output_head(self) -> OutputHead:
+        """The projection onto the vocabulary."""
+        return head_of(self.model)
+
+    def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
+        """Keep what self-conditioning needs of this step, if the head has an embedding.
 
         Args:
-            rows: [num_rows, ...].
-
-        Returns:
-            [num_rows, vocab_size], float32.
+            soft_embeds: [num_rows, hidden_size], float32: embeddings by probability.
+            slot: [num_rows], int64.
+            position: [num_rows], int64.
         """
-        return rows.float()
-
-    def store_soft_embeds(self, probs: Tensor, slot: Tensor, position: Tensor) -> None:
-        """Keep what self-conditioning needs of this step; nothing without self-conditioning."""
+        raise NotImplementedError
 
     def row_spans(self, input_batch: InputBatch) -> Tensor | None:
         """[num_tokens, 2], int32: the span that each causal row attends in both directions."""
@@ -97,18 +98,16 @@ class BlockDiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
         self._log_who_serves()
-        has_self_conditioning = (
-            type(self).store_soft_embeds is not BlockDiffusionModelState.store_soft_embeds
-        )
         return (
             DiffusionSampler(
                 sampler,
                 self.slots,
                 self.policy(),
                 self.noise(),
-                project=self.project,
-                store_soft_embeds=self.store_soft_embeds if has_self_conditioning else None,
+                head=self.output_head(),
+                store_soft_embeds=self.store_soft_embeds,
                 vocab_size=self.vocab_size,
+                max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
                 converge_at_end=self.settings.converge_at_end,
                 emits_when_done=not self.vllm_config.scheduler_config.async_scheduling,
                 compile_backend=compile_backend(self.vllm_config),

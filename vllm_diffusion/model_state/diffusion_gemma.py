@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
@@ -19,6 +18,7 @@ from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
 from vllm_diffusion.model_state.request_slots import DenoisingDefaults
 from vllm_diffusion.sampling.canvas_step import Noise, uniform_noise
+from vllm_diffusion.sampling.output_head import OutputHead
 
 
 class DiffusionGemmaModelState(BlockDiffusionModelState):
@@ -57,17 +57,17 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
     def noise(self) -> Noise:
         return uniform_noise(self.vocab_size)
 
-    def project(self, rows: Tensor) -> Tensor:
-        return self.model.project(rows)
+    def output_head(self) -> OutputHead:
+        return OutputHead.of(
+            self.model.lm_head,
+            self.model.model.embed_tokens,
+            softcap=self.model.softcap,
+            dtype=self.model.logits_processor.head_dtype,
+        )
 
-    def store_soft_embeds(self, probs: Tensor, slot: Tensor, position: Tensor) -> None:
-        embedding = self.model.model.embed_tokens
-        shard = embedding.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-        soft = probs[:, first:end].to(self.dtype) @ embedding.weight[: end - first]
-        if get_tensor_model_parallel_world_size() > 1:
-            soft = tensor_model_parallel_all_reduce(soft)
-        self._soft_embeds[slot, position] = soft * self.model.model.normalizer
+    def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
+        scaled = soft_embeds * self.model.model.normalizer
+        self._soft_embeds[slot, position] = scaled.to(self.dtype)
 
     def prepare_inputs_embeds(
         self,
@@ -95,7 +95,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         self._inputs_embeds[: input_batch.num_tokens] = embeds
         if input_batch.num_draft_tokens > 0:
             self._condition_canvases(input_batch)
-        self.model.hand_through_hidden_rows = True
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
     def _condition_canvases(self, input_batch: InputBatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_diffusion.request_params import CanvasParams
+from vllm_diffusion.sampling.token_ids import TokenIds
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class CanvasSlots:
 
         # Host side: what features are in use, so that those that are not cost nothing.
         self.read_only_np = np.zeros(R, dtype=bool)
-        self.allowed_ids: dict[int, torch.Tensor] = {}
+        self.allowed_ids: dict[int, TokenIds] = {}
         self._staged: dict[int, tuple[CanvasParams, int, Sequence[int]]] = {}
 
     def add_request(
@@ -118,9 +119,7 @@ class CanvasSlots:
         self.read_only_np[slot] = params.read_only
         self.allowed_ids.pop(slot, None)
         if params.allowed_ids is not None:
-            self.allowed_ids[slot] = async_tensor_h2d(
-                list(params.allowed_ids), dtype=torch.int64, device=self.device
-            )
+            self.allowed_ids[slot] = TokenIds.of(params.allowed_ids, self.device)
 
     def remove_request(self, slot: int) -> None:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""

@@ -166,7 +166,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         )
         if text_config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        # Softcapping comes after the product, in float32 (see project).
+        # Softcapping comes after the product, in float32.
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self.self_conditioning: nn.Module = SelfConditioning(
@@ -176,8 +176,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
             quant_config,
             maybe_prefix(prefix, "self_conditioning"),
         )
-        # Set before each pass by the state: the sampler projects its rows itself, a few at a time.
-        self.hand_through_hidden_rows = False
 
     def _build_vision(self, vllm_config: VllmConfig, prefix: str) -> None:
         self.vision_tower: nn.Module | None = None
@@ -227,14 +225,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Hidden rows for the sampler, logits for anybody else (``prompt_logprobs``)."""
-        if self.hand_through_hidden_rows:
-            self.hand_through_hidden_rows = False
-            return hidden_states
-        return self.project(hidden_states)
-
-    def project(self, hidden_states: Tensor) -> Tensor:
-        """Softcapped logits.
+        """Softcapped logits, for ``prompt_logprobs``; the sampler projects its rows itself.
 
         Args:
             hidden_states: [num_rows, hidden_size].

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.decoding.policy import Policy, StepInputs
 from vllm_diffusion.model_state.request_slots import CanvasSlots
-from vllm_diffusion.sampling.noise import Purpose, uniform_tokens
 
 # What fills positions that hold no decided token: (seed [R], canvas_idx [R], step [R], C,
 # purpose) -> [R, C], int64.

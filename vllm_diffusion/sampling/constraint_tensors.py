@@ -83,26 +83,24 @@ class ConstraintTensors:
             to_device(free_to),
         )
 
-    def apply(self, logits: Tensor, chunk: slice) -> Tensor:
-        """Constrained logits of some of the batch's canvas rows.
+    def apply(self, logits: Tensor, first_id: int, chunk: slice, last_resort: float) -> None:
+        """Constrain a tile of some of the batch's canvas rows, in place.
 
         Args:
-            logits: [num_rows, vocab_size], float32; left as it is.
+            logits: [num_rows, num_ids], float32.
+            first_id: The tile's first id.
             chunk: Which rows these are.
+            last_resort: Logit of an id that a mask allows and that was impossible before: a
+                constraint comes before a bias or a minimum length that leaves it nothing.
         """
-        vocab_size = logits.shape[-1]
-        ids = torch.arange(vocab_size, device=logits.device)
+        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         pin = self.pin[chunk, None]
-        logits = torch.where((pin < 0) | (ids == pin), logits, float("-inf"))
+        logits.masked_fill_((pin >= 0) & (ids != pin), float("-inf"))
         # A pinned token stays possible even where another request setting forbids it.
-        logits = torch.where(ids == pin, 0.0, logits)
+        logits.masked_fill_(ids == pin, 0.0)
         first, last = np.searchsorted(self.masked_rows, (chunk.start, chunk.stop))
         if first < last:
             row = async_tensor_h2d(self.masked_rows[first:last] - chunk.start, device=logits.device)
-            bits = self.masks[first:last, :, None] >> torch.arange(32, device=logits.device)
-            allowed = (bits & 1).flatten(1)[:, :vocab_size] == 1
-            masked = torch.where(allowed, logits[row], float("-inf"))
-            # A constraint comes before a bias or a minimum length that leaves it nothing.
-            nothing = masked.amax(dim=-1, keepdim=True) == float("-inf")
-            logits[row] = torch.where(nothing & allowed, 0.0, masked)
-        return logits
+            allowed = (self.masks[first:last][:, ids >> 5] >> (ids & 31)) & 1 == 1
+            possible = logits[row].clamp(min=last_resort)
+            logits[row] = torch.where(allowed, possible, float("-inf"))

@@ -11,12 +11,13 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.constraints import CanvasConstraints
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.request_slots import CanvasSlots
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.canvas_step import (
     Noise,
     SlotStatistics,
@@ -25,19 +26,14 @@ from vllm_diffusion.sampling.canvas_step import (
     schedule_temperature,
 )
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
-from vllm_diffusion.sampling.logits_adjustments import LogitsAdjustments
-from vllm_diffusion.sampling.row_statistics import CandidateFilters, row_statistics
-
-# Rows are projected to the vocabulary in chunks, so that their float32 logits and what is made of
-# them stay within this many bytes.
-LOGITS_BYTES = 512 * 1024**2
-# float32 tensors of the size of the logits that are alive at once: logits, scaled, log-probs,
-# probs, noise words (int64) and noise.
-_LIVE_LOGITS = 7
+from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
+from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments
+from vllm_diffusion.sampling.vocabulary_stream import RowRequests, sample_rows
 
 
 class DiffusionSampler:
-    """One denoising step: rows -> logits -> policy -> committed tokens -> engine output.
+    """One denoising step: rows -> statistics -> policy -> committed tokens -> engine output.
 
     Nothing here reads a value from the device.
     """
@@ -49,9 +45,10 @@ class DiffusionSampler:
         policy: Policy,
         noise: Noise,
         *,
-        project: Callable[[Tensor], Tensor],
-        store_soft_embeds: Callable[[Tensor, Tensor, Tensor], None] | None,
+        head: OutputHead,
+        store_soft_embeds: Callable[[Tensor, Tensor, Tensor], None],
         vocab_size: int,
+        max_rows: int,
         converge_at_end: bool,
         emits_when_done: bool,
         compile_backend: str | None,
@@ -63,11 +60,11 @@ class DiffusionSampler:
             slots: The canvases.
             policy: The rule that decides what to keep.
             noise: What fills the rest.
-            project: [num_rows, ...] as ``compute_logits`` returned them -> float32 logits
-                [num_rows, vocab_size].
-            store_soft_embeds: (probabilities [num_rows, vocab_size] float32, slot [num_rows],
-                position [num_rows]) for self-conditioning; ``None`` for a model without it.
+            head: The projection onto the vocabulary.
+            store_soft_embeds: (soft embeddings [num_rows, hidden_size] float32, slot [num_rows],
+                position [num_rows]), for self-conditioning; called if ``head`` has an embedding.
             vocab_size: Number of token ids.
+            max_rows: Rows of the largest pass.
             converge_at_end: Judge a canvas by its positions up to its first end token.
             emits_when_done: Whether a canvas is emitted when it converges, or by the pass after it.
             compile_backend: Backend of ``torch.compile`` for the step; ``None`` runs eagerly.
@@ -77,12 +74,12 @@ class DiffusionSampler:
         self.req_states = stock_sampler.req_states
         # The runner counts committed tokens in it.
         self.penalties_state = stock_sampler.penalties_state
-        self.adjustments = LogitsAdjustments(stock_sampler, slots.num_slots)
+        self.adjustments = RowAdjustments(stock_sampler, slots.device)
         self.compute_nans = False
         self.logits_mode = stock_sampler.logprobs_mode in ("raw_logits", "processed_logits")
         self.reports_raw = stock_sampler.logprobs_mode in ("raw_logits", "raw_logprobs")
         self.slots = slots
-        self.project = project
+        self.head = head
         self.store_soft_embeds = store_soft_embeds
         self.vocab_size = vocab_size
         self.canvas_step = make_canvas_step(
@@ -94,10 +91,7 @@ class DiffusionSampler:
             compile_backend=compile_backend,
         )
         self.emits_when_done = emits_when_done
-        self.max_chunk_rows = max(
-            slots.canvas_length, LOGITS_BYTES // (4 * _LIVE_LOGITS * vocab_size)
-        )
-
+        self.max_rows = min(max_rows, slots.num_slots * slots.canvas_length)
         R, C, device = slots.num_slots, slots.canvas_length, slots.device
         self._statistics = SlotStatistics(
             argmax=torch.zeros(R, C, dtype=torch.int64, device=device),
@@ -106,8 +100,6 @@ class DiffusionSampler:
             confidence=torch.zeros(R, C, dtype=torch.float32, device=device),
         )
         self._logprobs = LogprobsStash(R, C, device)
-        # Set before a call by whoever has the scheduler's message; used up by the call.
-        self.constraints: CanvasConstraints | None = None
         self._unconstrained = (
             torch.full((R,), -1, dtype=torch.int32, device=device),
             torch.zeros(R, dtype=torch.int32, device=device),
@@ -125,19 +117,19 @@ class DiffusionSampler:
         self.logprob_token_ids_state.apply_staged_writes()
 
     def __call__(
-        self, rows: Tensor, input_batch: InputBatch, draft_logits: Tensor | None = None
+        self,
+        rows: Tensor,
+        input_batch: InputBatch,
+        message: CanvasConstraints | None = None,
     ) -> SamplerOutput:
         """Sample one pass of the whole batch.
 
         Args:
-            rows: [num_rows, ...], what ``compute_logits`` returned for the canvas rows.
+            rows: [num_rows, hidden_size], hidden states of the canvas rows.
             input_batch: The batch that ran.
-            draft_logits: Unused; part of the runner's call.
+            message: Constraints of the scheduler.
         """
         num_reqs = input_batch.num_reqs
-        message, self.constraints = self.constraints, None
-        if input_batch.num_draft_tokens_per_req is None and rows.shape[0] > 0:
-            return self._dummy(rows, num_reqs)
 
         slots = self.slots
         num_logits = (
@@ -185,92 +177,74 @@ class DiffusionSampler:
     def _fill_statistics(
         self, rows: Tensor, input_batch: InputBatch, constraints: ConstraintTensors | None
     ) -> LogprobsTensors | None:
-        """Project the rows and scatter their statistics to (slot, position)."""
+        """Sample the rows and scatter their statistics to (slot, position)."""
         slots, states = self.slots, self.sampling_states
-        slots_np = input_batch.idx_mapping_np
-        row_slots = input_batch.expanded_idx_mapping.long()
-        row_positions = input_batch.expanded_local_pos.long()
-        temperature = schedule_temperature(slots)
-
-        num_logprobs = states.max_num_logprobs(slots_np)
-        num_token_ids = self.logprob_token_ids_state.max_num_token_ids(slots_np)
-        wants_logprobs = num_logprobs >= 0 or num_token_ids > 0
-        filtered = (
-            np.any(states.top_k.np[slots_np] != self.vocab_size)
-            or np.any(states.top_p.np[slots_np] != 1.0)
-            or np.any(states.min_p.np[slots_np] != 0.0)
-        )
-
-        parts = []
-        for start in range(0, rows.shape[0], self.max_chunk_rows):
-            chunk = slice(start, min(start + self.max_chunk_rows, rows.shape[0]))
-            slot, position = row_slots[chunk], row_positions[chunk]
-            raw = self._mask_to_allowed(self.project(rows[chunk]), input_batch, chunk)
-            logits = self.adjustments.apply(raw, input_batch, chunk)
-            if constraints is not None:
-                logits = constraints.apply(logits, chunk)
-            row_temperature = temperature[slot][:, None]
-            scaled = logits / row_temperature
-            filters = None
-            if filtered:
-                filters = CandidateFilters(
-                    states.top_k.gpu[slot], states.top_p.gpu[slot], states.min_p.gpu[slot]
-                )
-            statistics = row_statistics(
-                scaled,
+        slot = input_batch.expanded_idx_mapping.long()
+        position = input_batch.expanded_local_pos.long()
+        temperature = schedule_temperature(slots)[slot]
+        logprobs = self._logprobs_request(input_batch, slot)
+        requests = RowRequests(
+            draws=RowDraws(
+                temperature,
                 states.temperature.gpu[slot],
                 states.seeds.gpu[slot],
                 slots.canvas_idx[slot],
                 slots.step[slot],
-                position,
-                filters,
-            )
-            for target, values in zip(self._statistics, statistics, strict=True):
-                target[slot, position] = values
-            if self.store_soft_embeds is not None:
-                probs = scaled.softmax(dim=-1)
-                if constraints is not None:
-                    probs = torch.where(constraints.restart[chunk, None], 0.0, probs)
-                self.store_soft_embeds(probs, slot, position)
-            if wants_logprobs:
-                reported = raw if self.reports_raw else logits
-                # A read-only canvas reports the model's own distribution, at temperature 1.
-                reported = torch.where(
-                    slots.read_only[slot][:, None], reported, reported / row_temperature
-                )
-                parts.append(
-                    compute_topk_scores(
-                        reported,
-                        max(num_logprobs, 0),
-                        statistics.argmax,
-                        logprob_token_ids_state=(
-                            self.logprob_token_ids_state if num_token_ids > 0 else None
-                        ),
-                        expanded_idx_mapping=(slot.to(torch.int32) if num_token_ids > 0 else None),
-                        max_per_req_token_ids=num_token_ids,
-                        logits_mode=self.logits_mode,
-                    )
-                )
-        if not wants_logprobs:
+                position.to(torch.int32),
+            ),
+            adjustments=self.adjustments.bind(input_batch, slots.allowed_ids, constraints),
+            filters=self._filters(input_batch, slot),
+            logprobs=logprobs,
+            reports_raw=self.reports_raw,
+            # A read-only canvas reports the model's own distribution, at temperature 1.
+            reported_temperature=torch.where(slots.read_only[slot], 1.0, temperature),
+        )
+        results = sample_rows(self.head, rows, requests, self.vocab_size)
+        for target, values in (
+            (self._statistics.argmax, results.argmax),
+            (self._statistics.candidate, results.candidate),
+            (self._statistics.entropy, results.entropy),
+            (self._statistics.confidence, results.confidence),
+        ):
+            target[slot, position] = values
+        if results.soft_embeds is not None:
+            soft_embeds = results.soft_embeds
+            if constraints is not None:
+                soft_embeds = torch.where(constraints.restart[:, None], 0.0, soft_embeds)
+            self.store_soft_embeds(soft_embeds, slot, position)
+        if results.logprobs is None:
             return None
         return self._logprobs.exchange(
-            parts, row_slots, row_positions, slots.encoding, input_batch.cu_num_logits_np
+            results.logprobs, slot, position, slots.encoding, input_batch.cu_num_logits_np
         )
 
-    def _mask_to_allowed(self, logits: Tensor, input_batch: InputBatch, chunk: slice) -> Tensor:
-        """Leave only a constrained request's ids in its rows of ``logits``, in place."""
-        if not self.slots.allowed_ids:
-            return logits
-        starts = input_batch.cu_num_logits_np
-        for i, slot in enumerate(input_batch.idx_mapping_np.tolist()):
-            allowed = self.slots.allowed_ids.get(slot)
-            low = max(int(starts[i]), chunk.start) - chunk.start
-            high = min(int(starts[i + 1]), chunk.stop) - chunk.start
-            if allowed is not None and low < high:
-                masked = torch.full_like(logits[low:high], float("-inf"))
-                masked[:, allowed] = logits[low:high][:, allowed]
-                logits[low:high] = masked
-        return logits
+    def _filters(self, input_batch: InputBatch, slot: Tensor) -> CandidateFilters | None:
+        """Top-k, top-p and min-p of each row, where a request of the batch has any."""
+        states, slots_np = self.sampling_states, input_batch.idx_mapping_np
+        used = [
+            bool(np.any(states.top_k.np[slots_np] != self.vocab_size)),
+            bool(np.any(states.top_p.np[slots_np] != 1.0)),
+            bool(np.any(states.min_p.np[slots_np] != 0.0)),
+        ]
+        if not any(used):
+            return None
+        values = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
+        return CandidateFilters(
+            *(value[slot] if is_used else None for value, is_used in zip(values, used, strict=True))
+        )
+
+    def _logprobs_request(self, input_batch: InputBatch, slot: Tensor) -> LogprobsRequest | None:
+        ids = self.logprob_token_ids_state
+        num_top = self.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        num_token_ids = ids.max_num_token_ids(input_batch.idx_mapping_np)
+        if num_top < 0 and num_token_ids == 0:
+            return None
+        return LogprobsRequest(
+            num_top=max(num_top, 0),
+            token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
+            num_token_ids=ids.num_token_ids.gpu[slot],
+            as_logits=self.logits_mode,
+        )
 
     def _engine_output(
         self,
@@ -296,91 +270,18 @@ class DiffusionSampler:
             num_rejected=num_logits.to(torch.int32) - (0 if self.emits_when_done else num_sampled),
         )
 
-    def _dummy(self, rows: Tensor, num_reqs: int) -> SamplerOutput:
-        """The engine's memory profile: touch what a real pass of as many rows would allocate."""
-        for start in range(0, rows.shape[0], self.max_chunk_rows):
-            logits = self.project(rows[start : start + self.max_chunk_rows])
-            zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-            row_statistics(logits, torch.ones_like(logits[:, 0]), zeros, zeros, zeros, zeros, None)
-        none = torch.zeros(num_reqs, dtype=torch.int32, device=rows.device)
-        return SamplerOutput(
-            sampled_token_ids=none[:, None],
-            logprobs_tensors=None,
-            num_nans=None,
-            num_sampled=none,
-            num_rejected=none,
-        )
-
-
-class LogprobsStash:
-    """Log-probabilities wait here between the step that decided a canvas and its encode pass.
-
-    Every pass returns rows for every request of the batch, decided or not, because only the
-    device knows which requests emit; the engine takes as many as a request emitted.
-    """
-
-    def __init__(self, num_slots: int, canvas_length: int, device: torch.device) -> None:
-        self._shape = (num_slots, canvas_length)
-        self._device = device
-        self._width = 0
-        self._ids = torch.empty(0)
-        self._logprobs = torch.empty(0)
-        self._ranks = torch.empty(0)
-
-    def _grow(self, width: int) -> None:
-        if width <= self._width:
-            return
-        R, C = self._shape
-        ids = torch.zeros(R, C, width, dtype=torch.int64, device=self._device)
-        logprobs = torch.full(
-            (R, C, width), float("-inf"), dtype=torch.float32, device=self._device
-        )
-        if self._width:
-            ids[..., : self._width] = self._ids
-            logprobs[..., : self._width] = self._logprobs
-        else:
-            self._ranks = torch.zeros(R, C, dtype=torch.int64, device=self._device)
-        self._ids, self._logprobs, self._width = ids, logprobs, width
-
-    def exchange(
-        self,
-        parts: list[LogprobsTensors],
-        row_slots: Tensor,
-        row_positions: Tensor,
-        encoding: Tensor,
-        cu_num_logits_np: np.ndarray,
-    ) -> LogprobsTensors:
-        """Stash what this pass computed, and return what each row's request may emit now.
+    def profile(self, rows: Tensor) -> None:
+        """What the engine's memory profile runs: allocate what the largest pass would.
 
         Args:
-            parts: This pass's log-probabilities, in row order.
-            row_slots: [num_rows], int64.
-            row_positions: [num_rows], int64.
-            encoding: [R], bool: slots whose rows are a finished canvas, whose log-probabilities
-                were computed before.
-            cu_num_logits_np: [num_reqs + 1], where each request's rows start.
+            rows: [num_rows, hidden_size], any hidden states.
         """
-        ids = torch.cat([part.logprob_token_ids for part in parts]).long()
-        logprobs = torch.cat([part.logprobs for part in parts])
-        ranks = torch.cat([part.selected_token_ranks for part in parts])
-        width = ids.shape[1]
-        self._grow(width)
-        encoded = encoding[row_slots]
-        stashed_ids = self._ids[row_slots, row_positions]
-        stashed_logprobs = self._logprobs[row_slots, row_positions]
-        stashed_ranks = self._ranks[row_slots, row_positions]
-        pad = self._width - width
-        ids = torch.nn.functional.pad(ids, (0, pad))
-        logprobs = torch.nn.functional.pad(logprobs, (0, pad), value=float("-inf"))
-        ids = torch.where(encoded[:, None], stashed_ids, ids)
-        logprobs = torch.where(encoded[:, None], stashed_logprobs, logprobs)
-        ranks = torch.where(encoded, stashed_ranks, ranks)
-        self._ids[row_slots, row_positions] = ids
-        self._logprobs[row_slots, row_positions] = logprobs
-        self._ranks[row_slots, row_positions] = ranks
-        return LogprobsTensors(
-            logprob_token_ids=ids,
-            logprobs=logprobs,
-            selected_token_ranks=ranks,
-            cu_num_generated_tokens=cu_num_logits_np[:-1].tolist(),
+        n, device = self.max_rows, rows.device
+        ones = torch.ones(n, device=device)
+        zeros = torch.zeros(n, dtype=torch.int32, device=device)
+        requests = RowRequests(
+            RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros),
+            # With a filter the tiles are kept.
+            filters=CandidateFilters(None, None, ones),
         )
+        sample_rows(self.head, rows[:1].repeat(n, 1), requests, self.vocab_size)

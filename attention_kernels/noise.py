@@ -67,7 +67,12 @@ def _split_seed(seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_words(
-    seed: Tensor, canvas_idx: Tensor, step: Tensor, position: Tensor, vocab_size: int
+    seed: Tensor,
+    canvas_idx: Tensor,
+    step: Tensor,
+    position: Tensor,
+    num_ids: int,
+    first_id: int = 0,
 ) -> Tensor:
     """One random word per row and vocabulary id, for candidates.
 
@@ -76,13 +81,14 @@ def random_words(
         canvas_idx: [num_rows], integer.
         step: [num_rows], integer below 2**24.
         position: [num_rows], integer.
-        vocab_size: Number of vocabulary ids.
+        num_ids: Number of vocabulary ids.
+        first_id: The first of them, a multiple of 4.
 
     Returns:
-        [num_rows, vocab_size], int64 with values in [0, 2**32).
+        [num_rows, num_ids], int64 with values in [0, 2**32).
     """
-    num_groups = (vocab_size + 3) // 4
-    group = torch.arange(num_groups, device=seed.device, dtype=torch.int64)
+    first_group, last_group = first_id // 4, (first_id + num_ids + 3) // 4
+    group = torch.arange(first_group, last_group, device=seed.device, dtype=torch.int64)
     k0, k1 = _split_seed(seed.long()[:, None])
     words = philox(
         (
@@ -93,7 +99,7 @@ def random_words(
         ),
         (k0, k1),
     )
-    return torch.stack(words, dim=-1).flatten(-2)[:, :vocab_size]
+    return torch.stack(words, dim=-1).flatten(-2)[:, :num_ids]
 
 
 def gumbel_noise(words: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_diffusion.sampling.noise import (
+from attention_kernels.noise import (
     Purpose,
     gumbel_noise,
     philox,

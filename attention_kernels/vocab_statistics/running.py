@@ -1,0 +1,134 @@
+"""What is known of each row after some tiles of the vocabulary, and what its draws are keyed by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_kernels.noise import gumbel_noise, random_words
+
+
+class RowDraws(NamedTuple):
+    """One entry per row: its temperatures and the key of its noise.
+
+    Attributes:
+        temperature: [num_rows], float32, above 0: of the schedule. Divides the logits.
+        request_temperature: [num_rows], float32: scales the candidate's distribution on top of it;
+            0 draws the argmax.
+        seed: [num_rows], int64.
+        canvas_idx: [num_rows], int32.
+        step: [num_rows], int32, below 2**24.
+        position: [num_rows], int32.
+    """
+
+    temperature: Tensor
+    request_temperature: Tensor
+    seed: Tensor
+    canvas_idx: Tensor
+    step: Tensor
+    position: Tensor
+
+    def rows(self, chunk: slice) -> RowDraws:
+        """Of some of the rows."""
+        return RowDraws(*(values[chunk] for values in self))
+
+    def candidate_logits(self, x: Tensor) -> Tensor:
+        """Logits of the distribution that candidates are drawn from; of a greedy row, ``x``.
+
+        Args:
+            x: [num_rows, ...], float32: logits over the schedule's temperature.
+        """
+        rate = torch.where(self.request_temperature == 0, 1.0, self.request_temperature)
+        return x / rate.view(-1, *[1] * (x.dim() - 1))
+
+    def noise(self, num_ids: int, first_id: int) -> Tensor:
+        """[num_rows, num_ids], float32: Gumbel noise of some ids; zero in a greedy row."""
+        words = random_words(
+            self.seed, self.canvas_idx, self.step, self.position, num_ids, first_id
+        )
+        return torch.where(self.request_temperature[:, None] == 0, 0.0, gumbel_noise(words))
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """Of the tiles that a row has seen; x are its logits over the schedule's temperature.
+
+    Attributes:
+        maximum: [num_rows], float32: of x.
+        total: [num_rows], float32: sum of exp(x - maximum).
+        weighted: [num_rows], float32: sum of exp(x - maximum) * (x - maximum).
+        argmax: [num_rows], int64: the first id with the largest x.
+        best: [num_rows], float32: largest x / request_temperature + Gumbel noise.
+        candidate: [num_rows], int64: the first id with it.
+    """
+
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
+    argmax: Tensor
+    best: Tensor
+    candidate: Tensor
+
+    @staticmethod
+    def empty(num_rows: int, device: torch.device) -> RunningStatistics:
+        """Of no tile at all."""
+
+        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((num_rows,), value, dtype=dtype, device=device)
+
+        return RunningStatistics(
+            maximum=full(float("-inf")),
+            total=full(0.0),
+            weighted=full(0.0),
+            argmax=full(0, torch.int64),
+            best=full(float("-inf")),
+            candidate=full(0, torch.int64),
+        )
+
+    def entropy(self) -> Tensor:
+        """[num_rows], float32, nats, of softmax(x)."""
+        # Rounding can leave a row of one possible token a hair below zero.
+        return (self.total.log() - self.weighted / self.total).clamp(min=0.0)
+
+    def confidence(self) -> Tensor:
+        """[num_rows], float32: probability of the argmax."""
+        return 1.0 / self.total
+
+    def packed(self) -> Tensor:
+        """[num_rows, 6], float32, for :meth:`merge`; ids below 2**24 survive it exactly."""
+        return torch.stack(
+            [
+                self.maximum,
+                self.total,
+                self.weighted,
+                self.argmax.float(),
+                self.best,
+                self.candidate.float(),
+            ],
+            dim=-1,
+        )
+
+    @staticmethod
+    def merge(packed: Tensor) -> RunningStatistics:
+        """Statistics of a whole vocabulary from those of its parts.
+
+        Args:
+            packed: [num_parts, num_rows, 6], float32, in ascending order of ids.
+        """
+        maximum, total, weighted, argmax, best, candidate = packed.unbind(-1)
+        first = maximum.argmax(dim=0, keepdim=True)
+        largest = maximum.gather(0, first)
+        below = torch.where(maximum == float("-inf"), 0.0, maximum - largest)
+        scale = torch.where(maximum == float("-inf"), 0.0, below.exp())
+        winner = best.argmax(dim=0, keepdim=True)
+        return RunningStatistics(
+            maximum=largest[0],
+            total=(total * scale).sum(dim=0),
+            weighted=(scale * (weighted + total * below)).sum(dim=0),
+            argmax=argmax.gather(0, first)[0].long(),
+            best=best.gather(0, winner)[0],
+            candidate=candidate.gather(0, winner)[0].long(),
+        )

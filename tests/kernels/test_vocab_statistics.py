@@ -1,0 +1,190 @@
+"""Statistics of rows of logits, tile by tile, against whole rows in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.noise import gumbel_noise, random_words
+from attention_kernels.vocab_statistics import RowDraws, RunningStatistics, update_statistics
+
+EPS = torch.finfo(torch.float32).eps
+IMPLEMENTATIONS = ["reference", "triton"]
+
+
+def make_draws(rows: int, generator: torch.Generator) -> RowDraws:
+    def integers(high: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, high, (rows,), generator=generator).to(dtype)
+
+    temperature = torch.rand(rows, generator=generator) + 0.3
+    request_temperature = torch.rand(rows, generator=generator) * 2
+    request_temperature[::3] = 0.0
+    return RowDraws(
+        temperature,
+        request_temperature,
+        torch.randint(-(2**62), 2**62, (rows,), generator=generator),
+        integers(50, torch.int32),
+        integers(48, torch.int32),
+        integers(256, torch.int32),
+    )
+
+
+def stream(logits, draws, tile, impl, softcap=None, embedding=None):
+    """Statistics, and the probability-weighted embedding, in tiles of ``tile`` ids."""
+    rows, vocab = logits.shape
+    running = RunningStatistics.empty(rows, logits.device)
+    soft = None if embedding is None else torch.zeros(rows, embedding.shape[1])
+    for first in range(0, vocab, tile):
+        part = logits[:, first : first + tile]
+        weights = None if soft is None else torch.empty(part.shape)
+        rescale = update_statistics(
+            running, part, first, draws, softcap=softcap, weights=weights, impl=impl
+        )
+        if soft is not None:
+            soft = soft * rescale[:, None] + weights @ embedding[first : first + tile]
+    return running, None if soft is None else soft / running.total[:, None]
+
+
+def scaled(logits, draws, softcap, dtype):
+    x = logits.to(dtype)
+    if softcap is not None:
+        x = torch.tanh(x / softcap) * softcap
+    return x / draws.temperature.to(dtype)[:, None]
+
+
+def check(logits, draws, tile, impl, softcap):
+    rows, vocab = logits.shape
+    embedding = torch.randn(vocab, 8, generator=torch.Generator().manual_seed(1))
+    running, soft = stream(logits, draws, tile, impl, softcap, embedding)
+    exact = scaled(logits, draws, softcap, torch.float64)
+    plain = scaled(logits, draws, softcap, torch.float32)
+    probs = exact.softmax(-1)
+
+    exact_entropy = torch.distributions.Categorical(logits=exact).entropy()
+    plain_entropy = torch.distributions.Categorical(logits=plain).entropy()
+    for name, ours, theirs, truth in (
+        ("entropy", running.entropy(), plain_entropy, exact_entropy),
+        ("soft embedding", soft, plain.softmax(-1) @ embedding, probs @ embedding.double()),
+        ("confidence", running.confidence(), plain.softmax(-1).amax(-1), probs.amax(-1)),
+    ):
+        error = (ours.double() - truth).abs().max().item()
+        # Sums of sums round more often than one sum; a capped logit is a difference of numbers
+        # near the cap, whose last bit the temperature magnifies.
+        rounding = EPS * max(1.0, truth.abs().max().item()) + EPS * (softcap or 0.0)
+        budget = 4 * ((theirs.double() - truth).abs().max().item() + rounding)
+        assert error <= budget, f"{name}: error {error:.2e} exceeds {budget:.2e}"
+    # The argmax and the candidate are the best there is, up to what rounding can hide.
+    rows_index = torch.arange(rows)
+    hidden = 1e-5 * exact.abs().where(exact.isfinite(), 0.0).amax(-1).clamp(min=1.0)
+    assert (exact[rows_index, running.argmax] >= exact.amax(-1) - hidden).all()
+    words = random_words(draws.seed, draws.canvas_idx, draws.step, draws.position, vocab)
+    greedy = draws.request_temperature == 0
+    rate = torch.where(greedy, 1.0, draws.request_temperature).double()
+    noise = torch.where(greedy[:, None], 0.0, gumbel_noise(words).double())
+    scores = exact / rate[:, None] + noise
+    chosen = scores[rows_index, running.candidate]
+    assert (chosen >= scores.amax(-1) - hidden / rate - 1e-5).all()
+    assert torch.equal(running.candidate[greedy], running.argmax[greedy])
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 3),
+    vocab=st.integers(1, 4500),
+    tile=st.integers(100, 1500).map(lambda groups: 4 * groups),
+    scale=st.sampled_from([0.1, 3.0, 40.0]),
+    softcap=st.sampled_from([None, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+def test_vocab_statistics(impl, rows, vocab, tile, scale, softcap, dtype, seed):
+    """Entropy, confidence, soft embedding, argmax and candidate, wherever the tiles are cut."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
+    check(logits, make_draws(rows, generator), tile, impl, softcap)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@settings(max_examples=15, deadline=None)
+@given(vocab=st.integers(5, 3000), tile=st.integers(100, 300), seed=st.integers(0, 2**31))
+def test_impossible_ids(impl, vocab, tile, seed):
+    """Minus infinity adds nothing and is never drawn, also where whole tiles are impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=generator) * 5
+    allowed = torch.randint(0, vocab, (3,), generator=generator)
+    logits[torch.arange(vocab)[None, :].expand(3, -1) != allowed[:, None]] = float("-inf")
+    running, _ = stream(logits, make_draws(3, generator), 4 * tile, impl)
+    assert torch.equal(running.candidate, allowed)
+    assert torch.equal(running.argmax, allowed)
+    assert torch.equal(running.entropy(), torch.zeros(3))
+    assert torch.equal(running.confidence(), torch.ones(3))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_of_equal_logits_the_first_wins(impl):
+    """Across tiles and within one."""
+    logits = torch.zeros(2, 64)
+    logits[0, [20, 40]] = 3.0
+    logits[1, [21, 23]] = 3.0
+    draws = make_draws(2, torch.Generator().manual_seed(0))
+    running, _ = stream(logits, draws, 16, impl)
+    assert running.argmax.tolist() == [20, 21]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@settings(max_examples=10, deadline=None)
+@given(
+    vocab=st.integers(8, 4000),
+    tiles=st.lists(st.integers(250, 1000), min_size=2, max_size=2),
+    split=st.integers(1, 999),
+    seed=st.integers(0, 2**31),
+)
+def test_draws_do_not_depend_on_tiles_or_parts(impl, vocab, tiles, split, seed):
+    """Same candidates for any tile size, and merged from two parts of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, vocab, generator=generator) * 4
+    draws = make_draws(4, generator)
+    runs = [stream(logits, draws, 4 * tile, impl)[0] for tile in tiles]
+
+    border = min(4 * split, (vocab - 1) // 4 * 4)
+    parts = [RunningStatistics.empty(4, logits.device) for _ in range(2)]
+    update_statistics(parts[0], logits[:, :border], 0, draws, impl=impl)
+    update_statistics(parts[1], logits[:, border:], border, draws, impl=impl)
+    runs.append(RunningStatistics.merge(torch.stack([part.packed() for part in parts])))
+    for run in runs[1:]:
+        assert torch.equal(run.candidate, runs[0].candidate)
+        assert torch.equal(run.argmax, runs[0].argmax)
+        torch.testing.assert_close(run.entropy(), runs[0].entropy(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run.maximum, runs[0].maximum, rtol=0, atol=0)
+
+
+def test_both_implementations_draw_the_same():
+    """The generator's words are the same bits; the transform differs by less than decides here."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(24, 3000, generator=generator) * 2
+    draws = make_draws(24, generator)
+    runs = [stream(logits, draws, 1024, impl)[0] for impl in IMPLEMENTATIONS]
+    assert torch.equal(runs[0].candidate, runs[1].candidate)
+    torch.testing.assert_close(runs[0].best, runs[1].best, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"first_id": 2}, "first_id"),
+        ({"logits": torch.zeros(3, 8)}, "logits"),
+        ({"logits": torch.zeros(2, 8, dtype=torch.int32)}, "logits"),
+        ({"weights": torch.zeros(2, 7)}, "weights"),
+        ({"impl": "cute"}, "impl"),
+    ],
+    ids=["first_id", "rows", "dtype", "weights", "impl"],
+)
+def test_bad_arguments_are_named(change, named):
+    arguments = {"logits": torch.zeros(2, 8), "first_id": 0} | change
+    running = RunningStatistics.empty(2, torch.device("cpu"))
+    draws = make_draws(2, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=named):
+        update_statistics(running, draws=draws, **arguments)

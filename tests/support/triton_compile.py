@@ -1,0 +1,88 @@
+"""Compile a Triton launch for a chip that is not there, and ask the assembler about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Shared memory that one program can have, in bytes.
+SHARED_MEMORY = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
+# How a tensor's type is called in a kernel's signature.
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compile_for(
+    chip: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Compile one launch for a chip; what Triton and the assembler report of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values.update({name: value for name, value in kwargs.items() if name not in options})
+    signature, constants, attributes = {}, {}, {}
+    for param in kernel.params:
+        value = values[param.name]
+        special = not param.do_not_specialize
+        if param.is_constexpr or value is None or (type(value) is int and value == 1 and special):
+            signature[param.name] = "constexpr"
+            constants[(param.num,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = POINTERS[value.dtype]
+            attributes[(param.num,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = "i32"
+            if special and value % 16 == 0:
+                attributes[(param.num,)] = [["tt.divisibility", 16]]
+    architecture = int(chip.removeprefix("sm_"))
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", architecture, 32),
+        options=options,
+    )
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if architecture >= 100:
+        assembler = assembler.with_name("ptxas-blackwell")
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        target = re.search(r"\.target (\w+)", ptx).group(1)
+        report = subprocess.run(
+            [assembler, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    # Stack is not spills: a kernel may use some for other reasons.
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
+        "spilled_bytes": int(stores) + int(loads),
+        "shared_memory": compiled.metadata.shared,
+    }

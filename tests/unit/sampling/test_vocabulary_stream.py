@@ -1,0 +1,363 @@
+"""Sampling from streamed logits: the exact distributions, whatever the tiles, groups and ranks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.testing import TensorMemory
+from attention_kernels.vocab_statistics import RowDraws
+from tests.support.heads import identity_head, on_shards, output_head
+from vllm_diffusion.sampling import vocabulary_stream
+from vllm_diffusion.sampling.candidate_filters import (
+    CandidateFilters,
+    CandidateTile,
+    ordered_keys,
+    thresholds,
+)
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.row_adjustments import BatchAdjustments, RowAdjustments
+from vllm_diffusion.sampling.token_ids import TokenIds
+from vllm_diffusion.sampling.vocabulary_stream import RowRequests, RowResults, sample_rows
+
+
+def make_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = None) -> RowDraws:
+    zeros = torch.zeros(rows, dtype=torch.int32)
+    return RowDraws(
+        torch.ones(rows),
+        torch.full((rows,), temperature),
+        torch.arange(rows) if seeds is None else seeds,
+        zeros,
+        zeros,
+        torch.arange(rows, dtype=torch.int32),
+    )
+
+
+def all_filters(top_k: Any, top_p: Any, min_p: Any) -> CandidateFilters:
+    return CandidateFilters(*(torch.as_tensor(values) for values in (top_k, top_p, min_p)))
+
+
+def tiles_of(logits: torch.Tensor, size: int) -> Any:
+    def tiles():
+        for first in range(0, logits.shape[1], size):
+            yield CandidateTile(first, logits[:, first : first + size])
+
+    return tiles
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.4},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"bias": {3: 2.0, 7: -1.5}},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "bias": {1: 1.0}},
+    ],
+    ids=str,
+)
+def test_candidates_follow_the_exact_distribution(params):
+    """Chi-square over 20,000 seeds with the logits held fixed, against the definition in float64."""
+    rows, vocab = 20_000, 16
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 1.5
+    for token, bias in params.get("bias", {}).items():
+        logits[token] += bias
+    temperature = params.get("temperature", 1.0)
+    top_k, top_p = params.get("top_k", vocab), params.get("top_p", 1.0)
+    min_p = params.get("min_p", 0.0)
+
+    probs = (logits.double() / temperature).softmax(-1)
+    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
+    probs = torch.where(probs >= probs.topk(top_k).values[-1], probs, 0.0)
+    probs /= probs.sum()
+    ordered, order = probs.sort(descending=True)
+    # The smallest set of likeliest tokens that reaches p.
+    kept = order[ordered.cumsum(-1) - ordered < top_p]
+    expected = torch.zeros(vocab, dtype=torch.float64)
+    expected[kept] = probs[kept] / probs[kept].sum()
+
+    requests = RowRequests(
+        make_draws(rows, temperature, torch.arange(rows) * 7919),
+        filters=all_filters(
+            torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
+        ),
+    )
+    drawn = sample_rows(
+        identity_head(vocab), logits.expand(rows, -1), requests, vocab, tile_size=8
+    ).candidate
+    counts = torch.bincount(drawn, minlength=vocab).double()
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    freedom = int(possible.sum()) - 1
+    deviation = (counts - rows * expected)[possible] ** 2 / (rows * expected[possible])
+    assert abs(deviation.sum().item() - freedom) < 5 * math.sqrt(2 * max(freedom, 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    vocab=st.integers(1, 60),
+    tile=st.integers(1, 64),
+    seed=st.integers(0, 2**31),
+)
+def test_filters_keep_what_vllm_keeps(rows, vocab, tile, seed):
+    """Top-k and top-p of each row against vLLM's own PyTorch implementation; min-p by definition."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    top_k = torch.randint(1, vocab + 1, (rows,), generator=generator)
+    top_p = torch.rand(rows, generator=generator).clamp(min=0.05)
+    min_p = torch.rand(rows, generator=generator)
+
+    def kept(filters: CandidateFilters) -> torch.Tensor:
+        keys = thresholds(
+            tiles_of(logits, tile), logits.amax(-1), filters, vocab, lambda values: values
+        )
+        return ordered_keys(logits) >= keys[:, None]
+
+    stock = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
+    assert torch.equal(kept(CandidateFilters(top_k, top_p, None)), stock > float("-inf"))
+    probs = logits.double().softmax(-1)
+    floor = min_p[:, None] * probs.amax(-1, keepdim=True)
+    # Where a probability is the floor up to rounding, either is right.
+    decided = (probs - floor).abs() > 1e-6 * floor
+    ours = kept(CandidateFilters(None, None, min_p))
+    assert torch.equal(ours & decided, (probs >= floor) & decided)
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    logits = torch.tensor([[5.0, 1.0, 1.0, 1.0, 0.0]])
+    for filters in (
+        CandidateFilters(torch.tensor([2]), None, None),
+        CandidateFilters(None, torch.tensor([0.97]), None),
+    ):
+        keys = thresholds(tiles_of(logits, 2), logits.amax(-1), filters, 5, lambda values: values)
+        assert (ordered_keys(logits) >= keys[:, None]).tolist() == [[True] * 4 + [False]]
+
+
+@given(values=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=30))
+def test_keys_compare_as_the_numbers_do(values):
+    numbers = torch.tensor(values, dtype=torch.float32)
+    keys = ordered_keys(numbers)
+    assert torch.equal(keys[:, None] < keys[None, :], numbers[:, None] < numbers[None, :])
+    assert int(keys.min()) >= 0
+    assert int(keys.max()) < 2**32
+
+
+class Case:
+    """Rows of several requests that ask for everything at once."""
+
+    def __init__(self, seed: int, vocab: int, hidden: int = 8) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        self.vocab = vocab
+        self.weight = torch.randn(vocab, hidden, generator=generator)
+        n = 12
+        self.rows = torch.randn(n, hidden, generator=generator)
+        draws = make_draws(n, seeds=torch.randint(0, 2**62, (n,), generator=generator))
+        temperatures = torch.rand(n, generator=generator) * 1.5
+        temperatures[:2] = 0.0
+        self.requests = RowRequests(
+            draws._replace(
+                temperature=torch.rand(n, generator=generator) + 0.3,
+                request_temperature=temperatures,
+            ),
+            adjustments=self._adjustments(rng),
+            filters=all_filters(
+                torch.randint(1, vocab + 1, (n,), generator=generator),
+                torch.rand(n, generator=generator).clamp(min=0.1),
+                torch.rand(n, generator=generator) * 0.2,
+            ),
+            logprobs=LogprobsRequest(
+                min(3, vocab),
+                torch.randint(0, vocab, (n, 4), generator=generator),
+                torch.tensor([0, 2, 4] * 4, dtype=torch.int32),
+                as_logits=False,
+            ),
+            reports_raw=bool(seed % 2),
+            reported_temperature=torch.rand(n, generator=generator) + 0.5,
+        )
+
+    def _adjustments(self, rng: np.random.Generator) -> BatchAdjustments:
+        """Three requests of four rows: one of penalties, one of bias and length, one restricted."""
+        penalties = fake_penalties(3, self.vocab, rng)
+        sampler = SimpleNamespace(
+            penalties_state=penalties,
+            req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.full(3, 5))),
+        )
+        adjustments = RowAdjustments(sampler, torch.device("cpu"))
+        some = rng.integers(0, self.vocab, 10).tolist()
+        for slot, params in enumerate(
+            (
+                {"has_penalties": True},
+                {"logit_bias": dict.fromkeys(some, 1.5), "min_tokens": 4},
+                {"allowed_token_ids": some},
+            )
+        ):
+            adjustments.add_request(slot, sampling_params(all_stop_token_ids=some[:3], **params))
+        batch = SimpleNamespace(
+            cu_num_logits_np=np.array([0, 4, 8, 12]),
+            idx_mapping_np=np.array([0, 1, 2]),
+            positions=torch.arange(12),
+            logits_indices=torch.arange(12),
+        )
+        readable = {2: TokenIds.of(some[:6], torch.device("cpu"))}
+        bound = adjustments.bind(batch, readable, None)
+        assert bound is not None
+        return bound
+
+    def run(self, head: Any = None, tile: int = 4096) -> RowResults:
+        head = head or output_head(self.weight, 5.0)
+        return sample_rows(head, self.rows, self.requests, self.vocab, tile)
+
+
+def sampling_params(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "logit_bias": None,
+        "min_tokens": 0,
+        "all_stop_token_ids": set(),
+        "allowed_token_ids": None,
+        "has_penalties": False,
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:
+    """vLLM's tensors of counted tokens, filled at random."""
+
+    def per_slot(value: float) -> Any:
+        return SimpleNamespace(np=np.full(slots, value, dtype=np.float32))
+
+    words = rng.integers(-(2**31), 2**31, (slots, (vocab + 31) // 32))
+    return SimpleNamespace(
+        add_request=lambda slot, params: params.has_penalties,
+        repetition_penalty=per_slot(1.7),
+        frequency_penalty=per_slot(0.4),
+        presence_penalty=per_slot(-0.6),
+        prompt_bin_mask=torch.from_numpy(words.astype(np.int32)),
+        output_bin_counts=torch.from_numpy(rng.integers(0, 3, (slots, vocab), dtype=np.int32)),
+    )
+
+
+def assert_same(ours: RowResults, whole: RowResults) -> None:
+    assert torch.equal(ours.candidate, whole.candidate)
+    assert torch.equal(ours.argmax, whole.argmax)
+    torch.testing.assert_close(ours.entropy, whole.entropy, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours.soft_embeds, whole.soft_embeds, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ours.logprobs.logprob_token_ids, whole.logprobs.logprob_token_ids)
+    torch.testing.assert_close(ours.logprobs.logprobs, whole.logprobs.logprobs)
+    assert torch.equal(ours.logprobs.selected_token_ranks, whole.logprobs.selected_token_ranks)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31), vocab=st.integers(8, 200), tile=st.integers(1, 20))
+def test_tiles_change_nothing(seed, vocab, tile):
+    """Every setting at once: the same draws, log-probabilities and ranks for any tile size."""
+    case = Case(seed, vocab)
+    assert_same(case.run(tile=4 * tile), case.run())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.integers(16, 200),
+    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=3, unique=True),
+)
+def test_ranks_change_nothing(seed, vocab, cuts):
+    """The same on two to four tensor-parallel ranks, each with its own ids only."""
+    case = Case(seed, vocab)
+    borders = sorted({4 * cut for cut in cuts if 4 * cut < vocab} or {4})
+    whole = case.run()
+    for result in on_shards(case.weight, borders, 5.0, lambda head: case.run(head, 16)):
+        assert_same(result, whole)
+
+
+def test_groups_of_rows_change_nothing(monkeypatch):
+    """Where kept tiles are bounded, rows go through the vocabulary a few at a time."""
+    case = Case(3, 120)
+    whole = case.run()
+    monkeypatch.setattr(vocabulary_stream, "MIN_KEPT_BYTES", 0)
+    assert_same(case.run(tile=16), whole)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31), vocab=st.integers(8, 200), raw=st.booleans())
+def test_logprobs_are_those_of_vllm(seed, vocab, raw):
+    """Scores and ranks against vLLM's function over whole rows of the same logits."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, vocab, generator=generator) * 4
+    temperature = torch.rand(6, generator=generator) + 0.5
+    nothing = torch.zeros(6, 0, dtype=torch.int64)
+    requests = RowRequests(
+        make_draws(6),
+        logprobs=LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw),
+        reported_temperature=temperature,
+    )
+    ours = sample_rows(identity_head(vocab), logits, requests, vocab, tile_size=12).logprobs
+    stock = compute_topk_scores(
+        (logits / temperature[:, None]).contiguous(), 4, logits.argmax(-1), logits_mode=raw
+    )
+    assert torch.equal(ours.logprob_token_ids, stock.logprob_token_ids.long())
+    torch.testing.assert_close(ours.logprobs, stock.logprobs)
+    assert torch.equal(ours.selected_token_ranks, stock.selected_token_ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("extras", ["plain", "everything"])
+def test_peak_memory(monkeypatch, dtype, extras):
+    """At most a byte for each logit, an eighth of a float32 copy and another of its softmax."""
+    monkeypatch.setattr(vocabulary_stream, "MIN_KEPT_BYTES", 0)
+    rows, vocab, hidden = 8, 2**16, 64
+    generator = torch.Generator().manual_seed(0)
+    head = output_head(torch.randn(vocab, hidden, generator=generator).to(dtype), 30.0)
+    draws = make_draws(rows)
+    requests = RowRequests(draws)
+    if extras == "everything":
+        adjustments = RowAdjustments(
+            SimpleNamespace(
+                penalties_state=fake_penalties(1, vocab, np.random.default_rng(0)),
+                req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.zeros(1))),
+            ),
+            torch.device("cpu"),
+        )
+        params = sampling_params(
+            has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 3)
+        )
+        adjustments.add_request(0, params)
+        batch = SimpleNamespace(
+            cu_num_logits_np=np.array([0, rows]),
+            idx_mapping_np=np.array([0]),
+            positions=torch.arange(rows),
+            logits_indices=torch.arange(rows),
+        )
+        requests = RowRequests(
+            draws,
+            adjustments=adjustments.bind(batch, {}, None),
+            filters=all_filters(
+                torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.01)
+            ),
+            logprobs=LogprobsRequest(
+                5,
+                torch.zeros(rows, 0, dtype=torch.int64),
+                torch.zeros(rows, dtype=torch.int32),
+                as_logits=False,
+            ),
+            reported_temperature=torch.ones(rows),
+        )
+    with TensorMemory() as memory:
+        sample_rows(head, torch.randn(rows, hidden).to(dtype), requests, vocab, tile_size=512)
+    assert memory.peak <= rows * vocab
+    # No float32 tensor comes near the size of the logits.
+    assert memory.largest_float32 <= rows * vocab / 32

@@ -1,0 +1,116 @@
+"""The projection onto the vocabulary, as the sampler reads it: a tile of ids at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The ids of one tensor-parallel rank.
+
+    Attributes:
+        weight: [num_ids, hidden_size], the rank's rows of the projection.
+        embedding: [num_ids, hidden_size], token embeddings of the same ids, for a model with
+            self-conditioning; ``None`` for one without.
+        first_id: The rank's first id.
+        softcap: Logits become ``softcap * tanh(logit / softcap)``; ``None`` leaves them.
+        dtype: Logits are computed and rounded in it.
+        matmul: (rows [num_rows, hidden_size], weight [n, hidden_size]) -> [num_rows, n].
+        num_shards: Ranks that share the vocabulary.
+    """
+
+    weight: Tensor
+    embedding: Tensor | None
+    first_id: int
+    softcap: float | None
+    dtype: torch.dtype
+    matmul: Callable[[Tensor, Tensor], Tensor]
+    num_shards: int
+
+    @staticmethod
+    def of(
+        lm_head: VocabParallelEmbedding,
+        embedding: VocabParallelEmbedding | None,
+        *,
+        softcap: float | None,
+        dtype: torch.dtype | None,
+    ) -> OutputHead:
+        """Of a model's layers.
+
+        Raises:
+            ValueError: If the head is quantised, which no tile can be cut from.
+        """
+        if not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
+            raise ValueError(
+                f"The checkpoint's lm_head is quantised ({type(lm_head.quant_method).__name__}), "
+                "and the sampler reads it a tile of the vocabulary at a time; add lm_head to the "
+                "ignore list of its quantization_config and keep its weights in bfloat16."
+            )
+        shard = lm_head.shard_indices
+        num_ids = shard.org_vocab_end_index - shard.org_vocab_start_index
+        gemm = dispatch_unquantized_gemm()
+        return OutputHead(
+            weight=lm_head.weight[:num_ids],
+            embedding=None if embedding is None else embedding.weight[:num_ids],
+            first_id=shard.org_vocab_start_index,
+            softcap=softcap,
+            dtype=dtype or lm_head.weight.dtype,
+            matmul=lambda rows, weight: gemm(lm_head, rows, weight, None),
+            num_shards=get_tensor_model_parallel_world_size(),
+        )
+
+    def tiles(self, size: int) -> Iterator[slice]:
+        """The rank's ids, counted from its first, in pieces of at most ``size``."""
+        for start in range(0, self.weight.shape[0], size):
+            yield slice(start, min(start + size, self.weight.shape[0]))
+
+    def project(self, rows: Tensor, tile: slice) -> Tensor:
+        """Logits before the cap: [num_rows, tile ids], in ``dtype``."""
+        weight = self.weight[tile]
+        return self.matmul(rows.to(self.dtype), weight.to(self.dtype))
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Capped logits in float32, always a new tensor."""
+        logits = logits.to(torch.float32, copy=True)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Every rank's ``values``: [num_shards, ...], ascending in ids."""
+        if self.num_shards == 1:
+            return values[None]
+        return tensor_model_parallel_all_gather(values[None].contiguous(), dim=0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        return values if self.num_shards == 1 else tensor_model_parallel_all_reduce(values)
+
+
+def head_of(model: nn.Module) -> OutputHead:
+    """Of a vLLM language model whose head and logits are where most have them."""
+    logits_processor: Any = model.logits_processor
+    if logits_processor.scale != 1.0:
+        raise ValueError(f"{type(model).__name__} scales its logits, which no family here does.")
+    return OutputHead.of(
+        model.lm_head,
+        None,
+        softcap=logits_processor.soft_cap,
+        dtype=logits_processor.head_dtype,
+    )
