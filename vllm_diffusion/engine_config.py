@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion import plugin, upstream
 from vllm_diffusion.config import diffusion_gemma_defaults, fuses_encode, plugin_settings
+from vllm_diffusion.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.weight_files import check_weight_files
 
@@ -50,6 +51,7 @@ class DiffusionGemmaEngineConfig:
         if vllm_config.load_config.load_format != "dummy":
             check_weight_files(vllm_config.model_config.model)
         _choose_scheduler(vllm_config)
+        choose_capture_sizes(vllm_config)
 
 
 def _check_upstream() -> None:

@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.backend import bind_canvas
 from vllm_diffusion.config import compile_backend, fuses_encode, plugin_settings
+from vllm_diffusion.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state import runner_seam
 from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
@@ -98,22 +99,58 @@ class BlockDiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
         self._log_who_serves()
-        return (
-            DiffusionSampler(
-                sampler,
-                self.slots,
-                self.policy(),
-                self.noise(),
-                head=self.output_head(),
-                store_soft_embeds=self.store_soft_embeds,
-                vocab_size=self.vocab_size,
-                max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
-                converge_at_end=self.settings.converge_at_end,
-                emits_when_done=not self.vllm_config.scheduler_config.async_scheduling,
-                compile_backend=compile_backend(self.vllm_config),
-            ),
-            None,
+        self.sampler = DiffusionSampler(
+            sampler,
+            self.slots,
+            self.policy(),
+            self.noise(),
+            head=self.output_head(),
+            store_soft_embeds=self.store_soft_embeds,
+            vocab_size=self.vocab_size,
+            max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
+            converge_at_end=self.settings.converge_at_end,
+            emits_when_done=not self.vllm_config.scheduler_config.async_scheduling,
+            compile_backend=compile_backend(self.vllm_config),
         )
+        return self.sampler, None
+
+    def capture_inner_cudagraphs(self, *batch_layout: Any) -> None:
+        """Called by the runner when it has captured the backbone."""
+        from vllm.distributed.parallel_state import graph_capture
+
+        most = min(self.max_num_reqs, MAX_CANVASES)
+        try:
+            with graph_capture(device=self.device):
+                self.capture_graphs(cuda_capture, most)
+        except RuntimeError as error:
+            logger.warning(
+                "Embedding, self-conditioning and sampling run outside of CUDA graphs, since "
+                "capturing them failed: %s",
+                error,
+            )
+            return
+        logger.info_once(
+            "CUDA graphs: embedding with self-conditioning and sampling for 1 to %d canvases, the "
+            "backbone for passes of %s rows; batches with other sampling settings, narrow canvases "
+            "or larger passes launch kernels one by one. vLLM reports their memory below.",
+            most,
+            self.vllm_config.compilation_config.cudagraph_capture_sizes,
+        )
+
+    def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
+        """Capture what a step does besides the backbone.
+
+        Args:
+            capture: Makes a graph of a call.
+            max_canvases: Captured are 1 to that many whole canvases.
+        """
+        hidden = torch.zeros(
+            max_canvases * self.canvas_length,
+            self.model_config.get_hidden_size(),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.sampler.capture(capture, max_canvases, hidden)
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.config import diffusion_gemma_defaults
+from vllm_diffusion.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
@@ -42,6 +43,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
+        self._embed_canvases = GraphedFunction(self._conditioned_embeds)
         self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
         self._has_image_spans = (
             self.supports_mm_inputs
@@ -83,6 +85,20 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         super().prepare_inputs(input_batch, req_states)
+        num_tokens, num_rows = input_batch.num_tokens, input_batch.num_draft_tokens
+        if num_rows < num_tokens:
+            self._embed_known_tokens(input_batch)
+        if num_rows > 0:
+            rows = input_batch.logits_indices
+            self._inputs_embeds[rows] = self._embed_canvases(
+                input_batch.input_ids[rows],
+                input_batch.expanded_idx_mapping.long(),
+                input_batch.expanded_local_pos.long(),
+            )
+        return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
+
+    def _embed_known_tokens(self, input_batch: InputBatch) -> None:
+        """Plain embeddings of all rows, images among them; those of canvases come after."""
         input_ids = input_batch.input_ids[: input_batch.num_tokens]
         if self._mm_embeds is None:
             embeds = self.model.embed_input_ids(input_ids)
@@ -93,26 +109,37 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
                 input_ids, multimodal_embeddings=mm_embeds, is_multimodal=is_mm_embed
             )
         self._inputs_embeds[: input_batch.num_tokens] = embeds
-        if input_batch.num_draft_tokens > 0:
-            self._condition_canvases(input_batch)
-        return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
-    def _condition_canvases(self, input_batch: InputBatch) -> None:
-        """Replace the embeddings of canvas rows by self-conditioned ones, all rows at once.
+    def _conditioned_embeds(self, input_ids: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+        """Self-conditioned embeddings of canvas rows.
 
-        Rows of a finished canvas that is being encoded keep their plain embeddings: the encoder
-        has no such module.
+        Rows of a finished canvas that is being encoded have plain embeddings: the encoder has no
+        such module.
+
+        Args:
+            input_ids: [num_rows].
+            slot: [num_rows], int64.
+            position: [num_rows], int64.
+
+        Returns:
+            [num_rows, hidden_size].
         """
         slots = self.slots
-        rows = input_batch.logits_indices
-        slot = input_batch.expanded_idx_mapping.long()
-        position = input_batch.expanded_local_pos.long()
         # The first step of a canvas has nothing to go by; a pinned position is told nothing.
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
         signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
-        plain = self._inputs_embeds[rows]
+        plain = self.model.embed_input_ids(input_ids)
         conditioned = self.model.self_conditioning(plain, signal)
-        self._inputs_embeds[rows] = torch.where(slots.encoding[slot][:, None], plain, conditioned)
+        return torch.where(slots.encoding[slot][:, None], plain, conditioned)
+
+    def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
+        super().capture_graphs(capture, max_canvases)
+        most = max_canvases * self.canvas_length
+        ids = torch.zeros(most, dtype=torch.int32, device=self.device)
+        indices = torch.zeros(2, most, dtype=torch.int64, device=self.device)
+        for n in range(max_canvases, 0, -1):
+            rows = slice(n * self.canvas_length)
+            self._embed_canvases.capture(capture, ids[rows], indices[0, rows], indices[1, rows])
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]}

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.constraints import CanvasConstraints
+from vllm_diffusion.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.request_slots import CanvasSlots
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
@@ -90,6 +91,7 @@ class DiffusionSampler:
             emits_when_done=emits_when_done,
             compile_backend=compile_backend,
         )
+        self.plain_step = GraphedFunction(self._plain_step)
         self.emits_when_done = emits_when_done
         self.max_rows = min(max_rows, slots.num_slots * slots.canvas_length)
         R, C, device = slots.num_slots, slots.canvas_length, slots.device
@@ -130,75 +132,121 @@ class DiffusionSampler:
             message: Constraints of the scheduler.
         """
         num_reqs = input_batch.num_reqs
-
-        slots = self.slots
+        slots, states = self.slots, self.sampling_states
         num_logits = (
             input_batch.cu_num_logits[1 : num_reqs + 1] - input_batch.cu_num_logits[:num_reqs]
         )
         num_rows = torch.zeros(slots.num_slots, dtype=torch.int32, device=slots.device)
         num_rows[input_batch.idx_mapping] = num_logits.to(torch.int32)
+        starting = self._starting(input_batch)
+        seeds = states.seeds.gpu[: slots.num_slots]
+        if rows.shape[0] == 0:
+            output = self._decide(num_rows, starting, seeds, None)
+            return self._engine_output(output, input_batch, num_logits, None)
 
-        logprobs = None
-        constraints = None
-        if rows.shape[0] > 0:
-            if message is not None:
-                constraints = ConstraintTensors.build(
-                    message, input_batch, slots.num_slots, slots.device
-                )
-            logprobs = self._fill_statistics(rows, input_batch, constraints)
-        num_valid, free_from, free_to = self._unconstrained
-        if constraints is not None:
-            num_valid, free_from, free_to = (
-                constraints.num_valid,
-                constraints.free_from,
-                constraints.free_to,
-            )
-        output = self.canvas_step(
-            self._statistics,
-            num_rows,
-            self._starting(input_batch),
-            self.sampling_states.seeds.gpu[: slots.num_slots],
-            num_valid,
-            free_from,
-            free_to,
-        )
-        return self._engine_output(output, input_batch, num_logits, logprobs)
-
-    def _starting(self, input_batch: InputBatch) -> Tensor:
-        """[R], bool: slots whose last prompt token was in this pass. Known on the host."""
-        finished = input_batch.is_prefilling_np & (
-            input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
-            >= input_batch.prefill_len_np
-        )
-        starting = np.zeros(self.slots.num_slots, dtype=bool)
-        starting[input_batch.idx_mapping_np[finished]] = True
-        return async_tensor_h2d(starting, device=self.slots.device)
-
-    def _fill_statistics(
-        self, rows: Tensor, input_batch: InputBatch, constraints: ConstraintTensors | None
-    ) -> LogprobsTensors | None:
-        """Sample the rows and scatter their statistics to (slot, position)."""
-        slots, states = self.slots, self.sampling_states
         slot = input_batch.expanded_idx_mapping.long()
         position = input_batch.expanded_local_pos.long()
-        temperature = schedule_temperature(slots)[slot]
-        logprobs = self._logprobs_request(input_batch, slot)
+        temperatures = states.temperature.gpu[: slots.num_slots]
+        constraints = None
+        if message is not None:
+            constraints = ConstraintTensors.build(
+                message, input_batch, slots.num_slots, slots.device
+            )
+        adjustments = self.adjustments.bind(input_batch, slots.allowed_ids, constraints)
+        filters = self._filters(input_batch, slot)
+        wanted = self._logprobs_request(input_batch, slot)
+        if adjustments is None and filters is None and wanted is None:
+            output = self.plain_step(rows, slot, position, num_rows, starting, seeds, temperatures)
+            return self._engine_output(output, input_batch, num_logits, None)
+
+        draws = self._draws(slot, position, seeds, temperatures)
         requests = RowRequests(
-            draws=RowDraws(
-                temperature,
-                states.temperature.gpu[slot],
-                states.seeds.gpu[slot],
-                slots.canvas_idx[slot],
-                slots.step[slot],
-                position.to(torch.int32),
-            ),
-            adjustments=self.adjustments.bind(input_batch, slots.allowed_ids, constraints),
-            filters=self._filters(input_batch, slot),
-            logprobs=logprobs,
+            draws,
+            adjustments=adjustments,
+            filters=filters,
+            logprobs=wanted,
             reports_raw=self.reports_raw,
             # A read-only canvas reports the model's own distribution, at temperature 1.
-            reported_temperature=torch.where(slots.read_only[slot], 1.0, temperature),
+            reported_temperature=torch.where(slots.read_only[slot], 1.0, draws.temperature),
         )
+        logprobs = self._sample(rows, slot, position, requests, constraints)
+        if logprobs is not None:
+            logprobs = self._logprobs.exchange(
+                logprobs, slot, position, slots.encoding, input_batch.cu_num_logits_np
+            )
+        output = self._decide(num_rows, starting, seeds, constraints)
+        return self._engine_output(output, input_batch, num_logits, logprobs)
+
+    def capture(self, capture: Capture, max_canvases: int, hidden: Tensor) -> None:
+        """Capture the plain step for 1 to ``max_canvases`` whole canvases.
+
+        Args:
+            capture: Makes a graph of a call.
+            max_canvases: At most the number of slots.
+            hidden: [max_canvases * canvas_length, hidden_size], rows that graphs read from.
+        """
+        slots, device = self.slots, self.slots.device
+        indices = torch.zeros(2, hidden.shape[0], dtype=torch.int64, device=device)
+        fixed = (
+            # No slot has rows or starts, so a capture changes nobody's canvas.
+            torch.zeros(slots.num_slots, dtype=torch.int32, device=device),
+            torch.zeros(slots.num_slots, dtype=torch.bool, device=device),
+            torch.zeros(slots.num_slots, dtype=torch.int64, device=device),
+            torch.ones(slots.num_slots, dtype=torch.float32, device=device),
+        )
+        for n in range(max_canvases, 0, -1):
+            rows = slice(n * slots.canvas_length)
+            self.plain_step.capture(
+                capture, hidden[rows], indices[0, rows], indices[1, rows], *fixed
+            )
+
+    def _plain_step(
+        self,
+        rows: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        num_rows: Tensor,
+        starting: Tensor,
+        seeds: Tensor,
+        temperatures: Tensor,
+    ) -> StepOutput:
+        """A pass in which nobody asks for more than temperatures and seeds.
+
+        Args:
+            rows: [num_rows, hidden_size].
+            slot: [num_rows], int64.
+            position: [num_rows], int64.
+            num_rows: [R], int32, rows of each slot.
+            starting: [R], bool, slots whose prompt is complete.
+            seeds: [R], int64.
+            temperatures: [R], float32, of the requests.
+        """
+        requests = RowRequests(self._draws(slot, position, seeds, temperatures))
+        self._sample(rows, slot, position, requests, None)
+        return self._decide(num_rows, starting, seeds, None)
+
+    def _draws(
+        self, slot: Tensor, position: Tensor, seeds: Tensor, temperatures: Tensor
+    ) -> RowDraws:
+        slots = self.slots
+        return RowDraws(
+            schedule_temperature(slots)[slot],
+            temperatures[slot],
+            seeds[slot],
+            slots.canvas_idx[slot],
+            slots.step[slot],
+            position.to(torch.int32),
+        )
+
+    def _sample(
+        self,
+        rows: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        requests: RowRequests,
+        constraints: ConstraintTensors | None,
+    ) -> LogprobsTensors | None:
+        """Sample the rows and scatter their statistics to (slot, position)."""
         results = sample_rows(self.head, rows, requests, self.vocab_size)
         for target, values in (
             (self._statistics.argmax, results.argmax),
@@ -212,11 +260,30 @@ class DiffusionSampler:
             if constraints is not None:
                 soft_embeds = torch.where(constraints.restart[:, None], 0.0, soft_embeds)
             self.store_soft_embeds(soft_embeds, slot, position)
-        if results.logprobs is None:
-            return None
-        return self._logprobs.exchange(
-            results.logprobs, slot, position, slots.encoding, input_batch.cu_num_logits_np
+        return results.logprobs
+
+    def _decide(
+        self,
+        num_rows: Tensor,
+        starting: Tensor,
+        seeds: Tensor,
+        constraints: ConstraintTensors | None,
+    ) -> StepOutput:
+        """What becomes of every canvas."""
+        bounds = self._unconstrained
+        if constraints is not None:
+            bounds = (constraints.num_valid, constraints.free_from, constraints.free_to)
+        return self.canvas_step(self._statistics, num_rows, starting, seeds, *bounds)
+
+    def _starting(self, input_batch: InputBatch) -> Tensor:
+        """[R], bool: slots whose last prompt token was in this pass. Known on the host."""
+        finished = input_batch.is_prefilling_np & (
+            input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
+            >= input_batch.prefill_len_np
         )
+        starting = np.zeros(self.slots.num_slots, dtype=bool)
+        starting[input_batch.idx_mapping_np[finished]] = True
+        return async_tensor_h2d(starting, device=self.slots.device)
 
     def _filters(self, input_batch: InputBatch, slot: Tensor) -> CandidateFilters | None:
         """Top-k, top-p and min-p of each row, where a request of the batch has any."""

@@ -1,0 +1,73 @@
+"""Which passes are captured, and what a replay reads and returns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.graphs import emulated_capture
+from vllm_diffusion.cuda_graphs import (
+    MAX_CANVASES,
+    GraphedFunction,
+    capture_sizes,
+    choose_capture_sizes,
+)
+
+
+@given(canvas=st.integers(1, 512), seqs=st.integers(1, 300), budget=st.integers(1024, 65536))
+def test_every_pass_of_whole_canvases_has_a_size(canvas, seqs, budget):
+    """A pass of n canvases, fused ones counted twice, is padded by less than a half, or by three."""
+    sizes = capture_sizes(canvas, seqs, budget)
+    assert sizes == sorted(set(sizes))
+    assert all(size % canvas == 0 and size <= budget for size in sizes)
+    for n in range(1, min(2 * seqs, MAX_CANVASES, sizes[-1] // canvas) + 1):
+        smallest = next(size for size in sizes if size >= n * canvas) // canvas
+        assert smallest == n if n <= 8 else smallest - n <= 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "largest", "on_cpu", "expected"),
+    [
+        (None, None, False, [256, 512, 768, 1024]),
+        ([8, 16], None, False, [8, 16]),
+        (None, 2048, False, None),
+        (None, None, True, None),
+    ],
+    ids=["chosen", "sizes of the operator", "ceiling of the operator", "no GPU"],
+)
+def test_choose_capture_sizes(monkeypatch, sizes, largest, on_cpu, expected):
+    """What the operator says is left alone."""
+    from vllm import platforms
+
+    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=largest)
+    choose_capture_sizes(
+        SimpleNamespace(
+            compilation_config=compilation,
+            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8192),
+            diffusion_config=SimpleNamespace(canvas_length=256),
+        )
+    )
+    assert compilation.cudagraph_capture_sizes == expected
+
+
+def test_a_replay_reads_this_call_s_inputs():
+    """And other shapes are simply called."""
+    calls = []
+
+    def double(x):
+        calls.append(x.shape[0])
+        return x * 2
+
+    graphed = GraphedFunction(double)
+    graphed.capture(emulated_capture, torch.zeros(3))
+    held = graphed(torch.tensor([1.0, 2.0, 3.0]))
+    assert held.tolist() == [2.0, 4.0, 6.0]
+    assert graphed(torch.tensor([5.0, 6.0, 7.0])) is held
+    assert held.tolist() == [10.0, 12.0, 14.0]
+    assert graphed(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert calls == [3, 3, 3, 2]

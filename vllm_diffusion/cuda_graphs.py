@@ -1,0 +1,121 @@
+"""CUDA graphs of a pass: which sizes vLLM captures of the model, and our own around it.
+
+A step that replays graphs launches a handful of them: one embeds the canvases with their
+self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that asks for more of
+the sampler than the plain step, or holds a narrower canvas, runs the same functions without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Beyond this many canvases a launch costs nothing beside the work it starts.
+MAX_CANVASES = 64
+# Up to here every count has a graph of the backbone; above, every fourth, and the runner pads.
+MAX_EXACT = 8
+
+# (function, its inputs) -> what replays the call on those inputs and returns the same tensors.
+Capture = Callable[[Callable[..., Any], tuple[Tensor, ...]], Callable[[], Any]]
+
+
+def canvas_counts(most: int) -> list[int]:
+    """Numbers of canvases that get a graph of the backbone, ascending, up to ``most``."""
+    most = min(most, MAX_CANVASES)
+    counts = {*range(1, min(most, MAX_EXACT) + 1), *range(MAX_EXACT, most + 1, 4), most}
+    return sorted(counts)
+
+
+def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Rows of the passes that vLLM is to capture.
+
+    Whole canvases of 1 to ``max_num_seqs`` requests, and up to twice as many where finished canvases
+    are encoded in the same pass. Short prompts take the smallest of them.
+
+    Args:
+        canvas_length: Rows of a canvas.
+        max_num_seqs: Requests that run at once.
+        max_num_batched_tokens: Rows of the largest pass.
+    """
+    counts = canvas_counts(2 * max_num_seqs)
+    return [n * canvas_length for n in counts if n * canvas_length <= max_num_batched_tokens]
+
+
+def choose_capture_sizes(vllm_config: VllmConfig) -> None:
+    """Have vLLM capture whole canvases, where the operator says nothing of sizes.
+
+    By itself it stops at 512 rows (1,024 on SM100), which is two canvases of 256.
+    """
+    from vllm.platforms import current_platform
+
+    compilation = vllm_config.compilation_config
+    if (
+        current_platform.is_cpu()
+        or compilation.cudagraph_capture_sizes is not None
+        or compilation.max_cudagraph_capture_size is not None
+    ):
+        return
+    scheduler = vllm_config.scheduler_config
+    compilation.cudagraph_capture_sizes = capture_sizes(
+        vllm_config.diffusion_config.canvas_length,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+    )
+
+
+class GraphedFunction:
+    """A function of tensors, replayed as a graph for the shapes that were captured.
+
+    What it returns after a replay is overwritten by the next one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Wrap a function whose launches depend on its inputs' shapes alone."""
+        self._function = function
+        self._graphs: dict[
+            tuple[torch.Size, ...], tuple[Callable[[], Any], tuple[Tensor, ...]]
+        ] = {}
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        graph = self._graphs.get(tuple(x.shape for x in inputs)) if self._graphs else None
+        if graph is None:
+            return self._function(*inputs)
+        replay, held = graph
+        for mine, given in zip(held, inputs, strict=True):
+            mine.copy_(given)
+        return replay()
+
+    def capture(self, capture: Capture, *inputs: Tensor) -> None:
+        """Capture the call for the shapes of ``inputs``, whose values do not matter.
+
+        Args:
+            capture: :func:`cuda_capture`, or what stands in for it.
+            inputs: Kept: each replay reads its inputs from them.
+        """
+        key = tuple(x.shape for x in inputs)
+        self._graphs[key] = (capture(self._function, inputs), inputs)
+
+
+def cuda_capture(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+    """Capture a call as a CUDA graph in vLLM's memory pool, on the current stream."""
+    from vllm.platforms import current_platform
+
+    # Compiles, tunes and allocates what must not be captured.
+    for _ in range(2):
+        function(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool()):
+        output = function(*inputs)
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
