@@ -141,7 +141,9 @@ def _implementation(impl: Impl) -> Callable[..., None]:
         return canvas_attention_reference
     if impl == "triton":
         try:
-            from attention_kernels.canvas_attention.triton import canvas_attention_triton
+            from attention_kernels.canvas_attention.triton.launch import (
+                canvas_attention_triton,
+            )
         except ImportError as error:
             raise NotImplementedError(
                 f'impl="triton" cannot be imported ({error}); install triton or use '

@@ -11,15 +11,11 @@ from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
 from tests.support.oracle import Oracle
+from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(20, 276, (count,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +38,7 @@ def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:
         "batches": [
             [
                 {
-                    "prompt": tokens(20 + 30 * i, i),
+                    "prompt": random_prompt(20 + 30 * i, i),
                     "params": {"max_tokens": 3 * CANVAS, "ignore_eos": True, "seed": i},
                 }
                 for i in range(6)
@@ -56,7 +52,7 @@ def expected(checkpoint):
     oracle = Oracle(checkpoint)
     return [
         oracle.generate(
-            tokens(20 + 30 * i, i), seed=i, max_tokens=3 * CANVAS, ignore_eos=True
+            random_prompt(20 + 30 * i, i), seed=i, max_tokens=3 * CANVAS, ignore_eos=True
         ).tokens
         for i in range(6)
     ]
@@ -94,7 +90,7 @@ def test_two_ranks(checkpoint, expected):
 
 def test_bfloat16(checkpoint):
     """In bf16 both sides round at every layer; the distributions stay close."""
-    prompt = tokens(150, 9)
+    prompt = random_prompt(150, 9)
     engine = TracedEngine(checkpoint, dtype="bfloat16")
     try:
         with engine.recording() as steps:

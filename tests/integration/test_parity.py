@@ -12,6 +12,7 @@ import torch
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import StepRecord, TracedEngine
 from tests.support.oracle import Oracle, OracleRun
+from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -23,8 +24,7 @@ LOGIT_TOLERANCE = 1e-3
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(20, 276, (length,), generator=generator).tolist()
+    return random_prompt(length, 1000 * seed + length)
 
 
 def denoising(steps: list[StepRecord], request: str | None = None) -> list[StepRecord]:

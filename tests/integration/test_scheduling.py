@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
+from tests.support.prompts import random_prompt
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
@@ -16,8 +16,7 @@ CANVAS = 32
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(20, 276, (length,), generator=generator).tolist()
+    return random_prompt(length, 1000 * seed + length)
 
 
 @pytest.fixture(scope="module")

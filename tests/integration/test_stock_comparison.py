@@ -15,17 +15,13 @@ import torch
 from tests.support.checkpoints import random_checkpoint
 from tests.support.generate import run_engine
 from tests.support.oracle import Oracle
+from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
 CANVAS, VOCAB = 32, 320
 OURS = {"VLLM_PLUGINS": "vllm_diffusion_cpu,vllm_diffusion"}
 STOCK = {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(20, 276, (count,), generator=generator).tolist()
 
 
 def read(prompt: list[int], canvas: list[int]) -> dict[str, Any]:
@@ -67,7 +63,7 @@ def divergence(answer: dict[str, Any], logits: torch.Tensor) -> float:
 def test_sliding_window(tmp_path):
     """A context of four windows: every canvas row sees the same last keys before its canvas."""
     checkpoint = random_checkpoint(tmp_path)
-    prompt, canvas = tokens(100, 1), tokens(CANVAS, 2)
+    prompt, canvas = random_prompt(100, 1), random_prompt(CANVAS, 2)
     job = {"engine": engine_arguments(checkpoint), "batches": [[read(prompt, canvas)]]}
     logits = Oracle(checkpoint).first_step(prompt, canvas)
     ours = divergence(run_engine(job, **OURS)["batches"][0][0], logits)
@@ -80,7 +76,7 @@ def test_sliding_window(tmp_path):
 def test_canvas_on_encoded_canvases(tmp_path):
     """256 generated tokens from the prefix cache, with a window wider than the context."""
     checkpoint = random_checkpoint(tmp_path, text_config={"sliding_window": 2048})
-    prompt, canvas = tokens(20, 3), tokens(CANVAS, 4)
+    prompt, canvas = random_prompt(20, 3), random_prompt(CANVAS, 4)
     oracle = Oracle(checkpoint)
     generate = {
         "prompt": prompt,

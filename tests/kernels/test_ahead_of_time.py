@@ -54,7 +54,8 @@ ALL_CASES = [
 
 def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     """The kernels that a call launches, with their arguments, on tensors without memory."""
-    from attention_kernels.canvas_attention import triton as kernels
+    from attention_kernels.canvas_attention.triton import launch as kernels
+    from attention_kernels.canvas_attention.triton.configs import tuned_config
 
     num_seqs, canvas, num_heads = 4, 256, 16
     query_dtype, cache_dtype = getattr(torch, case.query_dtype), getattr(torch, case.cache_dtype)
@@ -77,9 +78,9 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     scale = empty(dtype=torch.float32) if case.cache_dtype != case.query_dtype else None
     with (
         mock.patch.object(
-            kernels, "_canvas_attention_kernel", Recorder(kernels._canvas_attention_kernel)
+            kernels, "canvas_attention_kernel", Recorder(kernels.canvas_attention_kernel)
         ),
-        mock.patch.object(kernels, "_combine_kernel", Recorder(kernels._combine_kernel)),
+        mock.patch.object(kernels, "combine_kernel", Recorder(kernels.combine_kernel)),
     ):
         kernels.launch(
             query,
@@ -101,7 +102,7 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
             case.window_anchor == "canvas",
             canvas,
             case.max_seq_len,
-            config=kernels.tuned_config(case.head_dim, query_dtype, cache_dtype, capability),
+            config=tuned_config(case.head_dim, query_dtype, cache_dtype, capability),
         )
     # Later launches of the same kernel differ in their first tile only.
     return list({kernel: (kernel, args, kwargs) for kernel, args, kwargs in launches}.values())

@@ -238,7 +238,7 @@ def configured(impl: str):
     if impl == "reference":
         yield impl
         return
-    from attention_kernels.canvas_attention import triton as kernels
+    from attention_kernels.canvas_attention.triton import launch as kernels
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(kernels, "_scratch", nan_scratch))
@@ -547,7 +547,7 @@ def test_canvas_attention_wide_sweep(impl, max_examples):
 @pytest.mark.parametrize("max_splits", [1, 4])
 def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
     """The kernel computes the key tiles that some row of a query tile sees, and no other."""
-    from attention_kernels.canvas_attention import triton as kernels
+    from attention_kernels.canvas_attention.triton import launch as kernels
 
     query_lens, seq_lens, causal_rows = [40, 16, 24, 0, 9], [200, 150, 100, 60, 0], [40, 0, 9, 0, 9]
     row_spans = [(0, 0)] * 8 + [(165, 190)] * 22 + [(0, 0)] * 26 + [(60, 85)] * 9 + [(0, 0)] * 24
@@ -592,7 +592,7 @@ def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
 
 def test_canvas_attention_split_is_used():
     """Few rows and many keys run as several splits, and the bounds only size the launch."""
-    from attention_kernels.canvas_attention import triton as kernels
+    from attention_kernels.canvas_attention.triton import launch as kernels
 
     batch = make_batch([8], [300], [0])
     with (
@@ -609,7 +609,7 @@ def test_canvas_attention_split_is_used():
 
 def test_canvas_attention_op():
     """The custom op passes torch's own checks."""
-    import attention_kernels.canvas_attention.triton  # noqa: F401 (registers the op)
+    import attention_kernels.canvas_attention.triton.launch  # noqa: F401 (registers the op)
 
     batch = make_batch([4, 3], [10, 9], [2, 0])
     tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]

@@ -211,11 +211,18 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         # A model's sliding window counts the query itself; ours count the keys beside it.
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.impl = plugin_settings(get_current_vllm_config()).attention
-        if self.impl == "cute" and head_size > 256 and capability_major() == 10:
+        if self.impl == "cute":
+            self._run_triton_where_cute_refuses(head_size)
+
+    def _run_triton_where_cute_refuses(self, head_size: int) -> None:
+        """One kind of layer may have no kernel of FlashAttention-4 where the other has."""
+        from attention_kernels.canvas_attention.cute.launch import refusal
+
+        capability = current_platform.get_device_capability()
+        reason = None if capability is None else refusal(tuple(capability), head_size)
+        if reason is not None:
             logger.info_once(
-                "Layers of head size %d run Triton: FlashAttention-4 has no room for them in the "
-                "tensor memory of this GPU.",
-                head_size,
+                "Layers of head size %d run Triton: FlashAttention-4 %s", head_size, reason
             )
             self.impl = "triton"
 
@@ -303,12 +310,6 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             # vLLM allocates bytes.
             kv_cache = kv_cache.view(FP8)
         return split_kv_cache(kv_cache, self.head_size)
-
-
-def capability_major() -> int | None:
-    """First number of the GPU's compute capability; ``None`` without one."""
-    capability = current_platform.get_device_capability()
-    return None if capability is None else capability.major
 
 
 def split_kv_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,11 @@
+"""Random prompts in the vocabulary of the checkpoints that tests make."""
+
+from __future__ import annotations
+
+import torch
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Token ids that are neither special nor beyond the smallest vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(20, 276, (length,), generator=generator).tolist()
