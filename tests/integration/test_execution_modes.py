@@ -82,10 +82,37 @@ def test_order_of_passes(options, order, checkpoint, expected):
     )
 
 
+SETTINGS = [
+    {"top_p": 0.7, "top_k": 40},
+    {"min_p": 0.05, "temperature": 1.4},
+    {"logprobs": 4, "logit_bias": {50: 3.0, 200: 2.0}, "min_tokens": 40},
+    {"repetition_penalty": 1.5, "presence_penalty": 0.5, "allowed_token_ids": [40, 41, 250, 270]},
+]
+
+
 def test_two_ranks(checkpoint, expected):
-    """Two processes over gloo. Sums are taken in another order, and still no token differs."""
-    answer = run_engine(generation_job(checkpoint, tensor_parallel_size=2))
-    assert [request["tokens"] for request in answer["batches"][0]] == expected
+    """Two processes over gloo, each with its half of the vocabulary.
+
+    Sums are taken in another order, and still no token differs, with any sampling setting.
+    """
+    settings = [
+        {
+            "prompt": random_prompt(30, 50 + i),
+            "params": {"max_tokens": 2 * CANVAS, "seed": i, "ignore_eos": True} | setting,
+        }
+        for i, setting in enumerate(SETTINGS)
+    ]
+    answers = []
+    for num_ranks in (1, 2):
+        job = generation_job(checkpoint, tensor_parallel_size=num_ranks)
+        job["batches"].append(settings)
+        answers.append(run_engine(job)["batches"])
+    one, two = answers
+    assert [request["tokens"] for request in two[0]] == expected
+    assert [request["tokens"] for request in two[1]] == [request["tokens"] for request in one[1]]
+    for ours, theirs in zip(two[1][2]["logprobs"], one[1][2]["logprobs"], strict=True):
+        pairs = zip(ours, theirs, strict=True)
+        assert all(a == b or abs(a - b) < 1e-3 for a, b in pairs)
 
 
 def test_bfloat16(checkpoint):

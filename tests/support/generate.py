@@ -41,6 +41,12 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
         return answer
 
 
+def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
+    """``params`` as they were before JSON made text of a bias's token ids."""
+    bias = params.get("logit_bias")
+    return params | ({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
 
@@ -55,7 +61,7 @@ def main() -> None:
             batch = [job["then_read"] | {"prompt": context}]
         outputs = llm.generate(
             [{"prompt_token_ids": request["prompt"]} for request in batch],
-            [SamplingParams(**request["params"]) for request in batch],
+            [SamplingParams(**sampling_arguments(request["params"])) for request in batch],
             use_tqdm=False,
         )
         answers = []
