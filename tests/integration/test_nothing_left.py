@@ -42,10 +42,30 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "runner rows": len(engine.runner.req_states.req_id_to_index),
         "slots": len(engine.state._slot_of_request),
         "allowed ids": len(engine.slots.allowed_ids),
+        "adjusted slots": len(engine.runner.sampler.adjustments._requests),
         "constraints": len(scheduler._constrained) + len(scheduler._was_denoised),
         "held log-probabilities": len(scheduler._held_prompt_logprobs),
         "front end": engine.llm.llm_engine.get_num_unfinished_requests(),
     }
+
+
+def test_an_abort_while_the_prompt_runs() -> None:
+    """Asynchronously its log-probabilities arrive after the request is gone."""
+    engine = TracedEngine(Path(SHIPPED), max_model_len=256, async_scheduling=True)
+    core = engine.llm.llm_engine
+    try:
+        before = in_use(engine)
+        params = engine.sampling_params(max_tokens=4, prompt_logprobs=0, logit_bias={40: 1.0})
+        core.add_request("gone", {"prompt_token_ids": [30] * 20}, params)
+        core.step()
+        core.abort_request(["gone"])
+        core.add_request("next", {"prompt_token_ids": [30] * 5}, engine.sampling_params())
+        while core.has_unfinished_requests():
+            core.step()
+        core.step()
+        assert in_use(engine) == before
+    finally:
+        engine.close()
 
 
 def live_objects() -> dict[str, int]:

@@ -196,6 +196,7 @@ class BlockDiffusionModelState(ModelState):
         slot = self._slot_of_request.pop(req_id, None)
         if slot is not None:
             self.slots.remove_request(slot)
+            self.sampler.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         self.slots.apply_staged_writes()

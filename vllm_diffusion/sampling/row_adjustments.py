@@ -79,6 +79,10 @@ class RowAdjustments:
             has_penalties=has_penalties,
         )
 
+    def remove_request(self, slot: int) -> None:
+        """Forget ``slot``'s settings."""
+        self._requests.pop(slot, None)
+
     def apply_staged_writes(self) -> None:
         self.penalties.apply_staged_writes()
 

@@ -113,6 +113,10 @@ class DiffusionSampler:
         self.adjustments.add_request(slot, sampling_params)
         self.logprob_token_ids_state.add_request(slot, sampling_params)
 
+    def remove_request(self, slot: int) -> None:
+        """Forget what the host keeps of a slot; vLLM's states are rewritten by the next owner."""
+        self.adjustments.remove_request(slot)
+
     def apply_staged_writes(self) -> None:
         self.sampling_states.apply_staged_writes()
         self.adjustments.apply_staged_writes()

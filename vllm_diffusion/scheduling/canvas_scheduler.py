@@ -207,6 +207,9 @@ class WholeCanvasMixin(Scheduler):
         )
         for req_id, index in model_runner_output.req_id_to_index.items():
             found = tuple(of.pop(req_id, None) for of in both)
+            if req_id not in self.requests:
+                # Ended while the pass was on its way.
+                continue
             if any(part is not None for part in found):
                 self._held_prompt_logprobs[req_id] = found
             if emitted and emitted[index] and req_id in self._held_prompt_logprobs:
