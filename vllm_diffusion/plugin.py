@@ -15,6 +15,8 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 _MODEL_CLASS = "vllm_diffusion.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"
+# Vllm's own for every other model.
+_TOOL_PARSER = "vllm_diffusion.tool_calls.gemma_parser:GemmaToolParser"
 
 
 _failure: Exception | None = None
@@ -26,7 +28,7 @@ def failure() -> Exception | None:
 
 
 def register() -> None:
-    """Register our start-up checks, our model class and our request validation.
+    """Register our start-up checks, our model class, our request validation and our tool parser.
 
     Safe to call twice. What does not fit is kept for :func:`failure`, which the start-up checks
     ask when a diffusion checkpoint is configured.
@@ -46,11 +48,13 @@ def register() -> None:
         can_check = True
 
         from vllm.model_executor.models import ModelRegistry
+        from vllm.tool_parsers import ToolParserManager
 
         from vllm_diffusion import validation
 
         ModelRegistry.register_model(ARCHITECTURE, _MODEL_CLASS)
         validation.install()
+        ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
     except Exception as error:
         _failure = error
         # Where nothing can check, stock's class serves unnoticed unless this is said aloud.

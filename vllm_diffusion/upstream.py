@@ -77,6 +77,45 @@ TABLE: tuple[Symbol, ...] = (
         Use.REPLACED,
         "Stock refuses every constraint for diffusion models before it looks at it.",
     ),
+    # Tool calls.
+    Symbol(
+        "vllm.tool_parsers.gemma4_engine_tool_parser:Gemma4EngineToolParser",
+        Use.SUBCLASSED,
+        "Holds required and named tools, and strict ones, to Gemma's own format.",
+    ),
+    Symbol(
+        "vllm.tool_parsers.abstract_tool_parser:ToolParser.get_structural_tag",
+        Use.SUBCLASSED,
+        "Where a tool parser says what an answer may be.",
+    ),
+    *(
+        Symbol(
+            f"vllm.tool_parsers.structural_tag_registry:{name}",
+            Use.CALLED,
+            "Which tools may be called, and which of them are strict.",
+        )
+        for name in ("get_structural_tag_tools", "resolve_tool_strictness")
+    ),
+    Symbol(
+        "vllm.tool_parsers.utils:coerce_to_schema_type",
+        Use.CALLED,
+        "Which listed strings the parser would take for a number or a boolean.",
+    ),
+    Symbol(
+        "vllm.parser.gemma4:Gemma4Parser",
+        Use.SUBCLASSED,
+        "Reads the types of arguments, from schemas without references and alternatives.",
+    ),
+    Symbol(
+        "vllm.parser.engine.parser_engine:ParserEngine._check_skip_tool_parsing",
+        Use.SUBCLASSED,
+        "Where it takes a request's tools.",
+    ),
+    Symbol(
+        "vllm.v1.structured_output:StructuredOutputManager._masked_reasoning_ends",
+        Use.CALLED,
+        "Tokens that would end a thought where the grammar cannot begin.",
+    ),
     # The model runner's hooks.
     Symbol(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",

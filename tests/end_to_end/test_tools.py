@@ -1,6 +1,6 @@
-"""Tool calls that a request demands, with a parser whose format vLLM can hold a model to.
+"""Tool calls that a request demands, from models that were never trained on one.
 
-vLLM's parser of Gemma's own format does not enforce ``required`` and named tools, for any model.
+With a parser whose format is JSON, which vLLM itself holds a model to, and with Gemma's own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
+import openai
 import pytest
 
 from tests.support.checkpoints import SHIPPED
@@ -16,6 +18,8 @@ from tests.support.server import MODEL, Server, start_server, stop_server
 
 pytestmark = pytest.mark.engine
 
+# Of the shipped tokenizer.
+TOKENS = {"<eos>": 1, "<|tool_call>": 12}
 RECORD = {
     "type": "object",
     "properties": {"name": {"type": "string", "enum": ["ada", "bob"]}, "age": {"type": "integer"}},
@@ -30,6 +34,25 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start_server(SHIPPED, tmp_path_factory.mktemp("tools") / "server.log", *options)
     yield running
     stop_server(running)
+
+
+def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, list[tuple[str, str]]]:
+    """Why the answer ended, and the calls in it, as the official client puts them together."""
+    client = server.client()
+    if not stream:
+        (choice,) = client.chat.completions.create(**request).choices
+        calls = choice.message.tool_calls or []
+        return choice.finish_reason, [(c.function.name, c.function.arguments) for c in calls]
+    reason = ""
+    parts: dict[int, list[str]] = {}
+    with client.chat.completions.create(**request, stream=True) as chunks:
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or []:
+                name_and_arguments = parts.setdefault(call.index, ["", ""])
+                name_and_arguments[0] += call.function.name or ""
+                name_and_arguments[1] += call.function.arguments or ""
+    return reason, [(name, arguments) for name, arguments in parts.values()]
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
@@ -56,19 +79,113 @@ def test_tool_choice(named: bool, stream: bool, tool_server: Server) -> None:
             {"type": "function", "function": {"name": "store"}} if named else "required"
         ),
     }
-    client = tool_server.client()
-    if stream:
-        name = arguments = ""
-        with client.chat.completions.create(**request, stream=True) as chunks:
-            for chunk in chunks:
-                for call in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
-                    name += call.function.name or ""
-                    arguments += call.function.arguments or ""
-    else:
-        (choice,) = client.chat.completions.create(**request).choices
-        (call,) = choice.message.tool_calls
-        name, arguments = call.function.name, call.function.arguments
+    _, ((name, arguments),) = ask(tool_server, request, stream)
     assert name == "store"
     record = json.loads(arguments)
     assert record["name"] in ("ada", "bob")
     assert isinstance(record["age"], int)
+
+
+def gemma_request(**fields: Any) -> dict[str, Any]:
+    """For the server with Gemma's parsers: a record with a part that the parser has no types for."""
+    place = {
+        "type": "object",
+        "properties": {"at": {"type": "array", "items": {"type": "number"}, "maxItems": 2}},
+        "required": ["at"],
+    }
+    parameters = {
+        **RECORD,
+        "properties": {
+            **RECORD["properties"],
+            "place": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        },
+        "required": ["name", "age", "place"],
+        "$defs": {"place": place},
+    }
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
+        "max_tokens": 256,
+        "seed": 1,
+        "tools": [{"type": "function", "function": {"name": "store", "parameters": parameters}}],
+        **fields,
+    }
+
+
+NAMED = {"type": "function", "function": {"name": "store"}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": NAMED},
+        {
+            "tool_choice": NAMED,
+            "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+        },
+    ],
+    ids=["required", "named", "named after thinking"],
+)
+def test_demanded_call_in_gemma_format(fields: dict[str, Any], server: Server) -> None:
+    """One call whose arguments satisfy the schema, the same whole and put together from chunks."""
+    request = gemma_request(**fields)
+    whole, streamed = (ask(server, request, stream) for stream in (False, True))
+    assert whole == streamed
+    _, ((name, arguments),) = whole
+    assert name == "store"
+    jsonschema.validate(json.loads(arguments), request["tools"][0]["function"]["parameters"])
+
+
+def test_auto_call_in_gemma_format(server: Server) -> None:
+    """A call that the model begins by itself, to a tool that says ``strict``, follows its schema."""
+    request = gemma_request(
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        # What a checkpoint trained on calls would do by itself.
+        logit_bias={TOKENS["<|tool_call>"]: 100},
+    )
+    function = request["tools"][0]["function"]
+    function["strict"] = True
+    whole, streamed = (ask(server, request, stream) for stream in (False, True))
+    assert whole == streamed
+    _, ((_, arguments),) = whole
+    jsonschema.validate(json.loads(arguments), function["parameters"])
+
+
+def test_strict_tool_that_cannot_be_held_to(server: Server) -> None:
+    """A 400 that names the tool and the place, streamed or not, and the server goes on."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
+    function = {"name": "store", "parameters": parameters, "strict": True}
+    request = gemma_request(
+        tools=[{"type": "function", "function": function}], tool_choice="required"
+    )
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=r"tools: store: parameters\.a\.pattern"):
+            ask(server, request, stream)
+    server.assert_alive()
+
+
+@pytest.mark.parametrize("token", ["<eos>", "<|tool_call>"])
+def test_a_thought_does_not_end_the_answer(token: str, server: Server) -> None:
+    """However much the model wants to stop while it thinks, or to call, the schema comes first."""
+    (choice,) = (
+        server.client()
+        .chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
+            max_tokens=24,
+            seed=1,
+            logit_bias={TOKENS[token]: 100},
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "record", "schema": RECORD},
+            },
+            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+        )
+        .choices
+    )
+    if choice.finish_reason == "stop":
+        jsonschema.validate(json.loads(choice.message.content), RECORD)
+    else:
+        assert choice.finish_reason == "length"

@@ -16,7 +16,7 @@ sampler is told.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,12 @@ def _control_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
+def _may_name_tokens(params: Any) -> bool:
+    """Whether the request's constraint is of a kind that can ask for a special token."""
+    constraint = params.structured_outputs
+    return constraint.structural_tag is not None or constraint.grammar is not None
+
+
 class ConstrainedCanvas:
     """Where one request's current canvas stands. Told of every step, asked before the next."""
 
@@ -60,9 +66,9 @@ class ConstrainedCanvas:
         self._end_tokens = frozenset(end_token_ids(self._params))
         self._words = _bad_words(request)
         self._longest_word = max(map(len, self._words), default=1)
-        # No grammar accepts them, and some back ends say so on the terminal each time.
+        # No other kind of grammar accepts them, and some back ends say so on the terminal each time.
         self._controls = frozenset[int]()
-        if request.use_structured_output:
+        if request.use_structured_output and not _may_name_tokens(self._params):
             self._controls = _control_tokens(manager.tokenizer) - self._end_tokens
         self.begin()
 
@@ -109,6 +115,7 @@ class ConstrainedCanvas:
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """How many leading tokens satisfy the constraint, and whether that is all that is read."""
         num_valid = self._num_accepted(tokens)
+        num_thought = self._num_thought(tokens)
         longest = self._longest_word
         before = self._last_output_tokens(longest - 1)
         for i in range(num_valid):
@@ -116,7 +123,8 @@ class ConstrainedCanvas:
             if any(read[-len(word) :] == word for word in self._words):
                 return i, False
             if self._is_end(tokens[i], self._request.num_output_tokens + i + 1):
-                return i + 1, True
+                # An answer that ends before it has begun satisfies nothing.
+                return (i, False) if i < num_thought else (i + 1, True)
         return num_valid, num_needed == num_valid
 
     def _last_output_tokens(self, count: int) -> list[int]:
@@ -127,12 +135,18 @@ class ConstrainedCanvas:
         """How many leading tokens the grammar accepts."""
         if not self._request.use_structured_output:
             return len(tokens)
-        # Tokens that reason are free.
-        start = self._manager._get_constraint_bounds(self._request, tokens).grammar_start
+        start = self._num_thought(tokens)
         behind = tokens[start:]
         spoken = next((i for i, token in enumerate(behind) if token in self._controls), len(behind))
         grammar = self._request.structured_output_request.grammar
-        return min(start, len(tokens)) + len(grammar.validate_tokens(behind[:spoken]))
+        return start + len(grammar.validate_tokens(behind[:spoken]))
+
+    def _num_thought(self, tokens: list[int]) -> int:
+        """How many leading tokens are thoughts, which are free but for an end."""
+        if not self._request.use_structured_output:
+            return 0
+        bounds = self._manager._get_constraint_bounds(self._request, tokens)
+        return min(bounds.grammar_start, len(tokens))
 
     def _is_end(self, token: int, num_output_tokens: int) -> bool:
         return token in self._end_tokens and num_output_tokens > self._params.min_tokens
@@ -148,14 +162,19 @@ class ConstrainedCanvas:
         ]
         if not banned:
             return mask
+        without = self._without(banned, mask)
+        # A word that the grammar leaves no way around is what the request asked for.
+        return without if without.any() else mask
+
+    def _without(self, banned: Iterable[int], mask: np.ndarray | None = None) -> np.ndarray:
+        """``mask``, of all tokens if it is ``None``, less some tokens."""
         vocab_size = self._manager.vllm_config.model_config.get_vocab_size()
         everything = np.full((vocab_size + 31) // 32, -1, dtype=np.int32)
         without = (everything if mask is None else mask).copy()
         bits = without.view(np.uint32)
         for token in banned:
             bits[token >> 5] &= ~np.uint32(1 << (token & 31))
-        # A word that the grammar leaves no way around is what the request asked for.
-        return without if without.any() else mask
+        return without
 
     def _allowed_by_grammar(self, pinned: list[int]) -> np.ndarray | None:
         request = self._request
@@ -164,7 +183,9 @@ class ConstrainedCanvas:
         grammar = request.structured_output_request.grammar
         bounds = self._manager._get_constraint_bounds(request, pinned)
         if bounds.constraint_start > len(pinned):
-            return None
+            return self._without(
+                {*self._end_tokens, *self._manager._masked_reasoning_ends(request)}
+            )
         behind = pinned[bounds.grammar_start :]
         if behind:
             grammar.accept_tokens(request.request_id, behind)

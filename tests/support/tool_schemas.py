@@ -1,0 +1,110 @@
+"""Random parameters of tools, and what vLLM makes of a request with them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import strategies as st
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+NAMES = st.text("abcdefgh_ÜÉ€09-", min_size=1, max_size=5)
+WORDS = st.text('abc{}[],:"\\\n €<|>é', max_size=5)
+SCALARS = st.one_of(
+    st.just({"type": "string"}),
+    st.fixed_dictionaries(
+        {"type": st.just("string"), "maxLength": st.integers(3, 6)},
+        optional={"minLength": st.integers(0, 3)},
+    ),
+    st.just({"type": "integer"}),
+    st.just({"type": "number"}),
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.just({}),
+    st.just({"type": ["string", "null"]}),
+    st.just({"type": "object"}),
+    st.just({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+    # With a word in it that is not read as anything else.
+    st.lists(st.one_of(st.integers(-99, 99), st.booleans(), st.none(), WORDS), max_size=3).map(
+        lambda values: {"enum": ["ok", *values]}
+    ),
+    st.one_of(st.integers(-9, 9), st.floats(-9, 9, width=16), st.just("on")).map(
+        lambda value: {"const": value}
+    ),
+)
+
+
+def _object(properties: dict[str, Any], num_required: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties)[:num_required],
+        "additionalProperties": False,
+    }
+
+
+def _objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(_object, st.dictionaries(NAMES, values, max_size=4), st.integers(0, 4))
+
+
+def _arrays(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(
+        lambda items, low, more: {
+            "type": "array",
+            "items": items,
+            "minItems": low,
+            "maxItems": low + more,
+        },
+        values,
+        st.integers(0, 2),
+        st.integers(0, 2),
+    )
+
+
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        _objects(inner),
+        _arrays(inner),
+        _objects(inner).map(lambda schema: {"anyOf": [schema, {"type": "null"}]}),
+        _arrays(inner).map(lambda schema: {"oneOf": [{"type": "null"}, schema]}),
+    ),
+    max_leaves=5,
+)
+PARAMETERS = _objects(VALUES)
+
+
+def model_config(*, is_diffusion: bool = True) -> Any:
+    """What a parser asks of a model's configuration."""
+    return SimpleNamespace(
+        is_diffusion=is_diffusion,
+        hf_config=SimpleNamespace(model_type="gemma4"),
+        hf_text_config=SimpleNamespace(model_type="gemma4"),
+        hf_overrides=None,
+    )
+
+
+def tool(parameters: Any, name: str = "store", **function: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": parameters, **function},
+    }
+
+
+def tool_request(tools: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
+    """A chat that demands a call of one of ``tools``."""
+    messages = [{"role": "user", "content": "Call it."}]
+    return ChatCompletionRequest(
+        model="tiny", messages=messages, **{"tools": tools, "tool_choice": "required"} | fields
+    )
+
+
+def gemma_parser(tokenizer: Any, *, is_diffusion: bool = True) -> Any:
+    """vLLM's parser of an answer, as the server makes it for a request."""
+    from vllm.parser.parser_manager import ParserManager
+
+    parser_cls = ParserManager.get_parser(
+        tool_parser_name="gemma4", reasoning_parser_name="gemma4", enable_auto_tools=True
+    )
+    assert parser_cls is not None
+    return parser_cls(tokenizer, None, model_config=model_config(is_diffusion=is_diffusion))

@@ -1,0 +1,331 @@
+"""Reads the JSON schema of a tool's parameters.
+
+A call in Gemma's format writes ``name{key:value,...}``: keys and numbers as they are, strings between
+two marker tokens. Its reader (vLLM's parser) gets the types back from the schema, and knows ``type``,
+``enum``, ``properties`` and ``items`` of a value, but nothing of what a reference names or an
+alternative holds. So a schema is read here into one form for each JSON type that a value may have.
+
+Whatever the reader could not tell apart is refused, so that a call that follows the grammar always
+has arguments that satisfy the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_diffusion.tool_calls.argument_types import (
+    ANYTHING,
+    Form,
+    Items,
+    Members,
+    Scalar,
+    Text,
+    ToolSchemaError,
+    Value,
+)
+
+_TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
+# Keywords that say nothing about what is valid.
+_NOTES = (
+    "title description default examples deprecated readOnly writeOnly $schema $id $comment $defs "
+    "definitions"
+)
+# Keywords that the grammar does not follow. A strict tool is refused for them.
+_UNFOLLOWED = (
+    "pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf uniqueItems "
+    "contains minContains maxContains minProperties maxProperties propertyNames patternProperties "
+    "dependentRequired dependentSchemas dependencies not if then else unevaluatedProperties "
+    "unevaluatedItems additionalItems"
+)
+# The reader splits keys at the colon and values at the comma, and counts brackets.
+_BARE_KEY = re.compile(r"[^\s:,{}\[\]<](?:[^:,{}\[\]<\r\n]*[^\s:,{}\[\]<])?")
+# A schema whose references multiply could fill the memory.
+_MOST_VALUES = 2048
+_MOST_LEVELS = 32
+
+
+def read_arguments(parameters: Mapping[str, Any] | None, *, strict: bool) -> Members:
+    """Read the ``parameters`` of a tool.
+
+    Args:
+        parameters: A JSON schema of an object.
+        strict: Refuse every keyword that would not be enforced.
+
+    Raises:
+        ToolSchemaError: Naming the place in the schema.
+    """
+    if not parameters:
+        return Members({}, frozenset())
+    value = _Reader(parameters, strict).read(parameters, "parameters", ())
+    (*_, arguments) = value.forms.get("object", (None,))
+    if set(value.forms) != {"object"} or not isinstance(arguments, Members):
+        raise ToolSchemaError("parameters must describe an object")
+    return arguments
+
+
+class _Reader:
+    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
+        self._root = root
+        self._strict = strict
+        self._num_values = 0
+
+    def read(self, schema: Any, path: str, inside: tuple[str, ...]) -> Value:
+        """Read the schema of one value.
+
+        Args:
+            schema: What the user sent.
+            path: Where it stands, for a message.
+            inside: References that led here.
+        """
+        self._num_values += 1
+        if self._num_values > _MOST_VALUES or path.count(".") > _MOST_LEVELS:
+            raise ToolSchemaError(
+                f"{path[:80]} makes the schema too large (at most {_MOST_VALUES} values, references "
+                f"followed, and {_MOST_LEVELS} levels); leave parts of it out"
+            )
+        if schema is True or schema == {}:
+            return ANYTHING
+        if not isinstance(schema, Mapping):
+            raise ToolSchemaError(f"{path} must be a JSON schema; got {schema!r}")
+        self._check_keywords(schema, path)
+        keywords = schema.keys() - {*_NOTES.split(), *_UNFOLLOWED.split()}
+        for name in ("$ref", "allOf", "anyOf", "oneOf"):
+            if name not in keywords:
+                continue
+            if keywords - {name, "type"}:
+                others = ", ".join(sorted(keywords - {name}))
+                raise ToolSchemaError(f"{path} has {name} beside {others}; write it as one schema")
+            value = self._referred(schema, name, path, inside)
+            return _checked(_restricted(value, schema, path), path)
+        if not keywords:
+            return ANYTHING
+        return _checked(self._plain(schema, path, inside), path)
+
+    def _check_keywords(self, schema: Mapping[str, Any], path: str) -> None:
+        if "prefixItems" in schema:
+            raise ToolSchemaError(f"{path}.prefixItems is not supported; give items one schema")
+        unfollowed = sorted(schema.keys() & {*_UNFOLLOWED.split()})
+        if self._strict and unfollowed:
+            raise ToolSchemaError(
+                f"{path}.{unfollowed[0]} cannot be enforced; leave it out, or the tool's strict"
+            )
+
+    def _referred(
+        self, schema: Mapping[str, Any], name: str, path: str, inside: tuple[str, ...]
+    ) -> Value:
+        """What a reference or a list of alternatives says."""
+        if name == "$ref":
+            reference = schema["$ref"]
+            if reference in inside:
+                raise ToolSchemaError(f"{path} refers to itself through {reference}")
+            return self.read(self._target(reference, path), path, (*inside, reference))
+        alternatives = schema[name]
+        if not isinstance(alternatives, list) or not alternatives:
+            raise ToolSchemaError(f"{path}.{name} must be a list of schemas")
+        if name == "allOf" and len(alternatives) > 1:
+            raise ToolSchemaError(f"{path}.allOf is not supported; write it as one schema")
+        read = [
+            self.read(alternative, f"{path}.{name}[{i}]", inside)
+            for i, alternative in enumerate(alternatives)
+        ]
+        return _any_of(read, path, disjoint=name == "oneOf" and self._strict)
+
+    def _target(self, reference: Any, path: str) -> Any:
+        target: Any = self._root
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise ToolSchemaError(f"{path}.$ref={reference!r} must be a place in this schema")
+        for part in reference.removeprefix("#").removeprefix("/").split("/"):
+            if part:
+                name = part.replace("~1", "/").replace("~0", "~")
+                if not isinstance(target, Mapping) or name not in target:
+                    raise ToolSchemaError(f"{path}.$ref={reference!r} names nothing")
+                target = target[name]
+        return target
+
+    def _plain(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Value:
+        types = _types(schema, path)
+        if "const" in schema or "enum" in schema:
+            return Value(_listed(schema, types, path))
+        forms: dict[str, tuple[Form, ...]] = {}
+        for name in types or _types_meant(schema):
+            if name == "object":
+                forms[name] = (self._members(schema, path, inside),)
+            elif name == "array":
+                forms[name] = (self._items(schema, path, inside),)
+            elif name == "string":
+                forms[name] = (Text(*_bounds(schema, "Length", path)),)
+            else:
+                forms[name] = (Scalar(),)
+        return Value(forms)
+
+    def _items(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Items:
+        item = self.read(schema.get("items", True), f"{path}.items", inside)
+        return Items(item, *_bounds(schema, "Items", path))
+
+    def _members(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Members:
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or []
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise ToolSchemaError(
+                f"{path} must have properties by name and a list of required ones"
+            )
+        for name in [*properties, *required]:
+            if not isinstance(name, str) or not _BARE_KEY.fullmatch(name):
+                raise ToolSchemaError(
+                    f"{path}.properties has the name {name!r}, which Gemma's format cannot write; "
+                    "use letters, digits and underscores"
+                )
+        # Empty properties are how a tool says that it takes nothing.
+        more = schema.get("additionalProperties", "properties" not in schema)
+        others = None
+        if not properties and more is not False:
+            others = self._others(more, path, inside)
+        named = {**dict.fromkeys(required, True), **properties}
+        return Members(
+            {
+                # As the template sorts the arguments of the calls that it shows the model.
+                name: self.read(named[name], f"{path}.{name}", inside)
+                for name in sorted(named, key=str.lower)
+            },
+            frozenset(required),
+            others,
+        )
+
+    def _others(self, schema: Any, path: str, inside: tuple[str, ...]) -> Value:
+        value = self.read(schema, f"{path}.additionalProperties", inside)
+        if value.forms and set(value.forms) != {"string"}:
+            raise ToolSchemaError(
+                f"{path}.additionalProperties may hold strings only, since the parser of Gemma's "
+                "format knows no types there; name the properties"
+            )
+        return value
+
+
+def _types(schema: Mapping[str, Any], path: str) -> list[str]:
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not all(isinstance(t, str) and t in _TYPES for t in types):
+        raise ToolSchemaError(f"{path}.type must be of {', '.join(sorted(_TYPES))}; got {types!r}")
+    return types
+
+
+def _types_meant(schema: Mapping[str, Any]) -> list[str]:
+    """Of a schema without a type: that of its keywords."""
+    if schema.keys() & {"properties", "required", "additionalProperties"}:
+        return ["object"]
+    if schema.keys() & {"items", "minItems", "maxItems"}:
+        return ["array"]
+    return ["string"]
+
+
+def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int | None]:
+    low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
+    for number in (low, high):
+        if number is not None and (not isinstance(number, int) or number < 0):
+            raise ToolSchemaError(f"{path}.min{what} and max{what} must be integers of at least 0")
+    if high is not None and high < low:
+        raise ToolSchemaError(f"{path}.max{what}={high} is below min{what}={low}")
+    return low, high
+
+
+def _type_of(value: Any, types: list[str]) -> str | None:
+    """The JSON type of a listed value, ``None`` if it is none of ``types``."""
+    if value is None:
+        name = "null"
+    elif isinstance(value, bool):
+        name = "boolean"
+    elif isinstance(value, int):
+        name = "number" if types and "integer" not in types else "integer"
+    elif isinstance(value, float):
+        name = "number"
+    else:
+        name = "string"
+    return name if not types or name in types else None
+
+
+def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str, tuple[Form, ...]]:
+    """The forms of ``enum`` and ``const``."""
+    if unfit := schema.keys() & {"properties", "items", "minLength", "maxLength"}:
+        raise ToolSchemaError(f"{path} has {min(unfit)} beside a list of values; leave it out")
+    values = schema.get("enum", [schema.get("const")])
+    if not isinstance(values, list) or ("const" in schema and schema["const"] not in values):
+        raise ToolSchemaError(f"{path}.enum must be a list, with const in it where both are given")
+    values = [schema["const"]] if "const" in schema else values
+    if any(isinstance(value, (list, dict)) for value in values):
+        raise ToolSchemaError(
+            f"{path} lists an array or an object, which the parser of Gemma's format cannot give "
+            "back; describe it by properties or items"
+        )
+    listed: dict[str, list[Any]] = {}
+    for value in values:
+        if (name := _type_of(value, types)) is not None:
+            listed.setdefault(name, []).append(value)
+    if not listed:
+        raise ToolSchemaError(f"{path} allows no value")
+    return {name: (Scalar(tuple(found)),) for name, found in listed.items()}
+
+
+def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
+    """One value that may be any of ``values``."""
+    if any(not value.forms for value in values):
+        return ANYTHING
+    merged: dict[str, tuple[Form, ...]] = {}
+    for value in values:
+        for name, forms in value.forms.items():
+            if name in merged and (disjoint or name in ("object", "array")):
+                raise ToolSchemaError(
+                    f"{path} has two alternatives of type {name}, which cannot be told apart; write "
+                    "them as one schema"
+                )
+            merged[name] = merged.get(name, ()) + forms
+    if disjoint and {"integer", "number"} <= merged.keys():
+        raise ToolSchemaError(f"{path}.oneOf has an integer that is a number too; use anyOf")
+    return Value(merged)
+
+
+def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:
+    """Less the forms that are not of the ``type`` beside alternatives."""
+    types = _types(schema, path)
+    if not types or not value.forms:
+        return value
+    forms = {name: forms for name, forms in value.forms.items() if name in types}
+    if not forms:
+        raise ToolSchemaError(f"{path} allows no value")
+    return Value(forms)
+
+
+def _checked(value: Value, path: str) -> Value:
+    """``value``, less the listed values that the reader would take for something else."""
+    types = list(value.forms)
+    if "string" not in value.forms:
+        return value
+    has_text = any(isinstance(form, Text) for form in value.forms["string"])
+    others = [name for name in types if name != "string"]
+    for name in others:
+        is_free = all(
+            isinstance(form, Scalar) and form.values is None for form in value.forms[name]
+        )
+        if has_text and not is_free and name != "null":
+            raise ToolSchemaError(
+                f"{path} may be a string or {name} of its own schema, which the parser of Gemma's "
+                "format cannot tell apart; leave one of them out"
+            )
+    forms = {name: value.forms[name] for name in others}
+    strings = tuple(
+        kept for form in value.forms["string"] if (kept := _readable(form, types)) is not None
+    )
+    if strings:
+        forms["string"] = strings
+    return Value(forms)
+
+
+def _readable(form: Form, types: list[str]) -> Form | None:
+    """A form of strings, less those that the reader takes for another of ``types``."""
+    from vllm.tool_parsers.utils import coerce_to_schema_type
+
+    if not isinstance(form, Scalar) or form.values is None:
+        return form
+    values = tuple(text for text in form.values if coerce_to_schema_type(text, types) is text)
+    return Scalar(values) if values else None
