@@ -38,6 +38,7 @@ class DiffusionGemmaEngineConfig:
         _check_upstream()
         _check_platform()
         plugin_settings(vllm_config)
+        _check_constraint_back_end(vllm_config)
         _check_canvas_length(vllm_config.model_config)
         _check_logits_processors(vllm_config.model_config)
         choose_attention(vllm_config)
@@ -76,6 +77,16 @@ def _check_platform() -> None:
             "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
             "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
             "serves where there is no GPU."
+        )
+
+
+def _check_constraint_back_end(vllm_config: VllmConfig) -> None:
+    """Refuse a back end that vLLM still offers, but that ends its engine at the first request."""
+    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
+        raise ValueError(
+            'structured_outputs_config backend="lm-format-enforcer" is not supported: the released '
+            "lm-format-enforcer does not load with this vLLM, which is about to drop it; leave "
+            'backend unset, or set it to "xgrammar", "guidance" or "outlines".'
         )
 
 

@@ -234,6 +234,11 @@ TABLE: tuple[Symbol, ...] = (
         Use.CALLED,
         "Carries the engine's counters to the API process.",
     ),
+    Symbol(
+        "vllm.v1.structured_output.backend_outlines:OutlinesBackend.compile_grammar",
+        Use.REPLACED,
+        "Its guides forget all but four tokens; a canvas is walked back further.",
+    ),
     # The model.
     Symbol("vllm.model_executor.models.gemma4:Gemma4Model", Use.CALLED, "The backbone."),
     *(

@@ -222,6 +222,14 @@ def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert upstream.INSTALL in message
 
 
+def test_constraint_back_end_that_does_not_load(tmp_path: Path) -> None:
+    """It would end the engine at the first request with a constraint."""
+    options = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
+    message = refusal(copy_checkpoint(tmp_path), **options)
+    assert "lm-format-enforcer" in message
+    assert '"outlines"' in message
+
+
 @pytest.mark.parametrize("backend", ["FLASHINFER", "FLEX_ATTENTION", "CPU_ATTN", "FLASH_ATTN"])
 def test_attention_backend_by_name(backend: str, tmp_path: Path) -> None:
     """A back end that cannot serve the model here is refused by its name, with those that can."""

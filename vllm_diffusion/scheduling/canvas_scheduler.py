@@ -21,6 +21,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.config import fuses_encode
 from vllm_diffusion.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
+from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas, is_constrained
 
 
@@ -32,6 +33,7 @@ class WholeCanvasMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        outlines_rollback.install()
         # Whether a finished canvas is encoded in the same pass as the next one's first step.
         self.fuses_encode = fuses_encode(self.vllm_config)
         self._counters = PassCounters()
