@@ -252,7 +252,10 @@ BAD_SAMPLING_PARAMETERS = [
     ids=lambda value: value if isinstance(value, str) else str(value),
 )
 def test_bad_sampling_parameter(field: str, fields: dict[str, Any], server: Server) -> None:
-    """What is of the wrong type, out of range or contradicts itself is refused by its name."""
+    """What is of the wrong type, out of range or contradicts itself is refused by its name.
+
+    Except a ``logit_bias`` of NaN, which JSON cannot say and vLLM's protocol makes -100 of.
+    """
     response = httpx.post(
         f"{server.url}/v1/completions",
         # Python's own encoder, as above.
