@@ -37,7 +37,14 @@ def install() -> None:
             stock_check(self, _NotDiffusion(model_config), structured_outputs_config, tokenizer)
         except (VLLMClientError, ValueError) as error:
             # Some of stock's messages repeat what a compiler of grammars said, and no more.
-            _refuse("structured_outputs", f"(response_format, tools): {error}")
+            remedy = ""
+            back_end = structured_outputs_config.backend
+            if self.structured_outputs.structural_tag and back_end not in ("auto", "xgrammar"):
+                remedy = (
+                    "; required, named and strict tools need the back end xgrammar, and this "
+                    f"server was started with {back_end}"
+                )
+            _refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
 
     replacements: tuple[tuple[Any, str, Any], ...] = (
         (SamplingParams, "_validate_diffusion", validate_sampling_params),
