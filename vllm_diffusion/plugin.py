@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 _MODEL_CLASS = "vllm_diffusion.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"
-# Vllm's own for every other model.
+# vLLM's own for every other model.
 _TOOL_PARSER = "vllm_diffusion.tool_calls.gemma_parser:GemmaToolParser"
 
 

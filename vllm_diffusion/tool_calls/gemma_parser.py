@@ -29,7 +29,7 @@ TAG = "gemma4"
 
 
 class GemmaCallParser(Gemma4Parser):
-    """Vllm's parser, given schemas that it can read types from."""
+    """vLLM's parser, given schemas that it can read types from."""
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None, **kwargs: Any) -> None:
         super().__init__(tokenizer, tools, **kwargs)
