@@ -102,20 +102,27 @@ class GraphedFunction:
         self._graphs[key] = (capture(self._function, inputs), inputs)
 
 
-def cuda_capture(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    """Capture a call as a CUDA graph in vLLM's memory pool, on the current stream."""
-    from vllm.platforms import current_platform
+def cuda_capture() -> Capture:
+    """Captures calls as CUDA graphs on the current stream, which no other graph was captured on.
 
-    # Compiles, tunes and allocates what must not be captured.
-    for _ in range(2):
-        function(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool()):
-        output = function(*inputs)
+    The graphs share a memory pool of their own, so that none writes over what the backbone's return;
+    they run one after another, and what one returns is used before the next.
+    """
+    pool = torch.cuda.graph_pool_handle()
 
-    def replay() -> Any:
-        graph.replay()
-        return output
+    def capture(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        # Compiles, tunes and allocates what must not be captured.
+        for _ in range(2):
+            function(*inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+            output = function(*inputs)
 
-    return replay
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return replay
+
+    return capture

@@ -128,6 +128,11 @@ TABLE: tuple[Symbol, ...] = (
         "The memory profile of a sampler that takes hidden rows.",
     ),
     Symbol(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
+        Use.REPLACED,
+        "Tells our state whether graphs are captured to stay, or for the memory profile only.",
+    ),
+    Symbol(
         "vllm.v1.worker.gpu.sample.penalties:PenaltiesState",
         Use.CALLED,
         "Which tokens a request's prompt and answer hold, as vLLM counts them.",
@@ -143,7 +148,7 @@ TABLE: tuple[Symbol, ...] = (
         "A rank's rows of the output projection and of the embedding.",
     ),
     Symbol(
-        "vllm.model_executor.layers.utils:dispatch_unquantized_gemm",
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply",
         Use.CALLED,
         "The platform's matrix product, for a tile of the output projection.",
     ),

@@ -67,5 +67,5 @@ def test_replayed_steps_change_no_token(engine):
 
     engine.state.capture_graphs(counted, 4)
     assert answers() == expected
-    assert {name for name, _ in replays} == {"_plain_step", "_conditioned_embeds"}
-    assert {n for name, n in replays if name == "_conditioned_embeds"} >= {1, 2, 4}
+    assert {name for name, _ in replays} == {"_plain_step", "_condition_canvases"}
+    assert {n for name, n in replays if name == "_condition_canvases"} >= {1, 2, 4}

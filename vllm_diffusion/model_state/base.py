@@ -59,6 +59,8 @@ class BlockDiffusionModelState(ModelState):
             self.max_num_reqs, self.canvas_length, self.denoising_defaults(), device
         )
         self._slot_of_request: dict[str, int] = {}
+        # Not while vLLM captures for its memory profile only.
+        self.captures_graphs = True
         # At fixed addresses, so that a replayed graph sees each step's values.
         self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._causal_flags = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -118,17 +120,17 @@ class BlockDiffusionModelState(ModelState):
         """Called by the runner when it has captured the backbone."""
         from vllm.distributed.parallel_state import graph_capture
 
-        most = min(self.max_num_reqs, MAX_CANVASES)
+        if not self.captures_graphs:
+            return
+        most = min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
         try:
             with graph_capture(device=self.device):
-                self.capture_graphs(cuda_capture, most)
+                self.capture_graphs(cuda_capture(), most)
         except RuntimeError as error:
-            logger.warning(
-                "Embedding, self-conditioning and sampling run outside of CUDA graphs, since "
-                "capturing them failed: %s",
-                error,
-            )
-            return
+            raise RuntimeError(
+                "Capturing embedding and sampling as CUDA graphs failed; start with "
+                f"--enforce-eager to serve without graphs. The cause: {error}"
+            ) from error
         logger.info_once(
             "CUDA graphs: embedding with self-conditioning and sampling for 1 to %d canvases, the "
             "backbone for passes of %s rows; batches with other sampling settings, narrow canvases "

@@ -43,7 +43,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
-        self._embed_canvases = GraphedFunction(self._conditioned_embeds)
+        self._embed_canvases = GraphedFunction(self._condition_canvases)
         self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
         self._has_image_spans = (
             self.supports_mm_inputs
@@ -89,8 +89,9 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         if num_rows < num_tokens:
             self._embed_known_tokens(input_batch)
         if num_rows > 0:
-            rows = input_batch.logits_indices
-            self._inputs_embeds[rows] = self._embed_canvases(
+            rows = input_batch.logits_indices.long()
+            self._embed_canvases(
+                rows,
                 input_batch.input_ids[rows],
                 input_batch.expanded_idx_mapping.long(),
                 input_batch.expanded_local_pos.long(),
@@ -110,19 +111,19 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             )
         self._inputs_embeds[: input_batch.num_tokens] = embeds
 
-    def _conditioned_embeds(self, input_ids: Tensor, slot: Tensor, position: Tensor) -> Tensor:
-        """Self-conditioned embeddings of canvas rows.
+    def _condition_canvases(
+        self, rows: Tensor, input_ids: Tensor, slot: Tensor, position: Tensor
+    ) -> None:
+        """Write self-conditioned embeddings of canvas rows into the pass's embeddings.
 
         Rows of a finished canvas that is being encoded have plain embeddings: the encoder has no
         such module.
 
         Args:
+            rows: [num_rows], int64, where in the pass they are.
             input_ids: [num_rows].
             slot: [num_rows], int64.
             position: [num_rows], int64.
-
-        Returns:
-            [num_rows, hidden_size].
         """
         slots = self.slots
         # The first step of a canvas has nothing to go by; a pinned position is told nothing.
@@ -130,16 +131,19 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
         plain = self.model.embed_input_ids(input_ids)
         conditioned = self.model.self_conditioning(plain, signal)
-        return torch.where(slots.encoding[slot][:, None], plain, conditioned)
+        embeds = torch.where(slots.encoding[slot][:, None], plain, conditioned)
+        self._inputs_embeds[rows] = embeds
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         super().capture_graphs(capture, max_canvases)
         most = max_canvases * self.canvas_length
         ids = torch.zeros(most, dtype=torch.int32, device=self.device)
-        indices = torch.zeros(2, most, dtype=torch.int64, device=self.device)
+        indices = torch.zeros(3, most, dtype=torch.int64, device=self.device)
         for n in range(max_canvases, 0, -1):
-            rows = slice(n * self.canvas_length)
-            self._embed_canvases.capture(capture, ids[rows], indices[0, rows], indices[1, rows])
+            used = slice(n * self.canvas_length)
+            self._embed_canvases.capture(
+                capture, indices[0, used], ids[used], indices[1, used], indices[2, used]
+            )
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]}

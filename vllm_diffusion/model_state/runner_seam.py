@@ -15,14 +15,17 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
+_MARK = "_hands_hidden_rows_to_diffusion_samplers"
+
 
 def install() -> None:
-    """Replace two methods where the sampler is a :class:`DiffusionSampler`, and nowhere else.
+    """Replace three methods where the sampler is a :class:`DiffusionSampler`, and nowhere else.
 
     Safe to call twice.
     """
     stock_sample, stock_profile = GPUModelRunner.sample, GPUModelRunner._dummy_sampler_run
-    if hasattr(stock_sample, "__wrapped__"):
+    stock_capture = GPUModelRunner.capture_model
+    if getattr(stock_sample, _MARK, False):
         return
 
     @functools.wraps(stock_sample)
@@ -41,5 +44,14 @@ def install() -> None:
         else:
             self.sampler.profile(hidden_states)
 
+    @functools.wraps(stock_capture)
+    def capture_model(self: Any, *, profile_only: bool = False) -> int:
+        if isinstance(self.sampler, DiffusionSampler):
+            # vLLM captures a few graphs for their size and drops them; ours would stay.
+            self.model_state.captures_graphs = not profile_only
+        return stock_capture(self, profile_only=profile_only)
+
+    setattr(sample, _MARK, True)
+    GPUModelRunner.capture_model = capture_model
     GPUModelRunner.sample = sample
     GPUModelRunner._dummy_sampler_run = profile
