@@ -95,6 +95,7 @@ def test_no_call_waits(guarded):
         lambda x: x.nonzero(),
         lambda x: torch.tensor([1, 2], device=x.device),
         lambda x: 3 if (x > 0).all() else 4,
+        lambda x: x.__setitem__(torch.arange(2), 1),
     ],
 )
 def test_the_guard_sees_it(wait):
@@ -108,5 +109,5 @@ def test_the_guard_lets_the_host_be_read():
     with DeviceWaits() as waits:
         host = torch.from_numpy(np.arange(4))
         assert int(host[1:].max()) == 3
-        torch.arange(4)[torch.arange(2)] = 1
+        torch.arange(4)[torch.arange(2)] = torch.arange(2)
     assert waits.found == []

@@ -31,6 +31,12 @@ _READERS = {
 _INDEXERS = {"__getitem__", "__setitem__", "index_put_", "index_put"}
 
 
+def _fills_by_index(index: Any, value: Any) -> bool:
+    """A number that is assigned by a tensor of indices is copied to the device first."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return not isinstance(value, Tensor) and any(isinstance(part, Tensor) for part in parts)
+
+
 def _waits_in_index(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(
@@ -59,6 +65,7 @@ class DeviceWaits(TorchFunctionMode):
         if not host and (
             (name in _READERS and tensors)
             or (name in _INDEXERS and _waits_in_index(args[1]))
+            or (name == "__setitem__" and _fills_by_index(*args[1:]))
             or (name == "where" and len(args) == 1)
             or (name == "to" and "cpu" in map(str, args[1:]))
             # Code that means the host says "cpu"; a device that is passed around is the GPU's.

@@ -149,10 +149,11 @@ class CanvasSlots:
             (self.canvas_idx, [n // (p.canvas_length or C) for p, n, _ in rows]),
         ):
             tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
+        # Assigning a number by index would wait for the device to take it.
         for tensor in (self.step, self.stable_steps, self.canvas):
-            tensor[index] = 0
-        self.argmax_canvas[index] = -1
-        self.encoding[index] = True
+            tensor.index_fill_(0, index, 0)
+        self.argmax_canvas.index_fill_(0, index, -1)
+        self.encoding.index_fill_(0, index, True)
 
         seed_canvas = np.zeros((len(rows), C), dtype=np.int64)
         pinned = np.zeros((len(rows), C), dtype=bool)
