@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.config import fuses_encode
@@ -180,7 +180,9 @@ class WholeCanvasMixin(Scheduler):
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(req_id) or ()
             index = model_runner_output.req_id_to_index[req_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            if constrained := self._constrained.get(req_id):
+            # A pass that was on its way when its request was preempted is no step of a canvas.
+            is_running = request.status == RequestStatus.RUNNING
+            if is_running and (constrained := self._constrained.get(req_id)):
                 self._was_denoised[req_id] = bool(canvas) and not num_emitted
                 if num_emitted:
                     constrained.begin()

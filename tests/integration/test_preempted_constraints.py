@@ -1,0 +1,68 @@
+"""A constrained canvas that loses its memory starts again, as if it had never begun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.engine import TracedEngine
+from tests.support.prompts import random_prompt
+
+pytestmark = pytest.mark.engine
+
+NUM_REQUESTS = 16
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_preempted_constraints(asynchronous: bool) -> None:
+    """Also where a pass of the canvas was on its way when its request was preempted."""
+    engine = TracedEngine(
+        SHIPPED,
+        async_scheduling=asynchronous,
+        max_model_len=320,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=1024**2,
+        enable_prefix_caching=False,
+    )
+    core, scheduler = engine.llm.llm_engine, engine.scheduler
+    num_preempted = 0
+    preempt = scheduler._preempt_request
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        nonlocal num_preempted
+        num_preempted += 1
+        preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counting
+
+    def params(index: int) -> Any:
+        return engine.sampling_params(
+            seed=index,
+            temperature=1.5,
+            max_tokens=100,
+            extra_args={"diffusion_max_steps": 1 + index % 4},
+            structured_outputs=StructuredOutputsParams(regex="[a-f]{3}-[0-9]{30,80}"),
+        )
+
+    prompts = [random_prompt(20 + 9 * (i % 5), i) for i in range(NUM_REQUESTS)]
+    together: dict[int, list[int]] = {}
+    try:
+        for i, prompt in enumerate(prompts):
+            core.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), params(i))
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    together[int(output.request_id)] = list(output.outputs[0].token_ids)
+        assert num_preempted > 0
+        for i, prompt in enumerate(prompts):
+            (alone,) = engine.llm.generate(
+                [{"prompt_token_ids": prompt}], params(i), use_tqdm=False
+            )
+            assert together[i] == list(alone.outputs[0].token_ids), i
+    finally:
+        engine.close()
