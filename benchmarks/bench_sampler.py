@@ -119,7 +119,7 @@ def main() -> int:
     generator = torch.Generator(device).manual_seed(0)
     shape = (options.vocab, options.hidden)
     weight = torch.randn(shape, generator=generator, device=device).to(dtype) * 0.1
-    head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1)
+    head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
     print("| canvases | which | ms | peak MiB | bytes a logit | of stock's 8 |")
     print("|---|---|---|---|---|---|")
     failures = []

@@ -105,6 +105,18 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     for field, most in _MOST_ENTRIES.items():
         if len(getattr(params, field) or ()) > most:
             _refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
+    ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+    if (
+        params.min_tokens > 0
+        and params.allowed_token_ids
+        and ends.issuperset(params.allowed_token_ids)
+    ):
+        _refuse(
+            "allowed_token_ids",
+            "holds only tokens that end the request, which min_tokens forbids at first; allow "
+            "others, or leave min_tokens out.",
+            params.allowed_token_ids,
+        )
     for token, bias in (params.logit_bias or {}).items():
         if not math.isfinite(bias):
             _refuse("logit_bias", f"must hold finite numbers; got {bias} for token {token}.")

@@ -89,13 +89,14 @@ class RunningStatistics:
         )
 
     def entropy(self) -> Tensor:
-        """[num_rows], float32, nats, of softmax(x)."""
+        """[num_rows], float32, nats, of softmax(x); 0 where no id is possible."""
+        total = torch.where(self.total > 0, self.total, 1.0)
         # Rounding can leave a row of one possible token a hair below zero.
-        return (self.total.log() - self.weighted / self.total).clamp(min=0.0)
+        return (total.log() - self.weighted / total).clamp(min=0.0)
 
     def confidence(self) -> Tensor:
-        """[num_rows], float32: probability of the argmax."""
-        return 1.0 / self.total
+        """[num_rows], float32: probability of the argmax; 0 where no id is possible."""
+        return torch.where(self.total > 0, 1.0 / self.total, 0.0)
 
     def packed(self) -> Tensor:
         """[num_rows, 6], float32, for :meth:`merge`; ids below 2**24 survive it exactly."""
@@ -121,8 +122,9 @@ class RunningStatistics:
         maximum, total, weighted, argmax, best, candidate = packed.unbind(-1)
         first = maximum.argmax(dim=0, keepdim=True)
         largest = maximum.gather(0, first)
-        below = torch.where(maximum == float("-inf"), 0.0, maximum - largest)
-        scale = torch.where(maximum == float("-inf"), 0.0, below.exp())
+        nothing = maximum == float("-inf")
+        below = torch.where(nothing, 0.0, maximum - largest)
+        scale = torch.where(nothing, 0.0, below.exp())
         winner = best.argmax(dim=0, keepdim=True)
         return RunningStatistics(
             maximum=largest[0],

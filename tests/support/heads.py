@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def output_head(weight: Tensor, softcap: float | None = None, **changes: Any) ->
         "dtype": weight.dtype,
         "matmul": F.linear,
         "num_shards": 1,
+        "shard_size": weight.shape[0],
     }
     return OutputHead(**(fields | changes))
 
@@ -68,6 +70,8 @@ def on_shards(
     def work(rank: int) -> None:
         part = weight[bounds[rank] : bounds[rank + 1]]
         whole = output_head(part, softcap, first_id=bounds[rank], num_shards=len(results))
+        widest = max(b - a for a, b in pairwise(bounds))
+        whole = replace(whole, shard_size=widest)
         try:
             results[rank] = run(_Shard(**vars(whole), rank=rank, exchange=exchange))
         except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -31,8 +31,9 @@ class OutputHead:
         first_id: The rank's first id.
         softcap: Logits become ``softcap * tanh(logit / softcap)``; ``None`` leaves them.
         dtype: Logits are computed and rounded in it.
-        matmul: (rows [num_rows, hidden_size], weight [n, hidden_size]) -> [num_rows, n].
+        matmul: (rows [num_rows, k], weight [n, k]) -> [num_rows, n], as the platform multiplies.
         num_shards: Ranks that share the vocabulary.
+        shard_size: Ids of the largest of them.
     """
 
     weight: Tensor
@@ -42,6 +43,7 @@ class OutputHead:
     dtype: torch.dtype
     matmul: Callable[[Tensor, Tensor], Tensor]
     num_shards: int
+    shard_size: int
 
     @staticmethod
     def of(
@@ -64,15 +66,22 @@ class OutputHead:
             )
         shard = lm_head.shard_indices
         num_ids = shard.org_vocab_end_index - shard.org_vocab_start_index
-        gemm = dispatch_unquantized_gemm()
+
+        def matmul(rows: Tensor, weight: Tensor) -> Tensor:
+            # vLLM's own path for the whole head, also where it promises batch invariance.
+            layer = SimpleNamespace(weight=weight, cpu_linear=getattr(lm_head, "cpu_linear", None))
+            product: Tensor = lm_head.quant_method.apply(layer, rows)
+            return product
+
         return OutputHead(
             weight=lm_head.weight[:num_ids],
             embedding=None if embedding is None else embedding.weight[:num_ids],
             first_id=shard.org_vocab_start_index,
             softcap=softcap,
             dtype=dtype or lm_head.weight.dtype,
-            matmul=lambda rows, weight: gemm(lm_head, rows, weight, None),
+            matmul=matmul,
             num_shards=get_tensor_model_parallel_world_size(),
+            shard_size=lm_head.num_embeddings_per_partition,
         )
 
     def tiles(self, size: int) -> Iterator[slice]:

@@ -108,6 +108,13 @@ class DiffusionSampler:
             torch.zeros(R, dtype=torch.int32, device=device),
         )
 
+        self._step_inputs = (
+            torch.zeros(R, dtype=torch.int32, device=device),
+            torch.zeros(R, dtype=torch.bool, device=device),
+            torch.zeros(R, dtype=torch.int64, device=device),
+            *(tensor.clone() for tensor in self._unconstrained),
+        )
+
     def add_request(self, slot: int, sampling_params: Any) -> None:
         self.sampling_states.add_request(slot, sampling_params)
         self.adjustments.add_request(slot, sampling_params)
@@ -277,7 +284,12 @@ class DiffusionSampler:
         bounds = self._unconstrained
         if constraints is not None:
             bounds = (constraints.num_valid, constraints.free_from, constraints.free_to)
-        return self.canvas_step(self._statistics, num_rows, starting, seeds, *bounds)
+        # The compiled step sees the same tensors in every pass, so that it is compiled once.
+        for held, given in zip(
+            self._step_inputs, (num_rows, starting, seeds, *bounds), strict=True
+        ):
+            held.copy_(given)
+        return self.canvas_step(self._statistics, *self._step_inputs)
 
     def _starting(self, input_batch: InputBatch) -> Tensor:
         """[R], bool: slots whose last prompt token was in this pass. Known on the host."""
@@ -352,7 +364,7 @@ class DiffusionSampler:
         zeros = torch.zeros(n, dtype=torch.int32, device=device)
         requests = RowRequests(
             RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros),
-            # With a filter the tiles are kept.
-            filters=CandidateFilters(None, None, ones),
+            # With filters the tiles are kept, and swept once more for each of them.
+            filters=CandidateFilters(zeros + 1, ones / 2, ones / 2),
         )
         sample_rows(self.head, rows[:1].repeat(n, 1), requests, self.vocab_size)

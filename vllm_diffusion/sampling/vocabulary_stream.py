@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
@@ -30,11 +31,12 @@ from vllm_diffusion.sampling.row_adjustments import BatchAdjustments
 # Ids of a tile. On a GPU the embedding rows of one (23 MB at a hidden size of 2816 in bf16) stay in
 # the cache between the two products that read them; with many rows the products are bound by
 # arithmetic, and wider tiles pass over the accumulated embedding less often. Not measured yet.
-FEW_ROWS, TILE_OF_FEW_ROWS, TILE_OF_MANY_ROWS = 1024, 4096, 8192
+TILE, FEW_ROWS, TILE_OF_MANY_ROWS = 4096, 1024, 8192
 # Kept tiles hold at most this many bytes for each logit of the pass, and rows are taken in groups
-# where that is less than all of them; below the second bound nothing is saved by groups.
+# where that is less than all of them. One canvas of 256 in bf16 is below the second bound, and its
+# tiles are kept whole: cutting it would read the head's weights again for each group.
 KEPT_BYTES_PER_LOGIT = 0.5
-MIN_KEPT_BYTES = 16 * 2**20
+MIN_KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,14 @@ def sample_rows(
     keeps_tiles = requests.filters is not None or requests.logprobs is not None
     group = num_rows
     if keeps_tiles:
-        row_bytes = head.weight.shape[0] * head.dtype.itemsize
-        allowed = max(KEPT_BYTES_PER_LOGIT * num_rows * head.weight.shape[0], MIN_KEPT_BYTES)
+        # Every rank cuts in the same places.
+        row_bytes = head.shard_size * head.dtype.itemsize
+        allowed = max(KEPT_BYTES_PER_LOGIT * num_rows * head.shard_size, MIN_KEPT_BYTES)
         group = max(1, int(allowed) // row_bytes)
     if tile_size is None:
-        few = num_rows <= FEW_ROWS
-        tile_size = TILE_OF_FEW_ROWS if few else TILE_OF_MANY_ROWS
+        # Where the tiles are cut changes the last bit of a sum.
+        may_vary = rows.is_cuda and not envs.VLLM_BATCH_INVARIANT
+        tile_size = TILE_OF_MANY_ROWS if may_vary and min(group, num_rows) > FEW_ROWS else TILE
     parts = [
         _RowGroup(head, rows, requests, slice(start, min(start + group, num_rows))).sample(
             vocab_size, tile_size, keeps_tiles
@@ -131,7 +135,7 @@ class _RowGroup:
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
         candidate = running.candidate
         if self.requests.filters is not None:
-            candidate = self._filtered_candidate(running.maximum, vocab_size)
+            candidate = self._filtered_candidate(candidate, vocab_size)
         logprobs = None
         if self.requests.logprobs is not None:
             logprobs = row_logprobs(
@@ -172,7 +176,7 @@ class _RowGroup:
             )
             if soft_embeds is not None and weights is not None and embedding is not None:
                 soft_embeds.mul_(rescale[:, None])
-                _add_product(soft_embeds, weights, embedding[tile])
+                _add_product(soft_embeds, weights, embedding[tile], head)
         return running, soft_embeds
 
     def _combine_ranks(
@@ -182,8 +186,9 @@ class _RowGroup:
         if self.head.num_shards > 1:
             running = RunningStatistics.merge(self.head.gather(own.packed()))
         if soft_embeds is not None:
-            # Of a rank whose ids are all impossible, minus infinity less a number.
+            # Nothing where none of the rank's ids is possible.
             share = (own.maximum - running.maximum).exp() / running.total
+            share = torch.where(own.total > 0, share, 0.0)
             soft_embeds = self.head.sum(soft_embeds * share[:, None])
         return running, soft_embeds
 
@@ -195,19 +200,20 @@ class _RowGroup:
             self.requests.adjustments.apply(logits, first_id, self.chunk)
         return logits
 
-    def _filtered_candidate(self, maximum: Tensor, vocab_size: int) -> Tensor:
+    def _filtered_candidate(self, unfiltered: Tensor, vocab_size: int) -> Tensor:
+        """Candidates of rows with a filter; the others keep theirs."""
         assert self.requests.filters is not None
-        head = self.head
-        keys = thresholds(
-            self._candidate_tiles,
-            self.draws.candidate_logits(maximum),
-            self.requests.filters.rows(self.chunk),
-            vocab_size,
-            head.sum,
-        )
+        head, filters = self.head, self.requests.filters.rows(self.chunk)
+        # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
+        own = torch.full(unfiltered.shape, float("-inf"), device=unfiltered.device)
+        for _, logits in self._candidate_tiles():
+            own = torch.maximum(own, logits.amax(dim=-1))
+        maximum = head.gather(own).amax(dim=0)
+        keys = thresholds(self._candidate_tiles, maximum, filters, vocab_size, head.sum)
         best, candidate = draw_from(self._candidate_tiles, keys, self.draws.noise)
         winner = head.gather(best).argmax(dim=0, keepdim=True)
-        return head.gather(candidate).gather(0, winner)[0]
+        filtered = head.gather(candidate).gather(0, winner)[0]
+        return torch.where(filters.in_use(vocab_size), filtered, unfiltered)
 
     def _candidate_tiles(self) -> Iterator[CandidateTile]:
         for first_id, logits in self.kept:
@@ -227,20 +233,21 @@ class _RowGroup:
             yield CandidateTile(first_id, logits / temperature)
 
 
-def _add_product(target: Tensor, weights: Tensor, embedding: Tensor) -> None:
-    """``target += weights @ embedding`` with sums in float32.
+def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: OutputHead) -> None:
+    """``target += weights @ embedding``, on a GPU with sums in float32 all the way.
 
     Args:
         target: [num_rows, hidden_size], float32.
         weights: [num_rows, num_ids], in the dtype of ``embedding``.
         embedding: [num_ids, hidden_size].
+        head: Multiplies where rows must not depend on their number.
     """
-    if embedding.dtype == torch.float32:
+    if not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT:
+        target += head.matmul(weights, embedding.T)
+    elif embedding.dtype == torch.float32:
         target.addmm_(weights, embedding)
-    elif embedding.is_cuda:
-        target += torch.mm(weights, embedding, out_dtype=torch.float32)
     else:
-        target += weights @ embedding
+        target += torch.mm(weights, embedding, out_dtype=torch.float32)
 
 
 def _joined(parts: list[RowResults]) -> RowResults:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.testing import TensorMemory
-from attention_kernels.vocab_statistics import RowDraws
+from attention_kernels.vocab_statistics import RowDraws, update_statistics
 from tests.support.heads import identity_head, on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
 from vllm_diffusion.sampling.candidate_filters import (
@@ -361,3 +361,65 @@ def test_peak_memory(monkeypatch, dtype, extras):
     assert memory.peak <= rows * vocab
     # No float32 tensor comes near the size of the logits.
     assert memory.largest_float32 <= rows * vocab / 32
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_min_p_of_one_draws_the_argmax(monkeypatch, impl):
+    """The likeliest token is at the threshold itself, whatever computed the statistics."""
+
+    def chosen(*args, **kwargs):
+        return update_statistics(*args, **kwargs, impl=impl)
+
+    monkeypatch.setattr(vocabulary_stream, "update_statistics", chosen)
+    rows, vocab = 60, 64
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
+    head = output_head(torch.eye(vocab), 30.0)
+    draws = make_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
+    requests = RowRequests(draws, filters=CandidateFilters(None, None, torch.ones(rows)))
+    results = sample_rows(head, logits, requests, vocab)
+    assert torch.equal(results.candidate, logits.argmax(-1))
+
+
+def test_a_filter_leaves_its_neighbours_alone():
+    """A row without one keeps the candidate that it draws alone."""
+    rows, vocab = 40, 64
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
+    plain = sample_rows(identity_head(vocab), logits, RowRequests(make_draws(rows)), vocab)
+    top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
+    requests = RowRequests(make_draws(rows), filters=CandidateFilters(top_k, None, None))
+    mixed = sample_rows(identity_head(vocab), logits, requests, vocab)
+    assert torch.equal(mixed.candidate[1::2], plain.candidate[1::2])
+    assert torch.equal(mixed.candidate[::2], logits.argmax(-1)[::2])
+
+
+def test_nothing_possible_is_no_nan():
+    """Settings can leave a row nothing; what it hands on is still finite."""
+    adjustments = RowAdjustments(
+        SimpleNamespace(
+            penalties_state=fake_penalties(1, 16, np.random.default_rng(0)),
+            req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.zeros(1))),
+        ),
+        torch.device("cpu"),
+    )
+    params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3})
+    adjustments.add_request(0, params)
+    batch = SimpleNamespace(
+        cu_num_logits_np=np.array([0, 2]),
+        idx_mapping_np=np.array([0]),
+        # The second row is past the minimum.
+        positions=torch.tensor([0, 1]),
+        logits_indices=torch.arange(2),
+    )
+    requests = RowRequests(make_draws(2), adjustments=adjustments.bind(batch, {}, None))
+    results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
+    assert torch.isfinite(results.soft_embeds).all()
+    assert results.entropy.tolist() == [0.0, 0.0]
+    assert results.confidence.tolist() == [0.0, 1.0]
+
+
+def test_a_rank_without_ids():
+    """A small vocabulary can leave the last rank none."""
+    case = Case(1, 32)
+    whole = case.run()
+    for result in on_shards(case.weight, [32], 5.0, lambda head: case.run(head, 16)):
+        assert_same(result, whole)
