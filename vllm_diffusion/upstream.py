@@ -48,6 +48,7 @@ class Symbol:
 
 _GEMMA_MM = "vllm.model_executor.models.gemma4_mm:Gemma4ForConditionalGeneration."
 _STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState."
+_LINEAR = "vllm.model_executor.kernels.linear:"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 
 TABLE: tuple[Symbol, ...] = (
@@ -276,6 +277,46 @@ TABLE: tuple[Symbol, ...] = (
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply",
         Use.SUBCLASSED,
         "Experts in PyTorch.",
+    ),
+    Symbol(
+        _LINEAR + "register_linear_kernel",
+        Use.CALLED,
+        "Registers the emulated kernels of quantised linear layers for the CPU.",
+    ),
+    Symbol(
+        _LINEAR + "_POSSIBLE_FP8_KERNELS",
+        Use.REPLACED,
+        "Ours come first: vLLM takes the first kernel that can.",
+    ),
+    Symbol(
+        _LINEAR + "_POSSIBLE_WFP8A16_KERNELS",
+        Use.REPLACED,
+        "Weight-only FP8 has no registration call.",
+    ),
+    Symbol(
+        _LINEAR + "MarlinNvFp4LinearKernel",
+        Use.REPLACED,
+        "The kernel that vLLM forces for weight-only NVFP4; on the CPU only.",
+    ),
+    Symbol(_LINEAR + "FP8ScaledMMLinearKernel.apply_weights", Use.SUBCLASSED, "Emulated FP8."),
+    Symbol(_LINEAR + "NvFp4LinearKernel.apply_weights", Use.SUBCLASSED, "Emulated NVFP4."),
+    Symbol(
+        "vllm._custom_ops:scaled_fp8_quant",
+        Use.CALLED,
+        "Loading fused per-tensor FP8 weights; its operator is ours on the CPU.",
+    ),
+    *(
+        Symbol(
+            f"vllm.model_executor.layers.fused_moe.oracle.{oracle}:backend_to_kernel_cls",
+            Use.REPLACED,
+            "Emulated experts stand behind one of its names, on the CPU only.",
+        )
+        for oracle in ("fp8", "nvfp4")
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExpertsModular.apply",
+        Use.SUBCLASSED,
+        "Emulated experts.",
     ),
     Symbol(
         "vllm.triton_utils.dispatcher:register_kernels",

@@ -3,6 +3,7 @@
 vLLM's own CPU platform expects its compiled CPU extension, which the CUDA wheel lacks. Here the
 runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``cpu_kernels``),
 attention is this package's PyTorch reference, and experts are a PyTorch loop (``cpu_experts``).
+Quantised layers are emulated (``cpu_quantized_linear``, ``cpu_quantized_experts``).
 """
 
 from __future__ import annotations
@@ -41,11 +42,22 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Runs in each worker before any model or runner code: put our pieces in place."""
-        from vllm_diffusion.platforms import cpu_experts, cpu_kernels, cpu_linear
+        from vllm_diffusion.platforms import (
+            cpu_experts,
+            cpu_kernels,
+            cpu_linear,
+            cpu_quantized_experts,
+            cpu_quantized_linear,
+        )
 
-        cpu_kernels.register()
-        cpu_linear.register()
-        cpu_experts.register()
+        for pieces in (
+            cpu_kernels,
+            cpu_linear,
+            cpu_experts,
+            cpu_quantized_linear,
+            cpu_quantized_experts,
+        ):
+            pieces.register()
 
     @classmethod
     def get_attn_backend_cls(

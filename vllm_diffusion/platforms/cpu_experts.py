@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 
-_GATES: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
+GATES: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
     MoEActivation.SILU: F.silu,
     MoEActivation.GELU: F.gelu,
     MoEActivation.GELU_TANH: partial(F.gelu, approximate="tanh"),
@@ -58,21 +58,47 @@ def routed_experts(
     Returns:
         [num_tokens, hidden_size] in the dtype of ``hidden``; products are summed in float32.
     """
-    if activation not in _GATES:
+    if activation not in GATES:
         raise NotImplementedError(
             f"experts with activation {activation.value} are not served on the CPU; served are "
-            f"{[a.value for a in _GATES]}"
+            f"{[a.value for a in GATES]}"
         )
-    activate = _GATES[activation]
+    activate = GATES[activation]
+
+    def expert(idx: int, rows: Tensor) -> Tensor:
+        gate, up = linear(rows, gate_up[idx]).chunk(2, dim=-1)
+        return linear(activate(gate) * up, down[idx])
+
+    return sum_over_experts(hidden, gate_up.shape[0], expert_weights, expert_ids, expert)
+
+
+def sum_over_experts(
+    hidden: Tensor,
+    num_experts: int,
+    expert_weights: Tensor,
+    expert_ids: Tensor,
+    expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """Weighted sum of each token's chosen experts.
+
+    Args:
+        hidden: [num_tokens, hidden_size].
+        num_experts: Experts of this rank.
+        expert_weights: [num_tokens, top_k], what each chosen expert's output is multiplied by.
+        expert_ids: [num_tokens, top_k]; -1 for an expert of another rank.
+        expert: An expert's index and its rows in, its output [num_rows, hidden_size] out. Called
+            for experts that some token chose.
+
+    Returns:
+        [num_tokens, hidden_size] in the dtype of ``hidden``; summed in float32.
+    """
     output = torch.zeros(hidden.shape, dtype=torch.float32)
-    for expert in range(gate_up.shape[0]):
-        token_idx, choice_idx = torch.where(expert_ids == expert)
+    for idx in range(num_experts):
+        token_idx, choice_idx = torch.where(expert_ids == idx)
         if token_idx.numel() == 0:
             continue
-        gate, up = linear(hidden[token_idx], gate_up[expert]).chunk(2, dim=-1)
-        expert_output = linear(activate(gate) * up, down[expert]).float()
         weights = expert_weights[token_idx, choice_idx].float()
-        output.index_add_(0, token_idx, expert_output * weights[:, None])
+        output.index_add_(0, token_idx, expert(idx, hidden[token_idx]).float() * weights[:, None])
     return output.to(hidden.dtype)
 
 
