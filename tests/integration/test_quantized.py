@@ -1,0 +1,133 @@
+"""Quantised checkpoints in the engine compute what compressed-tensors says they mean.
+
+A quantised activation is discontinuous: where a rounding error of 1e-7 moves an entry over the
+middle between two numbers of FP4, a logit of these weights may move by 4. So layers are compared on
+the inputs that they had in the engine, and logits by whether they are the reference's on most
+prompts, and no further from it on average than the reference's own rounding errors lead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.engine import TracedEngine
+from tests.support.layer_records import recorded_experts, recorded_linears, reference_linear
+from tests.support.quantized import QuantizedOracle, quantized_checkpoint
+
+pytestmark = pytest.mark.engine
+
+CANVAS = 32
+NUM_LAYERS = 4
+NUM_PROMPTS = 6
+SCHEMES = [
+    "fp8-dynamic",
+    "nvfp4",
+    pytest.param("fp8-static", marks=pytest.mark.slow),
+    pytest.param("nvfp4-weights", marks=pytest.mark.slow),
+]
+
+
+def prompt_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(20, 276, (length,), generator=generator).tolist()
+
+
+def share_of_rows_off(actual: Tensor, fp32: Tensor, fp64: Tensor) -> float:
+    """Share of rows further from float64 than plain PyTorch in float32 is, twice over."""
+    rounding = torch.finfo(torch.float32).eps * fp64.abs().max()
+    budget = 2 * ((fp32.double() - fp64).abs().amax(-1).median() + 4 * rounding)
+    return ((actual.double() - fp64).abs().amax(-1) > budget).double().mean().item()
+
+
+def divergence(exact: Tensor, logits: Tensor) -> float:
+    """Mean KL of the distributions, nats."""
+    log_p, log_q = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+
+
+class Run:
+    """First steps of a quantised checkpoint on several prompts, with every layer recorded."""
+
+    def __init__(self, folder: Any, scheme: str) -> None:
+        checkpoint = quantized_checkpoint(folder / scheme, scheme)
+        self.prompts = [prompt_of(5 + 7 * i) for i in range(NUM_PROMPTS)]
+        engine = TracedEngine(checkpoint)
+        try:
+            model = engine.runner.model
+            with (
+                recorded_linears(model) as self.linears,
+                recorded_experts(NUM_LAYERS) as self.experts,
+                engine.recording() as steps,
+            ):
+                self.steps = []
+                for prompt in self.prompts:
+                    engine.generate([prompt], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
+                    self.steps.append(steps[0])
+                    steps.clear()
+        finally:
+            engine.close()
+        self.fp32 = QuantizedOracle(checkpoint, torch.float32)
+        self.fp64 = QuantizedOracle(checkpoint, torch.float64)
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def run(request, tmp_path_factory):
+    return Run(tmp_path_factory.mktemp("quantized"), request.param)
+
+
+def test_every_layer(run):
+    """Attention, dense MLPs and experts, on prompts and canvases, are within the error budget."""
+    layers32, layers64 = (oracle.model.model.decoder.layers for oracle in (run.fp32, run.fp64))
+    assert len(run.linears) == 4 * NUM_LAYERS
+    off = {}
+    for name, passes in run.linears.items():
+        x = torch.cat([x for x, _ in passes])
+        actual = torch.cat([output for _, output in passes])
+        off[name] = share_of_rows_off(
+            actual, reference_linear(layers32, name, x), reference_linear(layers64, name, x)
+        )
+    assert len(run.experts) == NUM_LAYERS
+    for layer, passes in run.experts.items():
+        x, weights, ids, actual = (torch.cat(tensors) for tensors in zip(*passes, strict=True))
+        ids = ids.long()
+        off[f"experts of layer {layer}"] = share_of_rows_off(
+            actual,
+            layers32[layer].experts(x, ids, weights),
+            layers64[layer].experts(x.double(), ids, weights.double()),
+        )
+    print("\nshare of rows beyond the budget:", {k: round(v, 4) for k, v in off.items() if v})
+    assert max(off.values()) <= 0.01
+
+
+def test_logits(run):
+    """First steps agree with quantise-dequantise in float64, up to activations that flip."""
+    errors, ours, theirs = [], [], []
+    for prompt, step in zip(run.prompts, run.steps, strict=True):
+        canvas = step.canvas.tolist()
+        exact = run.fp64.first_step(prompt, canvas).double()
+        errors.append((step.logits - exact).abs().amax(-1).median().item())
+        ours.append(divergence(exact, step.logits))
+        theirs.append(divergence(exact, perturbed_first_step(run.fp32, prompt, canvas)))
+    print("\nmedian row's error:", ", ".join(f"{error:.1e}" for error in errors))
+    print(
+        f"KL, nats: ours {sum(ours) / len(ours):.1e}, plain PyTorch {sum(theirs) / len(theirs):.1e}"
+    )
+    assert sorted(errors)[NUM_PROMPTS // 2] <= 1e-3
+    assert sum(ours) <= 2 * sum(theirs) + NUM_PROMPTS * 1e-2
+
+
+def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: list[int]) -> Tensor:
+    """The reference in float32 after a rounding error in each embedding: which entries flip."""
+    table = oracle.model.model.decoder.embed_tokens.weight
+    kept = table.detach().clone()
+    generator = torch.Generator().manual_seed(len(prompt))
+    noise = torch.rand(table.shape, generator=generator) - 0.5
+    try:
+        table.data.mul_(1 + 2 * torch.finfo(torch.float32).eps * noise)
+        return oracle.first_step(prompt, canvas)
+    finally:
+        table.data.copy_(kept)

@@ -1,0 +1,102 @@
+"""Quantised checkpoints for tests, and what they compute according to compressed-tensors.
+
+The checkpoints come from ``examples/quantize.py``. The published NVFP4 checkpoint's config is not
+known; the one made here, weights and activations of every module that FP8-dynamic quantises, stands
+in for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.oracle import Oracle
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@cache
+def example(name: str) -> ModuleType:
+    """An example script as a module."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def quantized_checkpoint(
+    folder: Path, scheme: str, source: Path = SHIPPED, num_prompts: int = 6
+) -> Path:
+    """``source`` under a scheme of ``examples/quantize.py``."""
+    quantize = example("quantize")
+    prompts = quantize.read_prompts(source, None, num_prompts)
+    torch.manual_seed(0)
+    quantize.quantize(source, folder, scheme, prompts if scheme in CALIBRATED else [], "cpu")
+    return folder
+
+
+CALIBRATED = ("fp8-static", "nvfp4")
+
+
+class QuantizedOracle(Oracle):
+    """``transformers``' model with a checkpoint's tensors, decompressed in ``dtype``.
+
+    Activations are quantised and dequantised by compressed-tensors' own forward.
+    """
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+        from compressed_tensors.quantization import (
+            QuantizationConfig,
+            QuantizationStatus,
+            apply_quantization_config,
+        )
+
+        settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+        settings.pop("version")
+        super().__init__(SHIPPED, dtype)
+        example("quantize").share_modules(self.model)
+        apply_quantization_config(self.model, QuantizationConfig(**settings))
+        tensors = load_file(checkpoint / "model.safetensors")
+        for name, module in self.model.named_modules():
+            if hasattr(module, "quantization_scheme"):
+                stored = name.replace("model.encoder.language_model.", "model.decoder.")
+                _load(module, stored, tensors, dtype)
+                module.quantization_status = QuantizationStatus.COMPRESSED
+
+
+def _load(
+    module: nn.Module, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    scale = tensors[f"{name}.weight_scale"].to(dtype)
+    if f"{name}.weight" in tensors:
+        weight = tensors[f"{name}.weight"].to(dtype) * scale
+    else:
+        weight = unpacked(tensors[f"{name}.weight_packed"]).to(dtype)
+        weight = weight * scale.repeat_interleave(16, dim=-1)
+        weight = weight / tensors[f"{name}.weight_global_scale"].to(dtype)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    for scale_name in ("input_global_scale", "input_scale"):
+        if f"{name}.{scale_name}" in tensors:
+            value = tensors[f"{name}.{scale_name}"].to(dtype)
+            setattr(module, scale_name, nn.Parameter(value, requires_grad=False))
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """compressed-tensors' reading of packed E2M1 numbers, float32."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    return unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, torch.float32)
