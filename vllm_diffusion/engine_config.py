@@ -16,6 +16,8 @@ from vllm_diffusion import plugin, upstream
 from vllm_diffusion.config import diffusion_gemma_defaults, fuses_encode, plugin_settings
 from vllm_diffusion.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
+from vllm_diffusion.quantization.check import check_checkpoint
+from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.weight_files import check_weight_files
 
 if TYPE_CHECKING:
@@ -49,10 +51,24 @@ class DiffusionGemmaEngineConfig:
         # Known wherever the configuration goes: at the door and in the scheduler.
         vllm_config.model_config.canvas_defaults = diffusion_gemma_defaults(vllm_config)
         _check_sizes(vllm_config)
-        if vllm_config.load_config.load_format != "dummy":
-            check_weight_files(vllm_config.model_config.model)
+        _check_weights(vllm_config)
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
+
+
+def _check_weights(vllm_config: VllmConfig) -> None:
+    model_config = vllm_config.model_config
+    quantization = model_config.model_arch_config.quantization_config
+    check_platform(model_config.model, quantization)
+    if vllm_config.load_config.load_format == "dummy":
+        return
+    check_weight_files(model_config.model)
+    check_checkpoint(
+        model_config.model,
+        model_config.hf_config,
+        quantization,
+        vllm_config.parallel_config.tensor_parallel_size,
+    )
 
 
 def _check_upstream() -> None:

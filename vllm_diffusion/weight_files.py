@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 # A file starts with the length of its header.
 _LENGTH_BYTES = 8
 _ADVICE = "copy or download the checkpoint again."
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file's header describes it; ``dtype`` is safetensors' name."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
+    """Every tensor of these files, from headers that :func:`check_weight_files` accepted."""
+    tensors = []
+    for path in files:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+        tensors += [
+            StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    return tensors
 
 
 def check_weight_files(model: str) -> None:
