@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
+from tests.support.generate import run_engine
 from tests.support.layer_records import recorded_experts, recorded_linears, reference_linear
-from tests.support.quantized import QuantizedOracle, quantized_checkpoint
+from tests.support.quantized import (
+    QuantizedOracle,
+    example,
+    modelopt_checkpoint,
+    quantized_checkpoint,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -131,3 +139,77 @@ def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: lis
         return oracle.first_step(prompt, canvas)
     finally:
         table.data.copy_(kept)
+
+
+def test_modelopt_layout(tmp_path):
+    """Experts in NVFP4, everything else in BF16, and a cache in FP8 with the checkpoint's scales."""
+    compressed = quantized_checkpoint(tmp_path / "nvfp4", "nvfp4")
+    engine = TracedEngine(modelopt_checkpoint(compressed, tmp_path / "modelopt"))
+    try:
+        assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8")
+        layers = engine.runner.model.model.layers
+        scales = [layer.self_attn.attn._k_scale.item() for layer in layers]
+        assert scales == pytest.approx([0.05, 1, 1, 1], rel=1e-2)
+        assert layers[0].self_attn.attn._v_scale.item() == pytest.approx(0.02, rel=1e-2)
+        with recorded_experts(NUM_LAYERS) as experts:
+            engine.generate([prompt_of(40)], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
+        answer = engine.llm.chat(
+            [{"role": "user", "content": "Add 7 and 8."}],
+            engine.sampling_params(max_tokens=CANVAS, skip_special_tokens=True),
+            use_tqdm=False,
+        )
+    finally:
+        engine.close()
+    assert answer[0].outputs[0].text == "15"
+    oracles = [QuantizedOracle(compressed, dtype) for dtype in (torch.bfloat16, torch.float64)]
+    for layer, passes in experts.items():
+        x, weights, ids, actual = (torch.cat(tensors) for tensors in zip(*passes, strict=True))
+        low, exact = (
+            oracle.model.model.decoder.layers[layer].experts(
+                x.to(dtype), ids.long(), weights.to(dtype)
+            )
+            for oracle, dtype in zip(oracles, (torch.bfloat16, torch.float64), strict=True)
+        )
+        error, theirs = ((out.double() - exact).abs() for out in (actual, low))
+        assert error.mean() <= 2 * theirs.mean()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", pytest.param("fp8-dynamic", marks=pytest.mark.slow)])
+def test_two_ranks(scheme, tmp_path):
+    """Shards of weights and scales: the answers are right on two ranks.
+
+    Not bit for bit those of one: each rank scales its own part of a row.
+    """
+    checkpoint = quantized_checkpoint(tmp_path / scheme, scheme)
+    tasks, tokenizer = example("tiny_tasks"), AutoTokenizer.from_pretrained(SHIPPED)
+    examples = [
+        one for family in ("sums", "reverse") for one in tasks.evaluation_set(family, 6, seed=3)
+    ]
+    requests = [
+        {
+            "prompt": tokenizer.apply_chat_template(
+                one.messages, add_generation_prompt=True, return_dict=False
+            ),
+            "params": {"max_tokens": 4 * CANVAS, "seed": 1},
+        }
+        for one in examples
+    ]
+    answer = run_engine(
+        {
+            "engine": {
+                "model": str(checkpoint),
+                "max_model_len": 512,
+                "max_num_seqs": 4,
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 64 * 1024**2,
+                "limit_mm_per_prompt": {"image": 0, "video": 0},
+                "tensor_parallel_size": 2,
+            },
+            "batches": [requests],
+        }
+    )
+    texts = [
+        tokenizer.decode(one["tokens"], skip_special_tokens=True) for one in answer["batches"][0]
+    ]
+    right = [tasks.is_correct(one, text) for one, text in zip(examples, texts, strict=True)]
+    assert sum(right) >= len(right) - 2, texts

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.support.checkpoints import SHIPPED
@@ -100,3 +100,42 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
     return unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, torch.float32)
+
+
+def modelopt_checkpoint(source: Path, folder: Path) -> Path:
+    """The layout of the published modelopt NVFP4 checkpoint: experts only, FP8 KV cache, BF16.
+
+    Written by hand from an NVFP4 checkpoint of ``examples/quantize.py``, since modelopt itself
+    needs a GPU; names and config are as far as they are known, not compared with the published ones.
+    """
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if "safetensors" not in path.name:
+            (folder / path.name).write_bytes(path.read_bytes())
+    experts = load_file(source / "model.safetensors")
+    tensors = {}
+    for name, tensor in load_file(SHIPPED / "model.safetensors").items():
+        if ".experts." not in name:
+            tensors[name] = tensor.bfloat16()
+    for name, tensor in experts.items():
+        if ".experts." not in name:
+            continue
+        stem, _, end = name.rpartition(".")
+        if end.endswith("global_scale"):
+            # compressed-tensors stores the inverse.
+            new = "weight_scale_2" if end.startswith("weight") else "input_scale"
+            tensors[f"{stem}.{new}"] = 1 / tensor.reshape(())
+        else:
+            tensors[f"{stem}.{end.removesuffix('_packed')}"] = tensor
+    # One layer with scales for its cache, the others without.
+    attention = "model.decoder.layers.0.self_attn"
+    tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(0.05)
+    tensors[f"{attention}.v_proj.v_scale"] = torch.tensor(0.02)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    config = json.loads((source / "config.json").read_text())
+    config["dtype"] = config["text_config"]["dtype"] = "bfloat16"
+    published = EXAMPLES.parent / "benchmarks" / "configs" / "nvfp4-modelopt.json"
+    config["quantization_config"] = json.loads(published.read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
