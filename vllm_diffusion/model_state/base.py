@@ -28,6 +28,7 @@ from vllm_diffusion.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state import runner_seam
 from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
+from vllm_diffusion.quantization.kernels import describe_kernels
 from vllm_diffusion.request_params import end_token_ids, parse_canvas_params
 from vllm_diffusion.sampling.canvas_step import Noise
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
@@ -175,6 +176,8 @@ class BlockDiffusionModelState(ModelState):
             order,
             encode,
         )
+        if self.vllm_config.quant_config is not None:
+            logger.info_once("quantised layers: %s", describe_kernels(self.model))
 
     def get_supported_generation_tasks(self) -> tuple[str, ...]:
         return ("generate",)
