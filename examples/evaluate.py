@@ -3,10 +3,14 @@
     python examples/evaluate.py --num-prompts 100
     python examples/evaluate.py --engine vllm --families sums json
     python examples/evaluate.py --engine vllm --settings '{"preset": "fast"}'
+    python examples/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
 
 For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
 mean number of denoise steps per canvas. Both engines get the same token ids and the sampling
 settings of the checkpoint's ``generation_config.json``; their random draws differ.
+
+``--compare`` runs ``--checkpoint`` and quantised copies of it (``quantize.py``) through vLLM instead,
+and prints what quantising costs (``format_comparison.py``).
 
 ``transformers`` runs ``generate`` on batches of prompts of one length only. Such a batch has no
 padding, so each row is computed as it would be alone.
@@ -23,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from format_comparison import Distribution, FormatRun, table
 from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
 
 SHIPPED_CHECKPOINT = (
@@ -30,6 +35,8 @@ SHIPPED_CHECKPOINT = (
 )
 # Longer than any answer: six canvases of 32 tokens.
 MAX_NEW_TOKENS = 192
+# Vocabularies up to this size are compared whole.
+SMALL_VOCABULARY = 1000
 # Text prompts only: the engine need not set memory aside for images.
 NO_IMAGES = {"image": 0, "video": 0}
 
@@ -135,13 +142,16 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, checkpoint: Path, *, seed: int, settings: dict[str, Any]):
+    def __init__(
+        self, checkpoint: Path, *, seed: int, settings: dict[str, Any], max_logprobs: int = 20
+    ):
         from vllm import LLM
 
         self.llm = LLM(
             model=str(checkpoint),
             seed=seed,
             limit_mm_per_prompt=NO_IMAGES,
+            max_logprobs=max_logprobs,
             additional_config={"diffusion": settings},
         )
         self.canvas_length = self.llm.llm_engine.model_config.hf_config.canvas_length
@@ -156,6 +166,35 @@ class VllmEngine:
             use_tqdm=False,
         )
         return [self._read(output.outputs[0]) for output in outputs]
+
+    def first_steps(self, prompts: list[list[int]], num_logprobs: int) -> list[list[Distribution]]:
+        """Each position's distribution after one denoise step, from the same canvas every time."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                max_tokens=self.canvas_length,
+                ignore_eos=True,
+                seed=idx,
+                logprobs=num_logprobs,
+                extra_args={"diffusion_max_steps": 1},
+            )
+            for idx in range(len(prompts))
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
+        return [
+            [
+                {token: entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ]
+            for output in outputs
+        ]
+
+    def close(self) -> None:
+        """End the engine's process, so that another can have its memory."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     def _read(self, completion) -> Answer:
         from vllm_diffusion.metrics import request_metrics
@@ -195,6 +234,47 @@ def score(engine, tokenizer, family: str, num_prompts: int, seed: int) -> Score:
     )
 
 
+def run_format(name: str, checkpoint: Path, args: argparse.Namespace) -> FormatRun:
+    """One checkpoint through vLLM on the prompts of every chosen family."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    examples = [
+        example
+        for family in args.families
+        for example in evaluation_set(family, args.num_prompts, args.seed)
+    ]
+    prompts = [prompt_token_ids(tokenizer, example) for example in examples]
+    # All of a small vocabulary; of a large one, what the engine gives.
+    num_logprobs = -1 if len(tokenizer) <= SMALL_VOCABULARY else 20
+    engine = VllmEngine(
+        checkpoint, seed=args.seed, settings=args.settings, max_logprobs=num_logprobs
+    )
+    answers = engine.answer(prompts)
+    every = max(1, len(prompts) // args.first_step_prompts)
+    first_steps = engine.first_steps(prompts[::every], num_logprobs)
+    engine.close()
+    num_canvases = sum(answer.num_canvases for answer in answers)
+    return FormatRun(
+        name,
+        [is_correct(one, answer.text) for one, answer in zip(examples, answers, strict=True)],
+        sum(answer.num_denoise_steps or 0 for answer in answers) / num_canvases,
+        first_steps,
+    )
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Print the comparison of ``--checkpoint`` with the checkpoints of ``--compare``."""
+    checkpoints = {"original": args.checkpoint}
+    for entry in args.compare:
+        name, _, folder = entry.partition("=")
+        checkpoints[name] = Path(folder)
+    runs = []
+    for name, checkpoint in checkpoints.items():
+        runs.append(run_format(name, checkpoint, args))
+        print(table(runs, wilson_interval).splitlines()[-1], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--checkpoint", type=Path, default=SHIPPED_CHECKPOINT)
@@ -210,9 +290,18 @@ def main() -> None:
         default={},
         help="vllm only: JSON object of server settings (docs/settings.md)",
     )
+    parser.add_argument(
+        "--compare", nargs="+", metavar="NAME=FOLDER", help="quantised copies of --checkpoint"
+    )
+    parser.add_argument(
+        "--first-step-prompts", type=int, default=60, help="with --compare, about how many"
+    )
     parser.add_argument("--show-wrong", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the scores here")
     args = parser.parse_args()
+    if args.compare:
+        compare(args)
+        return
 
     from transformers import AutoTokenizer
 
