@@ -119,12 +119,34 @@ def test_commands_are_understood() -> None:
         "        assert command[:2] == ['bench', 'serve'], command\n"
         "        bench.parse_args(command[2:])\n"
     )
-    found = commands(text_of("README.md")) + commands(text_of("docs/settings.md"))
+    pages = ("README.md", "docs/settings.md", "docs/quantization.md")
+    found = [command for page in pages for command in commands(text_of(page))]
     assert len(found) >= 6
     checked = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(found), text=True, capture_output=True
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_evaluation_commands() -> None:
+    """lm-eval has the tasks of the commands, and sends the server the thinking switch."""
+    import lm_eval
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    page = text_of("docs/quantization.md")
+    (names,) = re.findall(r"--tasks (\S+)", page)
+    files = (Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml")
+    known = {name for path in files for name in re.findall(r"^task: (\S+)", path.read_text(), re.M)}
+    assert set(names.split(",")) <= known
+    (gen_kwargs,) = re.findall(r"--gen_kwargs \"(.*)\" ", page)
+    settings = json.loads(gen_kwargs.replace('\\"', '"').replace("$THINK", "true"))
+    client = LocalChatCompletion(model="model", base_url="http://127.0.0.1:8000")
+    payload = client._create_payload(
+        [{"role": "user", "content": "a"}], generate=True, gen_kwargs=settings
+    )
+    assert payload["chat_template_kwargs"] == {"enable_thinking": True}
+    assert payload["max_tokens"] == 16384
+    assert payload["stop"] == []
 
 
 @pytest.mark.engine

@@ -1,0 +1,89 @@
+"""Bytes of a pass, against sums made by hand from the shapes of the 26B checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+HIDDEN, INNER, VOCAB = 2816, 704, 262144
+SLIDING, FULL = 25, 5
+# Attention of a sliding layer (q, k, v, o) and of a full one (q, k, o), and a dense MLP.
+ATTENTION = SLIDING * HIDDEN * 256 * (16 + 8 + 8 + 16) + FULL * HIDDEN * 512 * (16 + 2 + 16)
+MLP = 30 * 3 * HIDDEN * 2112
+EXPERT = 3 * HIDDEN * INNER
+# A layer's norms (7 of the hidden size, 2 of the head's), router and scalar; and the last norm.
+ROUTERS = 30 * (128 * HIDDEN + HIDDEN + 128)
+NORMS = 30 * 7 * HIDDEN + SLIDING * 2 * 256 + FULL * 2 * 512 + 30 + HIDDEN
+CONDITIONING = 3 * HIDDEN * 2112 + HIDDEN
+KV = 1024
+
+
+@pytest.fixture(scope="module")
+def memory_limit():
+    spec = importlib.util.spec_from_file_location("memory_limit", BENCHMARKS / "memory_limit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["memory_limit"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def config():
+    from transformers import DiffusionGemmaConfig
+
+    return DiffusionGemmaConfig.from_dict(json.loads((BENCHMARKS / "configs/26b.json").read_text()))
+
+
+def settings_of(name):
+    return None if name == "bf16" else json.loads((BENCHMARKS / f"configs/{name}.json").read_text())
+
+
+@pytest.mark.parametrize("touched", [128, 8, 57.5])
+def test_bf16(touched, memory_limit, config):
+    """Two bytes a number, and only the experts that were chosen."""
+    size = memory_limit.pass_bytes(config, None, touched_experts=touched, context=4096)
+    assert size.dense == 2 * (ATTENTION + MLP + ROUTERS + NORMS)
+    assert size.experts == 2 * 30 * touched * EXPERT
+    assert size.head == 2 * VOCAB * HIDDEN
+    assert size.self_conditioning == 2 * CONDITIONING
+    # Sliding layers read their window.
+    assert size.kv_cache == 2 * 2 * (SLIDING * 8 * 256 * KV + FULL * 2 * 512 * 4096)
+    assert size.total == sum(
+        (size.dense, size.experts, size.head, size.self_conditioning, size.kv_cache)
+    )
+
+
+def test_fp8(memory_limit, config):
+    """One byte a weight and two an output channel, for attention, MLPs and experts."""
+    size = memory_limit.pass_bytes(
+        config, settings_of("fp8-dynamic"), touched_experts=128, context=100
+    )
+    channels = SLIDING * (256 * 32 + HIDDEN) + FULL * (512 * 18 + HIDDEN)
+    channels += 30 * (2 * 2112 + HIDDEN)
+    assert size.dense == ATTENTION + MLP + 2 * channels + 2 * (ROUTERS + NORMS)
+    assert size.experts == 30 * 128 * (EXPERT + 2 * (2 * INNER + HIDDEN))
+    assert size.self_conditioning == 2 * CONDITIONING
+
+
+def test_modelopt_nvfp4(memory_limit, config):
+    """Half a byte a weight and one for every 16, of experts alone; a cache of one byte."""
+    size = memory_limit.pass_bytes(
+        config,
+        settings_of("nvfp4-modelopt"),
+        touched_experts=128,
+        context=100,
+        kv_bytes=1,
+        denoises=False,
+    )
+    scalars = 30 * 128 * 3 * 2 * 2
+    assert size.experts == 30 * 128 * (EXPERT // 2 + EXPERT // 16) + scalars
+    assert size.dense == 2 * (ATTENTION + MLP + ROUTERS + NORMS)
+    assert size.self_conditioning == 0
+    assert size.kv_cache == 2 * (SLIDING * 8 * 256 + FULL * 2 * 512) * 100
