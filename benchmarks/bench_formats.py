@@ -140,7 +140,7 @@ def measure(folder: Path, setting: Setting, options: list[str], **variables: str
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(120)
     tokens = result["total_output_tokens"]
-    # Autoregressive: a pass for each token, and the prefill. Stock counts no passes.
+    # Autoregressive: a pass for each token, and the prefill.
     passes = passes or tokens + setting.num_prompts
     return Measured(tokens / result["duration"], passes, result["duration"])
 
@@ -172,10 +172,17 @@ def run_client(folder: Path, url: str, setting: Setting, num_prompts: int) -> di
 
 
 def counted_passes(url: str) -> float:
-    """This package's counter; 0 where there is none."""
+    """This package's counter; without it, vLLM's of denoise steps; 0 where there is neither."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
-    lines = (line for line in text.splitlines() if line.startswith("vllm_diffusion:passes_total"))
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    for name in ("vllm_diffusion:passes_total", "vllm:diffusion_num_denoising_steps_total"):
+        values = [
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.startswith((name + "{", name + " "))
+        ]
+        if values:
+            return sum(values)
+    return 0.0
 
 
 def main() -> None:
