@@ -64,6 +64,8 @@ class PluginSettings:
             follows is thrown away.
         fused_encode: Encode a finished canvas in the same pass as the next canvas's first step;
             ``None`` where it can be.
+        keep_last_canvas: Encode the last canvas of a request behind its answer, and keep in the
+            prefix cache what the next turn of a chat needs of it.
     """
 
     max_denoising_steps: int | None = None
@@ -77,6 +79,7 @@ class PluginSettings:
     preset: str | None = None
     converge_at_end: bool = False
     fused_encode: bool | None = None
+    keep_last_canvas: bool = False
 
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
@@ -95,7 +98,7 @@ class PluginSettings:
             if value not in known:
                 names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
-        for name in ("converge_at_end", "fused_encode"):
+        for name in ("converge_at_end", "fused_encode", "keep_last_canvas"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "fused_encode"):
                 raise ValueError(f"{name}={value!r} must be true or false.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion import plugin, upstream
-from vllm_diffusion.config import diffusion_gemma_defaults, fuses_encode, plugin_settings
+from vllm_diffusion.config import OPTION, diffusion_gemma_defaults, fuses_encode, plugin_settings
 from vllm_diffusion.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint
@@ -54,6 +54,7 @@ class DiffusionGemmaEngineConfig:
         _check_weights(vllm_config)
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
+        _choose_retention(vllm_config)
 
 
 def _check_weights(vllm_config: VllmConfig) -> None:
@@ -231,3 +232,33 @@ def _choose_scheduler(vllm_config: VllmConfig) -> None:
     fuses_encode(vllm_config)
     # An image's rows attend to one another in both directions, so they must be in one pass.
     scheduler_config.disable_chunked_mm_input = True
+
+
+def _choose_retention(vllm_config: VllmConfig) -> None:
+    """With ``keep_last_canvas``, keep a sliding-window layer's blocks up to the end of a reply.
+
+    vLLM's default of 0 keeps those at the end of a prompt. An explicit 0 cannot be told from it.
+
+    Raises:
+        ValueError: If nothing could be kept.
+    """
+    if not plugin_settings(vllm_config).keep_last_canvas:
+        return
+    cache_config = vllm_config.cache_config
+    if not cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"{OPTION}: keep_last_canvas keeps it in the prefix cache, which is off; leave "
+            "--no-enable-prefix-caching or keep_last_canvas out."
+        )
+    if vllm_config.kv_transfer_config is not None or vllm_config.ec_transfer_config is not None:
+        raise ValueError(
+            f"{OPTION}: keep_last_canvas encodes behind the answer, and a connector takes the cache "
+            "with the answer; leave --kv-transfer-config and --ec-transfer-config, or "
+            "keep_last_canvas, out."
+        )
+    if cache_config.prefix_cache_retention_interval == 0:
+        cache_config.prefix_cache_retention_interval = None
+        logger.info(
+            "keep_last_canvas: sliding-window layers keep their blocks of whole replies in the "
+            "prefix cache (prefix_cache_retention_interval None instead of 0)."
+        )

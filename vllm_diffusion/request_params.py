@@ -158,6 +158,11 @@ def end_token_ids(sampling_params: Any) -> list[int]:
     return ends
 
 
+def is_read_only(sampling_params: Any) -> bool:
+    """Whether the request reads one canvas and ends; the argument is checked at the door."""
+    return bool((sampling_params.extra_args or {}).get("diffusion_read_only"))
+
+
 def _capped(value: int | None, cap: int) -> int | None:
     return None if value is None else min(value, cap)
 

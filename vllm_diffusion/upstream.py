@@ -229,6 +229,16 @@ TABLE: tuple[Symbol, ...] = (
             "_preempt_request",
         )
     ),
+    *(
+        Symbol(_SCHEDULER + name, Use.SUBCLASSED, "An answered request's last canvas is encoded.")
+        for name in (
+            "_handle_stopped_request",
+            "_enqueue_waiting_request",
+            "schedule",
+            "reset_prefix_cache",
+        )
+    ),
+    Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
     Symbol(
         "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",

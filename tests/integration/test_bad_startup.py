@@ -366,3 +366,44 @@ def test_target_device_set(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "unset VLLM_TARGET_DEVICE" in done.stderr
+
+
+KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": "unused"},
+                }
+            },
+            ["--kv-transfer-config"],
+        ),
+    ],
+    ids=["no-prefix-cache", "connector"],
+)
+def test_keep_last_canvas_refused(options: Any, words: list[str], tmp_path: Path) -> None:
+    """Where the last canvas cannot be kept, both options are named."""
+    message = refusal(copy_checkpoint(tmp_path), **KEEP, **options)
+    for word in [*words, "keep_last_canvas"]:
+        assert word in message
+
+
+def test_keep_last_canvas_retention(tmp_path: Path) -> None:
+    """Dense unless the operator says how sparse; vLLM's default without the setting."""
+    checkpoint = copy_checkpoint(tmp_path)
+
+    def retention(**options: Any) -> int | None:
+        interval = configure(checkpoint, **options).cache_config.prefix_cache_retention_interval
+        assert interval is None or isinstance(interval, int)
+        return interval
+
+    assert retention() == 0
+    assert retention(**KEEP) is None
+    assert retention(**KEEP, prefix_cache_retention_interval=64) == 64

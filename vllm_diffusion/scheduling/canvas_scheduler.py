@@ -21,8 +21,10 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.config import fuses_encode
 from vllm_diffusion.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
+from vllm_diffusion.request_params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas, is_constrained
+from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
 
 
 class WholeCanvasMixin(Scheduler):
@@ -188,16 +190,12 @@ class WholeCanvasMixin(Scheduler):
                     constrained.begin()
             num_canvas_rows = len(canvas)
             denoised = num_canvas_rows
-            if num_emitted and self.encodes_in_place and not self._is_read_only(request):
+            if num_emitted and self.encodes_in_place and not is_read_only(request.sampling_params):
                 denoised = 0
             self._counters.observe(
                 request.spec_decode_metrics,
                 PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted),
             )
-
-    @staticmethod
-    def _is_read_only(request: Request) -> bool:
-        return bool((request.sampling_params.extra_args or {}).get("diffusion_read_only"))
 
     def _hold_prompt_logprobs(self, model_runner_output: ModelRunnerOutput) -> None:
         """Keep them for the pass that emits the request's first canvas.
@@ -233,11 +231,11 @@ class WholeCanvasMixin(Scheduler):
         return stats
 
 
-class CanvasScheduler(WholeCanvasMixin, DiffusionScheduler):
+class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):
     """Synchronous: each pass is scheduled with the last one's result in hand.
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
-    not computed, and are encoded like a prompt; the last canvas never is.
+    not computed, and are encoded like a prompt; the last canvas only with ``keep_last_canvas``.
     """
 
     encodes_in_place = False
@@ -257,7 +255,7 @@ class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
     """Asynchronous: the next pass is scheduled while this one runs.
 
     Which step converges is not known in time, so the next pass over the same rows encodes the
-    canvas and emits it.
+    canvas and emits it: the last one too, with or without ``keep_last_canvas``.
     """
 
     encodes_in_place = True
