@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion import plugin, upstream
+from vllm_diffusion import plugin, request_capacity, upstream
 from vllm_diffusion.config import OPTION, diffusion_gemma_defaults, fuses_encode, plugin_settings
 from vllm_diffusion.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
@@ -47,7 +47,9 @@ class DiffusionGemmaEngineConfig:
 
         from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
 
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+        request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
         # Known wherever the configuration goes: at the door and in the scheduler.
         vllm_config.model_config.canvas_defaults = diffusion_gemma_defaults(vllm_config)
         _check_sizes(vllm_config)

@@ -50,11 +50,12 @@ def register() -> None:
         from vllm.model_executor.models import ModelRegistry
         from vllm.tool_parsers import ToolParserManager
 
-        from vllm_diffusion import validation
+        from vllm_diffusion import request_capacity, validation
 
         ModelRegistry.register_model(ARCHITECTURE, _MODEL_CLASS)
         validation.install()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
+        request_capacity.install()
     except Exception as error:
         _failure = error
         # Where nothing can check, stock's class serves unnoticed unless this is said aloud.

@@ -78,6 +78,11 @@ TABLE: tuple[Symbol, ...] = (
         Use.REPLACED,
         "Stock refuses every constraint for diffusion models before it looks at it.",
     ),
+    Symbol(
+        "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        Use.REPLACED,
+        "Remembers, for diffusion models, whether --max-num-seqs was set, and calls the original.",
+    ),
     # Tool calls.
     Symbol(
         "vllm.tool_parsers.gemma4_engine_tool_parser:Gemma4EngineToolParser",

@@ -407,3 +407,29 @@ def test_keep_last_canvas_retention(tmp_path: Path) -> None:
     assert retention() == 0
     assert retention(**KEEP) is None
     assert retention(**KEEP, prefix_cache_retention_interval=64) == 64
+
+
+@pytest.mark.parametrize("given", [None, 3, 8, 128, 256])
+def test_max_num_seqs(given: int | None, tmp_path: Path) -> None:
+    """What memory carries, up to the canvases of a pass; an operator's number whatever it is."""
+    options = {} if given is None else {"max_num_seqs": given}
+    config = configure(copy_checkpoint(tmp_path), max_num_batched_tokens=640, **options)
+    expected = 640 // config.diffusion_config.canvas_length if given is None else given
+    assert expected != 8 or given == 8
+    assert config.scheduler_config.max_num_seqs == expected
+
+
+def test_max_num_seqs_short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KV cache for few requests: stock's 8, since short ones fit; the log says so in one line."""
+    from vllm_diffusion import request_capacity
+
+    lines: list[str] = []
+    monkeypatch.setattr(
+        request_capacity.logger, "info", lambda line, *args: lines.append(line % args)
+    )
+    options = {"kv_cache_memory_bytes": 1024**2, "max_model_len": 512}
+    config = configure(copy_checkpoint(tmp_path), **options)
+    assert config.scheduler_config.max_num_seqs == 8
+    (line,) = lines
+    assert line.startswith("max_num_seqs=8: memory carries about ")
+    assert line.endswith("--max-num-seqs sets another number.")

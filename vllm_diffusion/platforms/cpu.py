@@ -16,7 +16,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -124,11 +124,7 @@ class DiffusionCpuPlatform(CpuPlatform):
             scheduler_config.async_scheduling = False
 
         cache_config = vllm_config.cache_config
-        kv_cache_space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-        if kv_cache_space:
-            cache_config.kv_cache_memory_bytes = int(kv_cache_space) * 1024**3
-        elif cache_config.kv_cache_memory_bytes is None:
-            cache_config.kv_cache_memory_bytes = DEFAULT_KV_CACHE_BYTES
+        cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 
         parallel_config = vllm_config.parallel_config
         if parallel_config.worker_cls == "auto":
@@ -150,6 +146,15 @@ class DiffusionCpuPlatform(CpuPlatform):
         cache_config = vllm_config.cache_config
         if not cache_config.user_specified_block_size:
             cache_config.block_size = DEFAULT_BLOCK_SIZE
+
+
+def kv_cache_bytes(cache_config: CacheConfig) -> int:
+    """Bytes of the KV cache on one rank."""
+    kv_cache_space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if kv_cache_space:
+        return int(kv_cache_space) * 1024**3
+    chosen: int | None = cache_config.kv_cache_memory_bytes
+    return DEFAULT_KV_CACHE_BYTES if chosen is None else chosen
 
 
 def has_cpp_compiler() -> bool:

@@ -1,0 +1,242 @@
+"""How many requests run at once where the operator does not say: what memory carries.
+
+Stock vLLM puts 8 there for this architecture, since its sampler holds whole logits of every canvas,
+and cannot tell an operator's number from its own default. Ours holds a tile of them at a time, so
+that a request costs the rows of its slot and its KV cache. Everything here is an estimate
+made before anything is loaded; what the KV cache really holds is in vLLM's own log.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.platforms.memory import checkpoint_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+# Tokens of a request's context that are counted. Longer ones are served too: they wait for blocks,
+# as under any setting.
+TYPICAL_CONTEXT = 4096
+# Stock's number. Short requests need less than the estimate, and a slot without a request costs
+# megabytes.
+FEWEST = 8
+# The sampler's tiles (a byte for each logit of a pass at most: 2 GiB for 8,192 rows of 262,144 ids),
+# a pass's activations and captured graphs. Not measured.
+RESERVED_BYTES = 4 * 1024**3
+# Per canvas position and slot: three canvases of tokens and a flag, four statistics of a step, the
+# runner's draft token.
+_POSITION_BYTES = 3 * 8 + 1 + 2 * 8 + 2 * 4 + 8
+# Per slot: the request's end tokens and its settings.
+_REQUEST_BYTES = 128 * 8 + 64
+
+
+@dataclass(frozen=True)
+class RequestCost:
+    """Bytes on one rank.
+
+    Attributes:
+        state: Of a slot, whether or not a request has it.
+        kv: Of a running request's KV cache.
+    """
+
+    state: int
+    kv: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, without the weights.
+
+    Attributes:
+        free: For everything that ``kv`` does not hold.
+        kv: Set aside for the KV cache; ``None`` if it takes what is left of ``free``.
+    """
+
+    free: int
+    kv: int | None = None
+
+
+def carried_requests(memory: Memory, cost: RequestCost) -> int:
+    """How many requests of the typical length memory carries."""
+    if memory.kv is None:
+        return max(memory.free, 0) // (cost.state + cost.kv)
+    return min(memory.kv // cost.kv, max(memory.free, 0) // cost.state)
+
+
+def choose_max_num_seqs(
+    memory: Memory, cost: RequestCost, canvases_per_pass: int, most: int
+) -> int:
+    """The default number of requests that run at once.
+
+    Args:
+        memory: What there is.
+        cost: What each takes.
+        canvases_per_pass: Canvases that ``max_num_batched_tokens`` holds; more requests than that
+            would take turns.
+        most: vLLM's default for other models.
+
+    Returns:
+        At least 1; at least ``FEWEST`` where their slots fit and ``canvases_per_pass`` and ``most``
+        allow it.
+    """
+    fewest = min(FEWEST, max(memory.free, 0) // cost.state)
+    return max(1, min(most, canvases_per_pass, max(fewest, carried_requests(memory, cost))))
+
+
+def slot_bytes(*, canvas_length: int, hidden_size: int, vocab_size: int, dtype_bytes: int) -> int:
+    """Bytes of one row of every per-request tensor, ours and the runner's."""
+    soft_embeds = canvas_length * hidden_size * dtype_bytes
+    # vLLM's penalties: how often each token was said, and whether the prompt has it.
+    penalties = vocab_size * 4 + -(-vocab_size // 32) * 4
+    return soft_embeds + canvas_length * _POSITION_BYTES + penalties + _REQUEST_BYTES
+
+
+def kv_bytes(text_config: Any, *, context: int, canvas_length: int, tp: int, kv_bytes: int) -> int:
+    """Bytes of a request's KV cache on one rank.
+
+    Args:
+        text_config: The checkpoint's text configuration.
+        context: Tokens of the request, canvas included.
+        canvas_length: Tokens of a canvas.
+        tp: Ranks that share the heads.
+        kv_bytes: Bytes of one element of the cache.
+    """
+    total = 0
+    for layer, layer_type in zip(
+        text_config.per_layer_config, text_config.layer_types, strict=True
+    ):
+        tokens = context
+        if layer_type == "sliding_attention":
+            # A canvas that is encoded and the next one see the window before them.
+            tokens = min(context, text_config.sliding_window + 2 * canvas_length)
+        heads = max(layer.num_key_value_heads // tp, 1)
+        total += 2 * heads * layer.head_dim * kv_bytes * tokens
+    return total
+
+
+def text_parameters(text_config: Any) -> int:
+    """Parameters of the language model, without norms."""
+    hidden, heads = text_config.hidden_size, text_config.num_attention_heads
+    per_layer = 3 * hidden * text_config.intermediate_size
+    experts = getattr(text_config, "num_experts", None) or 0
+    if experts:
+        per_layer += experts * hidden * (1 + 3 * text_config.moe_intermediate_size)
+    attention = sum(
+        2 * hidden * layer.head_dim * (heads + layer.num_key_value_heads)
+        for layer in text_config.per_layer_config
+    )
+    return text_config.vocab_size * hidden + len(text_config.layer_types) * per_layer + attention
+
+
+def install() -> None:
+    """Remember, for diffusion models, whether the operator set ``max_num_seqs``.
+
+    vLLM replaces ``None`` by a default before any hook sees it. Safe to call twice.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def remember(self: Any, usage_context: Any, model_config: Any, parallel_config: Any) -> None:
+        if model_config.is_diffusion:
+            model_config.max_num_seqs_is_set = self.max_num_seqs is not None
+        stock(self, usage_context, model_config, parallel_config)
+
+    remember.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = remember
+
+
+def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
+    """Put the default in place, with a line that says why; an operator's number stays as it is.
+
+    Args:
+        vllm_config: Changed in place.
+        given: ``max_num_seqs`` before stock's hook lowered it.
+    """
+    scheduler_config = vllm_config.scheduler_config
+    scheduler_config.max_num_seqs = given
+    if getattr(vllm_config.model_config, "max_num_seqs_is_set", True):
+        return
+    memory, cost = _memory(vllm_config), _cost(vllm_config)
+    budget = scheduler_config.max_num_batched_tokens
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    chosen = choose_max_num_seqs(memory, cost, budget // canvas_length, given)
+    # The scheduler must not run more than the runner has slots for.
+    chosen = max(chosen, scheduler_config.max_num_active_seqs or 0)
+    scheduler_config.max_num_seqs = chosen
+    logger.info(
+        "max_num_seqs=%d: memory carries about %d requests of %d tokens (%.1f MiB of state and "
+        "%.1f MiB of KV cache each), and max_num_batched_tokens=%d holds %d canvases of %d; "
+        "--max-num-seqs sets another number.",
+        chosen,
+        carried_requests(memory, cost),
+        _context(vllm_config),
+        cost.state / 2**20,
+        cost.kv / 2**20,
+        budget,
+        budget // canvas_length,
+        canvas_length,
+    )
+
+
+def _context(vllm_config: VllmConfig) -> int:
+    return min(vllm_config.model_config.max_model_len, TYPICAL_CONTEXT)
+
+
+def _cost(vllm_config: VllmConfig) -> RequestCost:
+    model_config = vllm_config.model_config
+    text_config = model_config.hf_text_config
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return RequestCost(
+        state=slot_bytes(
+            canvas_length=canvas_length,
+            hidden_size=text_config.hidden_size,
+            vocab_size=model_config.get_vocab_size(),
+            dtype_bytes=model_config.dtype.itemsize,
+        ),
+        kv=kv_bytes(
+            text_config,
+            context=_context(vllm_config),
+            canvas_length=canvas_length,
+            tp=vllm_config.parallel_config.tensor_parallel_size,
+            kv_bytes=1 if cache_dtype.startswith("fp8") else model_config.dtype.itemsize,
+        ),
+    )
+
+
+def _memory(vllm_config: VllmConfig) -> Memory:
+    from vllm.platforms import current_platform
+
+    cache_config = vllm_config.cache_config
+    if current_platform.is_cpu():
+        import psutil
+
+        from vllm_diffusion.platforms.cpu import kv_cache_bytes
+
+        available: int = psutil.virtual_memory().available
+        kv = kv_cache_bytes(cache_config)
+        return Memory(available - kv - _weight_bytes(vllm_config) - RESERVED_BYTES, kv)
+    total = current_platform.get_device_total_memory() * cache_config.gpu_memory_utilization
+    free = int(total) - _weight_bytes(vllm_config) - RESERVED_BYTES
+    kv = cache_config.kv_cache_memory_bytes
+    return Memory(free) if kv is None else Memory(free - kv, kv)
+
+
+def _weight_bytes(vllm_config: VllmConfig) -> int:
+    """On one rank: of the files where they are at hand, else at most, unquantised."""
+    model_config = vllm_config.model_config
+    size = checkpoint_bytes(model_config.model)
+    if size == 0:
+        size = text_parameters(model_config.hf_text_config) * model_config.dtype.itemsize
+    return size // vllm_config.parallel_config.tensor_parallel_size
