@@ -14,6 +14,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -58,7 +59,9 @@ class OutputHead:
         Raises:
             ValueError: If the head is quantised, which no tile can be cut from.
         """
-        if not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
+        # The second is what modelopt gives a head that it leaves alone.
+        unquantized = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+        if not isinstance(lm_head.quant_method, unquantized):
             raise ValueError(
                 f"The checkpoint's lm_head is quantised ({type(lm_head.quant_method).__name__}), "
                 "and the sampler reads it a tile of the vocabulary at a time; add lm_head to the "
