@@ -225,7 +225,7 @@ def run(args: argparse.Namespace, setting: Setting) -> None:
             quantization = settings.pop("quantization_config", None)
             config = DiffusionGemmaConfig.from_dict(settings)
             text = config.text_config
-            touched = count_experts(folder, text.num_hidden_layers, config.canvas_length)
+            touched = experts_touched(folder)
             context = setting.input_len + setting.output_len // 2 + config.canvas_length
             kv_bytes = 1 if (quantization or {}).get("kv_cache_scheme") else 2
 
@@ -289,18 +289,20 @@ def run(args: argparse.Namespace, setting: Setting) -> None:
                 )
 
 
-def count_experts(folder: Path, num_layers: int, canvas_length: int) -> float:
-    """Different experts that a layer's rows choose in a denoise step, mean over layers and steps.
-
-    In a process of its own with the graph compiler off, where each routing can be looked at.
-    """
-    command = [sys.executable, str(Path(__file__).with_name("count_experts.py")), str(folder)]
+def experts_touched(folder: Path) -> float:
+    """Different experts that the rows of one canvas choose, mean over layers and steps."""
+    script = Path(__file__).with_name("bench_routing.py")
+    command = [sys.executable, str(script), str(folder), "--load-format", "dummy"]
     done = subprocess.run(
-        [*command, str(canvas_length)], capture_output=True, text=True, check=False
+        [*command, "--canvases", "1", "--prompt-len", "20"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(f"counting experts failed:\n{done.stderr[-3000:]}")
-    return float(done.stdout.strip().splitlines()[-1])
+    _, _, mean, *_ = done.stdout.strip().splitlines()[-1].split()
+    return float(mean)
 
 
 def print_row(label: str, measured: Measured, size: int, experts: float, rate: float) -> None:
