@@ -11,17 +11,13 @@ from vllm.v1.request import RequestStatus
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
+from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
 BLOCK = 16
-
-
-def tokens_of(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(20, 276, (length,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +88,7 @@ def check_two_turns(
     Returns:
         The prompt and the tokens of both.
     """
-    prompt = tokens_of(prompt_len, seed)
+    prompt = prompt_of(prompt_len, seed)
     uncut = list(ask(engine, prompt, seed, 2 * CANVAS).outputs[0].token_ids)
     assert engine.llm.reset_prefix_cache()
     reply = uncut[: uncut.index(uncut[cut]) + 1] if by_stop else uncut[: cut + 1]
@@ -103,7 +99,7 @@ def check_two_turns(
     num_kept = (prompt_len + len(reply)) // BLOCK * BLOCK
     turns = []
     for history in (prompt + reply, prompt + uncut):
-        follow_up = history + tokens_of(10, seed + 1)
+        follow_up = history + prompt_of(10, seed + 1)
         with engine.recording() as steps:
             output = ask(engine, follow_up, seed + 2, CANVAS)
         # The same to the end of the reply, and what was cut off is not there.
@@ -156,7 +152,7 @@ def test_next_turn_reads_any_reply(engine, oracle, prompt_len, cut, seed, by_sto
 
 def test_the_answer_waits_for_no_pass(engine, order):
     """It comes with the step that converges, as without the option; the encode runs behind it."""
-    output = ask(engine, tokens_of(20, 1), 5, CANVAS).outputs[0]
+    output = ask(engine, prompt_of(20, 1), 5, CANVAS).outputs[0]
     assert output.finish_reason == "length"
     metrics = request_metrics(output)
     in_place = order == "asynchronous"
@@ -172,9 +168,9 @@ def test_the_answer_waits_for_no_pass(engine, order):
 
 def test_the_next_turn_may_come_at_once(engine, oracle):
     """The encode and the next prompt share a pass; the prompt reads what that pass writes."""
-    prompt = tokens_of(24, 2)
+    prompt = prompt_of(24, 2)
     reply = list(ask(engine, prompt, 1, CANVAS).outputs[0].token_ids)
-    follow_up = [*prompt, *reply, *tokens_of(7, 3)]
+    follow_up = [*prompt, *reply, *prompt_of(7, 3)]
     output = ask(engine, follow_up, 2, CANVAS)
     assert output.num_cached_tokens == (24 + CANVAS) // BLOCK * BLOCK
     expected = oracle.generate(follow_up, seed=2, max_tokens=CANVAS, ignore_eos=True)
@@ -193,7 +189,7 @@ def test_the_next_turn_may_come_at_once(engine, oracle):
 )
 def test_nothing_to_keep(engine, limits):
     """Where no next turn could read more, no pass is spent."""
-    ask(engine, tokens_of(16 if "extra_args" in limits else BLOCK * 30, 4), 1, **limits)
+    ask(engine, prompt_of(16 if "extra_args" in limits else BLOCK * 30, 4), 1, **limits)
     assert not engine.scheduler.running
 
 
@@ -201,16 +197,16 @@ def test_aborts(engine, oracle):
     """An aborted request is not encoded; one that is answered may be aborted too."""
     llm_engine = engine.llm.llm_engine
     params = engine.sampling_params(seed=1, max_tokens=8 * CANVAS, ignore_eos=True)
-    llm_engine.add_request("aborted", {"prompt_token_ids": tokens_of(20, 5)}, params)
+    llm_engine.add_request("aborted", {"prompt_token_ids": prompt_of(20, 5)}, params)
     for _ in range(4):
         llm_engine.step()
     llm_engine.abort_request(list(llm_engine.output_processor.request_states), internal=True)
     assert not engine.scheduler.running
 
-    ask(engine, tokens_of(20, 6), 1, CANVAS)
+    ask(engine, prompt_of(20, 6), 1, CANVAS)
     answered = [request.request_id for request in engine.scheduler.running]
     engine.scheduler.finish_requests(answered, RequestStatus.FINISHED_ABORTED)
-    prompt = tokens_of(20, 7)
+    prompt = prompt_of(20, 7)
     output = ask(engine, prompt, 2, CANVAS).outputs[0]
     expected = oracle.generate(prompt, seed=2, max_tokens=CANVAS, ignore_eos=True)
     assert list(output.token_ids) == expected.tokens
@@ -218,7 +214,7 @@ def test_aborts(engine, oracle):
 
 def test_dropped_when_memory_is_short(engine, order, monkeypatch):
     """An answered request that is preempted is not computed again."""
-    prompt = tokens_of(20, 8)
+    prompt = prompt_of(20, 8)
     reply = list(ask(engine, prompt, 1, CANVAS).outputs[0].token_ids)
     if order == "asynchronous":
         assert not engine.scheduler.running
@@ -235,36 +231,26 @@ def test_dropped_when_memory_is_short(engine, order, monkeypatch):
     )
     finish(engine)
     assert answered.num_preemptions == 1
-    output = ask(engine, [*prompt, *reply, *tokens_of(5, 1)], 2, CANVAS)
+    output = ask(engine, [*prompt, *reply, *prompt_of(5, 1)], 2, CANVAS)
     assert output.num_cached_tokens == 20 // BLOCK * BLOCK
 
 
 def test_tokens_in_a_small_cache(engine, oracle):
     """Four chats of two turns in a cache that holds about one of them."""
-    prompts = [tokens_of(20 + 5 * i, 9) for i in range(4)]
-    preempted = []
-    preempt = engine.scheduler._preempt_request
-
-    def recording(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        preempt(request, *args, **kwargs)
-
-    engine.scheduler._preempt_request = recording
+    prompts = [prompt_of(20 + 5 * i, 9) for i in range(4)]
+    engine.preempted.clear()
     limits = {"ignore_eos": True, "extra_args": {"diffusion_max_steps": 4}}
-    try:
-        for turn in range(2):
-            seeds = [10 * turn + i for i in range(4)]
-            outputs = engine.generate(prompts, seeds=seeds, max_tokens=5 * CANVAS, **limits)
-            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-                expected = oracle.generate(
-                    prompt,
-                    seed=seeds[i],
-                    max_tokens=5 * CANVAS,
-                    ignore_eos=True,
-                    max_denoising_steps=4,
-                )
-                assert list(output.token_ids) == expected.tokens
-                prompts[i] = [*prompt, *expected.tokens, *tokens_of(6, turn)]
-    finally:
-        del engine.scheduler._preempt_request
-    assert preempted
+    for turn in range(2):
+        seeds = [10 * turn + i for i in range(4)]
+        outputs = engine.generate(prompts, seeds=seeds, max_tokens=5 * CANVAS, **limits)
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            expected = oracle.generate(
+                prompt,
+                seed=seeds[i],
+                max_tokens=5 * CANVAS,
+                ignore_eos=True,
+                max_denoising_steps=4,
+            )
+            assert list(output.token_ids) == expected.tokens
+            prompts[i] = [*prompt, *expected.tokens, *prompt_of(6, turn)]
+    assert engine.preempted

@@ -12,7 +12,7 @@ import torch
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import StepRecord, TracedEngine
 from tests.support.oracle import Oracle, OracleRun
-from tests.support.prompts import random_prompt
+from tests.support.prompts import prompt_of
 
 pytestmark = pytest.mark.engine
 
@@ -21,10 +21,6 @@ CANVAS = 32
 PROMPT_LENGTHS = (17, 40, 150, 301)
 # What summation in another order may move a float32 logit of size 10 by, over a generation.
 LOGIT_TOLERANCE = 1e-3
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random_prompt(length, 1000 * seed + length)
 
 
 def denoising(steps: list[StepRecord], request: str | None = None) -> list[StepRecord]:

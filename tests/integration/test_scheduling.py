@@ -7,16 +7,12 @@ import pytest
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt
+from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return random_prompt(length, 1000 * seed + length)
 
 
 @pytest.fixture(scope="module")
@@ -88,25 +84,15 @@ def test_a_batch_takes_no_more_passes_than_its_longest_request(engine, order):
 def test_tokens_under_preemption(engine, oracle):
     """The cache holds not all of them: whoever is preempted goes on as if nothing had been."""
     prompts = [prompt_of(20 + 5 * i, seed=7) for i in range(4)]
-    preempted = []
-    preempt = engine.scheduler._preempt_request
-
-    def recording(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        preempt(request, *args, **kwargs)
-
-    engine.scheduler._preempt_request = recording
-    try:
-        outputs = engine.generate(
-            prompts,
-            seeds=[11, 12, 13, 14],
-            max_tokens=12 * CANVAS,
-            ignore_eos=True,
-            extra_args={"diffusion_max_steps": 4},
-        )
-    finally:
-        del engine.scheduler._preempt_request
-    assert preempted
+    engine.preempted.clear()
+    outputs = engine.generate(
+        prompts,
+        seeds=[11, 12, 13, 14],
+        max_tokens=12 * CANVAS,
+        ignore_eos=True,
+        extra_args={"diffusion_max_steps": 4},
+    )
+    assert engine.preempted
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         expected = oracle.generate(
             prompt,

@@ -60,21 +60,13 @@ def test_soak(asynchronous: bool) -> None:
         max_num_batched_tokens=256,
         kv_cache_memory_bytes=1024**2,
     )
-    core, scheduler = engine.llm.llm_engine, engine.scheduler
+    core = engine.llm.llm_engine
     rng = random.Random(11)
     before = in_use(engine)
     requests: dict[str, tuple[list[int], Any]] = {}
     answers: dict[str, Any] = {}
     waiting: set[str] = set()
-    num_preempted = num_aborted = 0
-    preempt = scheduler._preempt_request
-
-    def counting(*args: Any, **kwargs: Any) -> None:
-        nonlocal num_preempted
-        num_preempted += 1
-        preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counting
+    num_aborted = 0
     try:
         while len(requests) < NUM_REQUESTS or waiting:
             while len(requests) < NUM_REQUESTS and len(waiting) < OUTSTANDING:
@@ -97,8 +89,10 @@ def test_soak(asynchronous: bool) -> None:
         core.step()
         assert in_use(engine) == before
         assert len(answers) == NUM_REQUESTS - num_aborted
-        assert num_preempted > 0
-        print(f"\n{len(answers)} answers, {num_aborted} aborted, {num_preempted} preemptions")
+        assert engine.preempted
+        print(
+            f"\n{len(answers)} answers, {num_aborted} aborted, {len(engine.preempted)} preemptions"
+        )
 
         for name in rng.sample(sorted(answers), 60):
             prompt, params = requests[name]

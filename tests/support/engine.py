@@ -47,6 +47,15 @@ class TracedEngine:
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.steps: list[StepRecord] = []
+        # Ids of requests that lost their memory, in order; a test empties it before it counts.
+        self.preempted: list[str] = []
+        preempt = self.scheduler._preempt_request
+
+        def recording(request: Any, *args: Any, **kwargs: Any) -> None:
+            self.preempted.append(request.request_id)
+            preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = recording
 
     @property
     def state(self) -> Any:

@@ -76,7 +76,6 @@ class DiffusionSampler:
         # The runner counts committed tokens in it.
         self.penalties_state = stock_sampler.penalties_state
         self.adjustments = RowAdjustments(stock_sampler, slots.device)
-        self.compute_nans = False
         self.logits_mode = stock_sampler.logprobs_mode in ("raw_logits", "processed_logits")
         self.reports_raw = stock_sampler.logprobs_mode in ("raw_logits", "raw_logprobs")
         self.slots = slots
@@ -107,7 +106,6 @@ class DiffusionSampler:
             torch.zeros(R, dtype=torch.int32, device=device),
             torch.zeros(R, dtype=torch.int32, device=device),
         )
-
         self._step_inputs = (
             torch.zeros(R, dtype=torch.int32, device=device),
             torch.zeros(R, dtype=torch.bool, device=device),

@@ -114,8 +114,8 @@ class ConstrainedCanvas:
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """How many leading tokens satisfy the constraint, and whether that is all that is read."""
-        num_valid = self._num_accepted(tokens)
         num_thought = self._num_thought(tokens)
+        num_valid = self._num_accepted(tokens, num_thought)
         longest = self._longest_word
         before = self._last_output_tokens(longest - 1)
         for i in range(num_valid):
@@ -131,15 +131,14 @@ class ConstrainedCanvas:
         output = self._request.output_token_ids
         return list(output[max(len(output) - count, 0) :])
 
-    def _num_accepted(self, tokens: list[int]) -> int:
-        """How many leading tokens the grammar accepts."""
+    def _num_accepted(self, tokens: list[int], num_thought: int) -> int:
+        """How many leading tokens the grammar accepts, which begins behind the thought."""
         if not self._request.use_structured_output:
             return len(tokens)
-        start = self._num_thought(tokens)
-        behind = tokens[start:]
+        behind = tokens[num_thought:]
         spoken = next((i for i, token in enumerate(behind) if token in self._controls), len(behind))
         grammar = self._request.structured_output_request.grammar
-        return start + len(grammar.validate_tokens(behind[:spoken]))
+        return num_thought + len(grammar.validate_tokens(behind[:spoken]))
 
     def _num_thought(self, tokens: list[int]) -> int:
         """How many leading tokens are thoughts, which are free but for an end."""
