@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+
 # What a kernel must never read, or must read without a trace in a live row.
 GARBAGE_BLOCK = 2**30
 
@@ -127,6 +129,59 @@ def make_canvas_batch(
     )
 
 
+def make_draws(rows: int, generator: torch.Generator) -> RowDraws:
+    """Random temperatures and keys; every third row is greedy."""
+
+    def integers(high: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(0, high, (rows,), generator=generator).to(dtype)
+
+    temperature = torch.rand(rows, generator=generator) + 0.3
+    request_temperature = torch.rand(rows, generator=generator) * 2
+    request_temperature[::3] = 0.0
+    return RowDraws(
+        temperature,
+        request_temperature,
+        torch.randint(-(2**62), 2**62, (rows,), generator=generator),
+        integers(50, torch.int32),
+        integers(48, torch.int32),
+        integers(256, torch.int32),
+    )
+
+
+def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> LogitAdjustments:
+    """Offsets, forbidden ids, penalties, masks and pins for some of the rows, one or all of them."""
+
+    def index(high: int) -> Tensor:
+        return torch.randint(-1, high, (rows,), generator=generator, dtype=torch.int32)
+
+    def words(tables: int) -> Tensor:
+        size = (tables, -(-vocab_size // 32))
+        return torch.randint(-(2**31), 2**31, size, generator=generator).to(torch.int32)
+
+    offsets = torch.randn(2, vocab_size, generator=generator) * 2
+    offsets[torch.rand(2, vocab_size, generator=generator) < 0.3] = float("-inf")
+    masks = words(2)
+    # Something stays possible in every row.
+    possible = vocab_size // 2
+    offsets[:, possible] = 0.0
+    masks[:, possible >> 5] |= torch.tensor(1 << (possible & 31)).to(torch.int32)
+    counts = torch.randint(0, 3, (3, vocab_size), generator=generator, dtype=torch.int32)
+    pin = torch.randint(0, vocab_size, (rows,), generator=generator, dtype=torch.int32)
+    return LogitAdjustments(
+        offset_idx=index(2),
+        offsets=offsets,
+        penalty_idx=index(3),
+        repetition=torch.rand(3, generator=generator) + 0.5,
+        frequency=torch.randn(3, generator=generator),
+        presence=torch.randn(3, generator=generator),
+        prompt_mask=words(3),
+        output_counts=counts,
+        mask_idx=index(2),
+        masks=masks,
+        pin=torch.where(torch.rand(rows, generator=generator) < 0.2, pin, -1),
+    )
+
+
 def assert_within_error_budget(
     actual: Tensor, same_dtype_ref: Tensor, fp64_ref: Tensor, name: str, factor: float = 2.0
 ) -> None:
@@ -187,6 +242,8 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.largest_float32 = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Of ``_alive``, some of which may be dead by now.
+        self._at_most = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -202,13 +259,24 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata not in given:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+                self._add(storage)
                 if leaf.dtype == torch.float32:
                     self.largest_float32 = max(self.largest_float32, leaf.numel())
+        if self._at_most > self.peak:
+            self._forget_dead()
+            self.peak = max(self.peak, self._at_most)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        # A dead one may have been at the same address.
+        _, before = self._alive.get(storage._cdata, (None, 0))
+        self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+        self._at_most += storage.nbytes() - before
+
+    def _forget_dead(self) -> None:
         self._alive = {
             key: (ref, n)
             for key, (ref, n) in self._alive.items()
             if not ref.expired()  # type: ignore[no-untyped-call]
         }
-        self.peak = max(self.peak, sum(n for _, n in self._alive.values()))
-        return out
+        self._at_most = sum(n for _, n in self._alive.values())

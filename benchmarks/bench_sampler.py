@@ -2,6 +2,7 @@
 
     python benchmarks/bench_sampler.py                      # 1, 8 and 32 canvases
     python benchmarks/bench_sampler.py --canvases 1 --vocab 262144 --hidden 2816
+    python benchmarks/bench_sampler.py --settings           # what sampling settings add
 
 Stock vLLM projects all rows, caps them in float32, reads them for its statistics and multiplies the
 probabilities with the embedding; ours streams the vocabulary (docs/architecture.md). Both get the
@@ -17,14 +18,17 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention_kernels.testing import TensorMemory
 from attention_kernels.vocab_statistics import RowDraws
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.vocabulary_stream import RowRequests, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import KeptRows, RowRequests, sample_rows
 
 SOFTCAP = 30.0
 # What stock's tensors take of a logit: 4 bytes of float32 logits, 2 of probabilities in bf16 and,
@@ -51,15 +55,36 @@ def stock(rows: Tensor, weight: Tensor, canvas: int) -> tuple[Tensor, Tensor, Te
     return argmax, entropy, probs @ weight
 
 
-def ours(rows: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
+def ours(
+    rows: Tensor, head: OutputHead, kept: KeptRows | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same by this package."""
     n, device = rows.shape[0], rows.device
     ones = torch.ones(n, device=device)
     zeros = torch.zeros(n, dtype=torch.int32, device=device)
-    requests = RowRequests(RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros))
-    results = sample_rows(head, rows, requests, head.weight.shape[0])
+    draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
+    results = sample_rows(head, rows, RowRequests(draws, kept=kept), head.weight.shape[0])
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds
+
+
+def sampling_settings(canvas: int, num_rows: int, device: torch.device) -> dict[str, KeptRows]:
+    """What one or all requests of a pass ask for beyond the plain step."""
+    found = {}
+    for who, n in (("one canvas", canvas), ("every canvas", num_rows)):
+        ones = torch.ones(n, device=device)
+        integers = torch.zeros(n, dtype=torch.int32, device=device)
+        top_p = CandidateFilters(None, ones * 0.95, None)
+        report = LogprobsRequest(5, integers.long()[:, None][:, :0], integers, as_logits=False)
+        for name, filters, logprobs in (
+            ("top_p", top_p, None),
+            ("top_k and top_p", top_p._replace(top_k=integers + 64), None),
+            ("logprobs", None, report),
+        ):
+            found[f"{name}, {who}"] = KeptRows(
+                np.arange(n), torch.arange(n, device=device), filters, logprobs, None, ones
+            )
+    return found
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -106,6 +131,9 @@ def main() -> int:
     parser.add_argument("--canvas", type=int, default=256 if on_gpu else 8)
     parser.add_argument("--vocab", type=int, default=262144)
     parser.add_argument("--hidden", type=int, default=2816 if on_gpu else 64)
+    parser.add_argument(
+        "--settings", action="store_true", help="also top-k, top-p and log-probabilities"
+    )
     parser.add_argument("--repeats", type=int, default=20 if on_gpu else 3)
     options = parser.parse_args()
 
@@ -130,6 +158,9 @@ def main() -> int:
             "stock": lambda rows=rows: stock(rows, weight, options.canvas),
             "ours": lambda rows=rows: ours(rows, head),
         }
+        if options.settings:
+            for name, kept in sampling_settings(options.canvas, n, device).items():
+                calls[f"ours, {name}"] = lambda rows=rows, kept=kept: ours(rows, head, kept)
         problem = disagreement(calls["ours"](), calls["stock"]())
         if problem:
             failures.append(f"{canvases} canvases: {problem}")
@@ -142,6 +173,7 @@ def main() -> int:
                 f"| 1/{STOCK_BYTES_PER_LOGIT / per_logit:.1f} |",
                 flush=True,
             )
+            # With settings a small pass may take up to 128 MiB.
             if which == "ours" and per_logit > 1:
                 failures.append(f"{canvases} canvases: {per_logit:.2f} bytes a logit, not 1")
     for failure in failures:

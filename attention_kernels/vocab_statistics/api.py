@@ -1,77 +1,189 @@
-"""The public function: check the arguments, choose an implementation, call it."""
+"""The public functions: check the arguments, choose an implementation, call it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from attention_kernels.vocab_statistics.reference import update_statistics_reference
+from attention_kernels.vocab_statistics import reference
+from attention_kernels.vocab_statistics.logits import RowLogits
 from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
 
 Impl = Literal["auto", "reference", "triton"]
-__all__ = ["Impl", "RowDraws", "RunningStatistics", "update_statistics"]
 
 
 def update_statistics(
     running: RunningStatistics,
-    logits: Tensor,
-    first_id: int,
+    rows: RowLogits,
     draws: RowDraws,
     *,
-    softcap: float | None = None,
     weights: Tensor | None = None,
+    product: Tensor | None = None,
     impl: Impl = "auto",
-) -> Tensor:
+) -> None:
     """Take one tile of the vocabulary into each row's statistics.
 
-    The logits of a row are never whole: a caller projects a tile, calls this, and projects the
+    The logits of a row need never be whole: a caller projects a tile, calls this, and projects the
     next over it. What comes out depends on the tiles' order (ascending, for ties) but not on where
     they are cut, up to the rounding of the sums; the noise of an id depends on neither.
 
     Args:
         running: Of the tiles before, updated in place.
-        logits: [num_rows, num_ids], floating point: of ids ``first_id`` and on. An id at minus
-            infinity is impossible.
-        first_id: A multiple of 4.
+        rows: The tile. Its ``first_id`` is a multiple of 4.
         draws: Temperatures and keys of the rows.
-        softcap: Logits become ``softcap * tanh(logit / softcap)`` in float32 first.
         weights: [num_rows, num_ids], floating point: filled with exp(x - maximum), x being the
             logits over the schedule's temperature and the maximum that after this tile.
+        product: [num_rows, any], float32: sums of the weights of earlier tiles times something,
+            brought down to the new maximum in place.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``. Only ``"auto"`` chooses: Triton for
             tensors on a GPU.
-
-    Returns:
-        [num_rows], float32: what sums of earlier weights are to be multiplied by.
 
     Raises:
         ValueError: If shapes, ``first_id`` or ``impl`` are wrong.
 
     Source: the online softmax of arXiv:1805.02867, with the entropy's sum carried along.
     """
+    num_rows = running.maximum.shape[0]
+    _check(rows, num_rows)
+    if weights is not None and weights.shape != rows.projected.shape:
+        raise ValueError(
+            f"weights is {list(weights.shape)}; it must be {list(rows.projected.shape)}."
+        )
+    if product is not None and (product.shape[0] != num_rows or product.dtype != torch.float32):
+        raise ValueError(
+            f"product is {product.dtype} {list(product.shape)}; it must be float32 and have "
+            f"{num_rows} rows."
+        )
+    implementation = _implementation(impl, rows)
+    if rows.projected.numel() > 0:
+        implementation.update_statistics(running, rows, draws, weights, product)
+
+
+def scaled_logits(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> Tensor:
+    """Capped and adjusted logits over a divisor.
+
+    Args:
+        rows: A few rows with all their ids, since these are in float32.
+        divisor: [num_rows], float32, above 0.
+        impl: As for :func:`update_statistics`.
+
+    Returns:
+        [num_rows, num_ids], float32.
+
+    Raises:
+        ValueError: If shapes or ``impl`` are wrong.
+    """
+    _check(rows, divisor.shape[0])
+    scaled: Tensor = _implementation(impl, rows).scaled_logits(rows, divisor)
+    return scaled
+
+
+def largest_logit(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> Tensor:
+    """[num_rows], float32: the largest that :func:`scaled_logits` would return, or minus infinity.
+
+    Arguments and errors as there; any number of rows.
+    """
+    _check(rows, divisor.shape[0])
+    if rows.projected.numel() == 0:
+        return torch.full_like(divisor, float("-inf"))
+    largest: Tensor = _implementation(impl, rows).largest_logit(rows, divisor)
+    return largest
+
+
+def weigh(
+    rows: RowLogits,
+    divisor: Tensor,
+    maximum: Tensor,
+    pivots: Tensor,
+    bounds: Tensor,
+    *,
+    by_mass: bool,
+    impl: Impl = "auto",
+) -> Tensor:
+    """What the ids weigh whose logits reach each of some pivots.
+
+    Weights are integers, so that no order in which they are added changes a sum.
+
+    Args:
+        rows: Kept rows, with all their ids.
+        divisor: [num_rows], float32, above 0.
+        maximum: [num_rows], float32: largest of the scaled logits.
+        pivots: [num_rows, num_pivots], int64, ascending: keys (:func:`ordered_keys`). The number
+            of pivots is a power of two.
+        bounds: [num_rows, 2], int64: only keys at or above the first and below the second count;
+            no pivot is below the first. Where they are neighbours or equal the row is settled, and
+            its weights mean nothing.
+        by_mass: An id weighs its probability relative to the maximum, in units of
+            1 / ``MASS_SCALE``; otherwise 1.
+        impl: As for :func:`update_statistics`.
+
+    Returns:
+        [num_rows, num_pivots], int64.
+
+    Raises:
+        ValueError: If shapes or ``impl`` are wrong.
+    """
+    _check(rows, divisor.shape[0])
+    num_pivots = pivots.shape[1]
+    if num_pivots & (num_pivots - 1):
+        raise ValueError(f"There are {num_pivots} pivots; their number must be a power of two.")
+    if rows.projected.numel() == 0:
+        return torch.zeros_like(pivots)
+    implementation = _implementation(impl, rows)
+    weights: Tensor = implementation.weigh(rows, divisor, maximum, pivots, bounds, by_mass)
+    return weights
+
+
+def draw(
+    rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws, *, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Gumbel-max over the ids whose logits reach a threshold.
+
+    Args:
+        rows: Kept rows. Their ``first_id`` is a multiple of 4.
+        divisor: [num_rows], float32, above 0.
+        keys: [num_rows], int64: the thresholds, as keys (:func:`ordered_keys`).
+        draws: Keys of the noise.
+        impl: As for :func:`update_statistics`.
+
+    Returns:
+        [num_rows] float32, the best score, minus infinity if nothing is possible, and [num_rows]
+        int64, its id.
+
+    Raises:
+        ValueError: If shapes, ``first_id`` or ``impl`` are wrong.
+    """
+    _check(rows, divisor.shape[0])
+    if rows.projected.numel() == 0:
+        return torch.full_like(divisor, float("-inf")), torch.zeros_like(keys)
+    drawn: tuple[Tensor, Tensor] = _implementation(impl, rows).draw(rows, divisor, keys, draws)
+    return drawn
+
+
+def _check(rows: RowLogits, num_rows: int) -> None:
+    projected = rows.projected
+    if (
+        projected.dim() != 2
+        or projected.shape[0] != num_rows
+        or not projected.dtype.is_floating_point
+    ):
+        raise ValueError(
+            f"projected is {projected.dtype} {list(projected.shape)}; it must be "
+            f"[{num_rows}, num_ids] of a floating-point type."
+        )
+    if rows.first_id % 4 or rows.first_id < 0:
+        # One counter of the generator serves four ids.
+        raise ValueError(f"first_id={rows.first_id} must be a multiple of 4.")
+
+
+def _implementation(impl: Impl, rows: RowLogits) -> Any:
+    """The module that holds it."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}.")
-    num_rows = running.maximum.shape[0]
-    if logits.dim() != 2 or logits.shape[0] != num_rows or not logits.dtype.is_floating_point:
-        raise ValueError(
-            f"logits is {logits.dtype} {list(logits.shape)}; it must be [{num_rows}, num_ids] of a "
-            "floating-point type."
-        )
-    if weights is not None and weights.shape != logits.shape:
-        raise ValueError(f"weights is {list(weights.shape)}; it must be {list(logits.shape)}.")
-    if first_id % 4 or first_id < 0:
-        # One counter of the generator serves four ids.
-        raise ValueError(f"first_id={first_id} must be a multiple of 4.")
-    if logits.numel() == 0:
-        return torch.ones_like(running.maximum)
-    return _implementation(impl, logits)(running, logits, first_id, draws, softcap, weights)
+    if impl == "triton" or (impl == "auto" and rows.projected.is_cuda):
+        from attention_kernels.vocab_statistics import triton
 
-
-def _implementation(impl: Impl, logits: Tensor) -> Callable[..., Tensor]:
-    if impl == "triton" or (impl == "auto" and logits.is_cuda):
-        from attention_kernels.vocab_statistics.triton import update_statistics_triton
-
-        return update_statistics_triton
-    return update_statistics_reference
+        return triton
+    return reference

@@ -5,28 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_kernels.vocab_statistics.logits import MASS_SCALE, RowLogits, ordered_keys
 from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
 
 _NOTHING = float("-inf")
+# Ids of kept rows that are in float32 at once.
+_TILE = 4096
 
 
-def update_statistics_reference(
+def update_statistics(
     running: RunningStatistics,
-    logits: Tensor,
-    first_id: int,
+    rows: RowLogits,
     draws: RowDraws,
-    softcap: float | None,
     weights: Tensor | None,
-) -> Tensor:
-    x = logits.float()
-    if softcap is not None:
-        x = torch.tanh(x / softcap) * softcap
-    x = x / draws.temperature[:, None]
-    _update_candidate(running, x, first_id, draws)
+    product: Tensor | None,
+) -> None:
+    x = rows.scaled(draws.temperature)
+    _update_candidate(running, x / draws.rate[:, None], rows.first_id, draws)
 
     tile_maximum, tile_argmax = x.max(dim=-1)
     # The first of equal ones, whatever max() returns.
-    tile_argmax = x.argmax(dim=-1) + first_id
+    tile_argmax = x.argmax(dim=-1) + rows.first_id
     running.argmax.copy_(torch.where(tile_maximum > running.maximum, tile_argmax, running.argmax))
     maximum = torch.maximum(running.maximum, tile_maximum)
     # As long as nothing is possible, anything finite will do.
@@ -44,15 +43,68 @@ def update_statistics_reference(
     running.maximum.copy_(maximum)
     if weights is not None:
         weights.copy_(exponentials)
-    return rescale
+    if product is not None:
+        product.mul_(rescale[:, None])
 
 
 def _update_candidate(
     running: RunningStatistics, x: Tensor, first_id: int, draws: RowDraws
 ) -> None:
-    scores = draws.candidate_logits(x) + draws.noise(x.shape[1], first_id)
+    scores = x + draws.noise(x.shape[1], first_id)
     candidate = scores.argmax(dim=-1, keepdim=True)
     best = scores.gather(-1, candidate)[:, 0]
     better = best > running.best
     running.candidate.copy_(torch.where(better, candidate[:, 0] + first_id, running.candidate))
     running.best.copy_(torch.where(better, best, running.best))
+
+
+def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
+    scaled = torch.empty(rows.projected.shape, device=divisor.device)
+    for tile in rows.tiles(_TILE):
+        first = tile.first_id - rows.first_id
+        scaled[:, first : first + _TILE] = tile.scaled(divisor)
+    return scaled
+
+
+def largest_logit(rows: RowLogits, divisor: Tensor) -> Tensor:
+    largest = torch.full_like(divisor, _NOTHING)
+    for tile in rows.tiles(_TILE):
+        largest = torch.maximum(largest, tile.scaled(divisor).amax(dim=-1))
+    return largest
+
+
+def weigh(
+    rows: RowLogits,
+    divisor: Tensor,
+    maximum: Tensor,
+    pivots: Tensor,
+    bounds: Tensor,
+    by_mass: bool,
+) -> Tensor:
+    # Between two pivots, before the first and behind the last.
+    ranges = torch.zeros(len(pivots), pivots.shape[1] + 1, dtype=torch.int64, device=pivots.device)
+    for tile in rows.tiles(_TILE):
+        x = tile.scaled(divisor)
+        keys = ordered_keys(x)
+        weight = (keys < bounds[:, 1:]).long()
+        if by_mass:
+            share = torch.where(x == _NOTHING, 0.0, (x - maximum[:, None]).exp())
+            weight *= (share * MASS_SCALE).long()
+        ranges.scatter_add_(1, torch.searchsorted(pivots, keys, right=True), weight)
+    return ranges.flip(-1).cumsum(-1).flip(-1)[:, 1:]
+
+
+def draw(rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+    best = torch.full_like(divisor, _NOTHING)
+    candidate = torch.zeros_like(keys)
+    for tile in rows.tiles(_TILE):
+        x = tile.scaled(divisor)
+        scores = torch.where(
+            ordered_keys(x) >= keys[:, None], x + draws.noise(x.shape[1], tile.first_id), _NOTHING
+        )
+        index = scores.argmax(dim=-1, keepdim=True)
+        score = scores.gather(-1, index)[:, 0]
+        better = score > best
+        candidate = torch.where(better, index[:, 0] + tile.first_id, candidate)
+        best = torch.where(better, score, best)
+    return best, candidate

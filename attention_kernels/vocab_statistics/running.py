@@ -31,18 +31,14 @@ class RowDraws(NamedTuple):
     step: Tensor
     position: Tensor
 
-    def rows(self, chunk: slice) -> RowDraws:
+    def rows(self, some: slice | Tensor) -> RowDraws:
         """Of some of the rows."""
-        return RowDraws(*(values[chunk] for values in self))
+        return RowDraws(*(values[some] for values in self))
 
-    def candidate_logits(self, x: Tensor) -> Tensor:
-        """Logits of the distribution that candidates are drawn from; of a greedy row, ``x``.
-
-        Args:
-            x: [num_rows, ...], float32: logits over the schedule's temperature.
-        """
-        rate = torch.where(self.request_temperature == 0, 1.0, self.request_temperature)
-        return x / rate.view(-1, *[1] * (x.dim() - 1))
+    @property
+    def rate(self) -> Tensor:
+        """[num_rows], float32: what the candidate's logits are divided by after ``temperature``."""
+        return torch.where(self.request_temperature == 0, 1.0, self.request_temperature)
 
     def noise(self, num_ids: int, first_id: int) -> Tensor:
         """[num_rows, num_ids], float32: Gumbel noise of some ids; zero in a greedy row."""

@@ -33,6 +33,7 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
     """Whatever a request takes while it runs, counted."""
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
+    adjustments = engine.runner.sampler.adjustments
     return {
         "requests": len(scheduler.requests),
         "running": len(scheduler.running),
@@ -42,7 +43,8 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "runner rows": len(engine.runner.req_states.req_id_to_index),
         "slots": len(engine.state._slot_of_request),
         "allowed ids": len(engine.slots.allowed_ids),
-        "adjusted slots": len(engine.runner.sampler.adjustments._requests),
+        "adjusted slots": len(adjustments._offsets) + len(adjustments._penalised),
+        "readable slots": len(adjustments._readable),
         "constraints": len(scheduler._constrained) + len(scheduler._was_denoised),
         "held log-probabilities": len(scheduler._held_prompt_logprobs),
         "front end": engine.llm.llm_engine.get_num_unfinished_requests(),

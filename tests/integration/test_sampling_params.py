@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from attention_kernels.vocab_statistics import LogitAdjustments
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.metrics import request_metrics
-from vllm_diffusion.sampling.row_adjustments import BatchAdjustments
 
 pytestmark = pytest.mark.engine
 
@@ -85,15 +85,15 @@ def test_penalties_are_those_of_vllm(engine, params):
     from vllm.model_executor.layers.utils import apply_penalties
 
     seen = []
-    apply = BatchAdjustments.apply
+    apply = LogitAdjustments.apply
 
-    def recording(self, logits, first_id, chunk):
-        before = logits.clone()
-        apply(self, logits, first_id, chunk)
-        seen.append((before, logits.clone()))
+    def recording(self, logits, ids):
+        adjusted = apply(self, logits, ids)
+        seen.append((logits.clone(), adjusted.clone()))
+        return adjusted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchAdjustments, "apply", recording)
+        patch.setattr(LogitAdjustments, "apply", recording)
         tokens = tokens_of(engine, ignore_eos=True, max_tokens=2 * CANVAS, **params)
     # The first pass of the first canvas, and the last pass: the second canvas's encoding.
     for (logits, adjusted), output in ((seen[0], []), (seen[-1], tokens[:CANVAS])):

@@ -8,30 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.noise import gumbel_noise, random_words
-from attention_kernels.vocab_statistics import RowDraws, RunningStatistics, update_statistics
+from attention_kernels.testing import make_adjustments, make_draws
+from attention_kernels.vocab_statistics import RowLogits, RunningStatistics, update_statistics
 
 EPS = torch.finfo(torch.float32).eps
 IMPLEMENTATIONS = ["reference", "triton"]
 
 
-def make_draws(rows: int, generator: torch.Generator) -> RowDraws:
-    def integers(high: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randint(0, high, (rows,), generator=generator).to(dtype)
-
-    temperature = torch.rand(rows, generator=generator) + 0.3
-    request_temperature = torch.rand(rows, generator=generator) * 2
-    request_temperature[::3] = 0.0
-    return RowDraws(
-        temperature,
-        request_temperature,
-        torch.randint(-(2**62), 2**62, (rows,), generator=generator),
-        integers(50, torch.int32),
-        integers(48, torch.int32),
-        integers(256, torch.int32),
-    )
-
-
-def stream(logits, draws, tile, impl, softcap=None, embedding=None):
+def stream(logits, draws, tile, impl, softcap=None, embedding=None, adjustments=None):
     """Statistics, and the probability-weighted embedding, in tiles of ``tile`` ids."""
     rows, vocab = logits.shape
     running = RunningStatistics.empty(rows, logits.device)
@@ -39,11 +23,16 @@ def stream(logits, draws, tile, impl, softcap=None, embedding=None):
     for first in range(0, vocab, tile):
         part = logits[:, first : first + tile]
         weights = None if soft is None else torch.empty(part.shape)
-        rescale = update_statistics(
-            running, part, first, draws, softcap=softcap, weights=weights, impl=impl
+        update_statistics(
+            running,
+            RowLogits(part, first, softcap, adjustments),
+            draws,
+            weights=weights,
+            product=soft,
+            impl=impl,
         )
         if soft is not None:
-            soft = soft * rescale[:, None] + weights @ embedding[first : first + tile]
+            soft += weights @ embedding[first : first + tile]
     return running, None if soft is None else soft / running.total[:, None]
 
 
@@ -151,14 +140,33 @@ def test_draws_do_not_depend_on_tiles_or_parts(impl, vocab, tiles, split, seed):
 
     border = min(4 * split, (vocab - 1) // 4 * 4)
     parts = [RunningStatistics.empty(4, logits.device) for _ in range(2)]
-    update_statistics(parts[0], logits[:, :border], 0, draws, impl=impl)
-    update_statistics(parts[1], logits[:, border:], border, draws, impl=impl)
+    update_statistics(parts[0], RowLogits(logits[:, :border], 0), draws, impl=impl)
+    update_statistics(parts[1], RowLogits(logits[:, border:], border), draws, impl=impl)
     runs.append(RunningStatistics.merge(torch.stack([part.packed() for part in parts])))
     for run in runs[1:]:
         assert torch.equal(run.candidate, runs[0].candidate)
         assert torch.equal(run.argmax, runs[0].argmax)
         torch.testing.assert_close(run.entropy(), runs[0].entropy(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(run.maximum, runs[0].maximum, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@settings(max_examples=15, deadline=None)
+@given(vocab=st.integers(8, 3000), tile=st.integers(100, 1000), seed=st.integers(0, 2**31))
+def test_adjustments_are_applied_to_each_tile(impl, vocab, tile, seed):
+    """The statistics of adjusted logits are those of logits that were adjusted before."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, vocab, generator=generator) * 4
+    draws = make_draws(6, generator)
+    adjustments = make_adjustments(6, vocab, generator)
+    ours, _ = stream(logits, draws, 4 * tile, impl, 30.0, adjustments=adjustments)
+    capped = torch.tanh(logits / 30.0) * 30.0
+    adjusted = adjustments.apply(capped, torch.arange(vocab))
+    theirs, _ = stream(adjusted, draws, 4 * tile, "reference")
+    assert torch.equal(ours.argmax, theirs.argmax)
+    assert torch.equal(ours.candidate, theirs.candidate)
+    torch.testing.assert_close(ours.entropy(), theirs.entropy(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.confidence(), theirs.confidence(), rtol=1e-4, atol=1e-5)
 
 
 def test_both_implementations_draw_the_same():
@@ -174,16 +182,17 @@ def test_both_implementations_draw_the_same():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"first_id": 2}, "first_id"),
-        ({"logits": torch.zeros(3, 8)}, "logits"),
-        ({"logits": torch.zeros(2, 8, dtype=torch.int32)}, "logits"),
+        ({"rows": RowLogits(torch.zeros(2, 8), 2)}, "first_id"),
+        ({"rows": RowLogits(torch.zeros(3, 8), 0)}, "projected"),
+        ({"rows": RowLogits(torch.zeros(2, 8, dtype=torch.int32), 0)}, "projected"),
         ({"weights": torch.zeros(2, 7)}, "weights"),
+        ({"product": torch.zeros(3, 4)}, "product"),
         ({"impl": "cute"}, "impl"),
     ],
-    ids=["first_id", "rows", "dtype", "weights", "impl"],
+    ids=["first_id", "rows", "dtype", "weights", "product", "impl"],
 )
 def test_bad_arguments_are_named(change, named):
-    arguments = {"logits": torch.zeros(2, 8), "first_id": 0} | change
+    arguments = {"rows": RowLogits(torch.zeros(2, 8), 0)} | change
     running = RunningStatistics.empty(2, torch.device("cpu"))
     draws = make_draws(2, torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=named):

@@ -1,4 +1,4 @@
-"""The kernel of the vocabulary's statistics compiles for every chip without spilling registers.
+"""The kernels of the vocabulary's statistics compile for every chip without spilling registers.
 
 As ``test_ahead_of_time.py``, in a process without Triton's interpreter. By hand:
 
@@ -17,48 +17,68 @@ import torch
 
 from tests.support.triton_compile import SHARED_MEMORY, compile_for
 
-# Logits as projected and as adjusted, with and without a cap and weights.
-CASES = [
-    (torch.bfloat16, 30.0, torch.bfloat16),
-    (torch.bfloat16, None, None),
-    (torch.float32, None, torch.bfloat16),
-    (torch.float16, 30.0, torch.float16),
-    (torch.float32, None, torch.float32),
+ROWS, IDS = 256, 4096
+# Logits as projected, their cap, whether anybody adjusts them.
+LOGITS = [
+    (torch.bfloat16, 30.0, False),
+    (torch.bfloat16, 30.0, True),
+    (torch.float32, None, True),
+    (torch.float16, 30.0, False),
 ]
+KERNELS = ["update", "plain update", "scaled", "largest", "count", "mass", "draw"]
 
 
-def recorded_launch(dtype, softcap, weights_dtype) -> tuple:
-    """The kernel with its arguments, on tensors without memory."""
-    from attention_kernels.vocab_statistics import triton as kernels
+def empty(*shape, dtype=torch.float32):
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def row_logits(dtype, softcap, adjusted):
+    from attention_kernels.vocab_statistics import LogitAdjustments, RowLogits
+
+    adjustments = None
+    if adjusted:
+        index, words = empty(ROWS, dtype=torch.int32), empty(4, IDS // 32, dtype=torch.int32)
+        table, number = empty(4, IDS), empty(4)
+        counts = empty(4, IDS, dtype=torch.int32)
+        adjustments = LogitAdjustments(
+            index, table, index, number, number, number, words, counts, index, words, index
+        )
+    return RowLogits(empty(ROWS, IDS, dtype=dtype), 4096, softcap, adjustments)
+
+
+def recorded_launches(logits):
+    """Each kernel with its arguments, by name."""
     from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
-
-    launches = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: launches.append((args, kwargs))
+    from attention_kernels.vocab_statistics.triton import kept_rows, update
 
     device = torch.device("meta")
-    rows, ids = 256, 4096
-    number = torch.empty(rows, device=device)
-    integer = torch.empty(rows, dtype=torch.int32, device=device)
-    weights = (
-        None
-        if weights_dtype is None
-        else torch.empty(rows, ids, dtype=weights_dtype, device=device)
-    )
-    kernel = kernels._update_statistics_kernel
-    with mock.patch.object(kernels, "_update_statistics_kernel", Recorder()):
-        kernels.update_statistics_triton(
-            RunningStatistics.empty(rows, device),
-            torch.empty(rows, ids, dtype=dtype, device=device),
-            4096,
-            RowDraws(number, number, integer.long(), integer, integer, integer),
-            softcap,
-            weights,
-        )
-    ((args, kwargs),) = launches
-    return kernel, args, kwargs
+    number, integer = empty(ROWS), empty(ROWS, dtype=torch.int32)
+    keys = integer.long()
+    draws = RowDraws(number, number, keys, integer, integer, integer)
+    running = RunningStatistics.empty(ROWS, device)
+    weights = empty(ROWS, IDS, dtype=logits.projected.dtype)
+    pivots, bounds = keys[:, None].expand(ROWS, 16), keys[:, None].expand(ROWS, 2)
+    calls = {
+        "update": lambda: update.update_statistics(
+            running, logits, draws, weights, empty(ROWS, 2816)
+        ),
+        "plain update": lambda: update.update_statistics(running, logits, draws, None, None),
+        "scaled": lambda: kept_rows.scaled_logits(logits, number),
+        "largest": lambda: kept_rows.largest_logit(logits, number),
+        "count": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, False),
+        "mass": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, True),
+        "draw": lambda: kept_rows.draw(logits, number, keys, draws),
+    }
+    launches = []
+    with mock.patch.object(
+        type(update._update_statistics_kernel),
+        "__getitem__",
+        lambda kernel, grid: lambda *args, **kwargs: launches.append((kernel, args, kwargs)),
+    ):
+        for name in KERNELS:
+            calls[name]()
+    return zip(KERNELS, launches, strict=True)
 
 
 @pytest.mark.parametrize("chip", SHARED_MEMORY)
@@ -73,12 +93,17 @@ def test_vocab_statistics_ahead_of_time(chip):
         check=True,
     )
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == len(CASES)
+    assert len(lines) == len(LOGITS) * len(KERNELS)
     for line in lines:
         assert line["spilled_bytes"] == 0, line
         assert line["shared_memory"] <= SHARED_MEMORY[chip], line
+        if line["case"] == "update" and "False" in line["logits"]:
+            # Four programs of 256 threads share the registers of a multiprocessor.
+            assert line["registers"] <= 64, line
 
 
 if __name__ == "__main__":
-    for case in CASES:
-        print(json.dumps(compile_for(sys.argv[1], *recorded_launch(*case))), flush=True)
+    for case in LOGITS:
+        for name, launch in recorded_launches(row_logits(*case)):
+            report = compile_for(sys.argv[1], *launch)
+            print(json.dumps({"case": name, "logits": str(case)} | report), flush=True)

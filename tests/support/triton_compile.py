@@ -42,22 +42,31 @@ def compile_for(
     options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
     values = dict(zip(kernel.arg_names, args, strict=False))
     values.update({name: value for name, value in kwargs.items() if name not in options})
-    signature, constants, attributes = {}, {}, {}
-    for param in kernel.params:
-        value = values[param.name]
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def describe(value: Any, path: tuple[int, ...], param: Any) -> Any:
+        """A value's type; what is known of it when the kernel is compiled goes by its path."""
         special = not param.do_not_specialize
+        if isinstance(value, tuple):
+            types = [describe(item, (*path, i), param) for i, item in enumerate(value)]
+            # A named tuple keeps its names.
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if param.is_constexpr or value is None or (type(value) is int and value == 1 and special):
-            signature[param.name] = "constexpr"
-            constants[(param.num,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = POINTERS[value.dtype]
-            attributes[(param.num,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            signature[param.name] = "i32"
-            if special and value % 16 == 0:
-                attributes[(param.num,)] = [["tt.divisibility", 16]]
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if special and value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32"
+
+    for param in kernel.params:
+        signature[param.name] = describe(values[param.name], (param.num,), param)
     architecture = int(chip.removeprefix("sm_"))
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),

@@ -15,7 +15,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_diffusion.request_params import CanvasParams
-from vllm_diffusion.sampling.token_ids import TokenIds
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class CanvasSlots:
 
         # Host side: what features are in use, so that those that are not cost nothing.
         self.read_only_np = np.zeros(R, dtype=bool)
-        self.allowed_ids: dict[int, TokenIds] = {}
+        # By slot, the only ids that a read-only canvas is asked about.
+        self.allowed_ids: dict[int, tuple[int, ...]] = {}
         self._staged: dict[int, tuple[CanvasParams, int, Sequence[int]]] = {}
 
     def add_request(
@@ -119,7 +119,7 @@ class CanvasSlots:
         self.read_only_np[slot] = params.read_only
         self.allowed_ids.pop(slot, None)
         if params.allowed_ids is not None:
-            self.allowed_ids[slot] = TokenIds.of(params.allowed_ids, self.device)
+            self.allowed_ids[slot] = params.allowed_ids
 
     def remove_request(self, slot: int) -> None:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""

@@ -18,10 +18,10 @@ class ConstraintTensors:
     """Of one pass. R is the number of slots.
 
     Attributes:
-        pin: [num_rows], int64: the only token of a row, or -1.
+        pin: [num_rows], int32: the only token of a row, or -1.
         restart: [num_rows], bool: rows whose next step starts without a self-conditioning signal.
-        masked_rows: Rows that only some tokens may be drawn in, ascending; on the host.
-        masks: [len(masked_rows), ceil(vocab_size / 32)], int32: a bit for each of those tokens.
+        mask_idx: [num_rows], int32: which of ``masks`` says what may be drawn in a row, or -1.
+        masks: [num_masks, ceil(vocab_size / 32)], int32: a bit for each of those tokens.
         num_valid: [R], int32: leading positions that a step must repeat to be the last; 0 where no
             step may be the last yet, -1 without a constraint.
         free_from: [R], int32: first position that becomes noise whatever the policy says.
@@ -30,7 +30,7 @@ class ConstraintTensors:
 
     pin: Tensor
     restart: Tensor
-    masked_rows: np.ndarray
+    mask_idx: Tensor
     masks: Tensor
     num_valid: Tensor
     free_from: Tensor
@@ -43,11 +43,11 @@ class ConstraintTensors:
         """Lay the constraints out over the batch's canvas rows and slots."""
         starts = input_batch.cu_num_logits_np
         num_rows = int(starts[input_batch.num_reqs])
-        pin = np.full(num_rows, -1, dtype=np.int64)
+        pin, mask_idx = (np.full(num_rows, -1, dtype=np.int32) for _ in range(2))
         restart = np.zeros(num_rows, dtype=bool)
         num_valid = np.full(num_slots, -1, dtype=np.int32)
         free_from, free_to = (np.zeros(num_slots, dtype=np.int32) for _ in range(2))
-        masked: dict[int, np.ndarray] = {}
+        masks: list[np.ndarray] = []
         index = {req_id: i for i, req_id in enumerate(input_batch.req_ids)}
         for req_id, constraint in zip(
             message.structured_output_request_ids, message.constraints, strict=True
@@ -61,14 +61,13 @@ class ConstraintTensors:
             pin[first:frontier] = constraint.pinned[: frontier - first]
             num_valid[slot] = constraint.num_valid
             if constraint.frontier_mask is not None and frontier < end:
-                masked[frontier] = constraint.frontier_mask
+                mask_idx[frontier] = len(masks)
+                masks.append(constraint.frontier_mask)
                 # The frontier is noise until it is settled.
                 free_from[slot], free_to[slot] = frontier - first, frontier - first + 1
             if constraint.restart:
                 restart[frontier:end] = True
                 free_from[slot], free_to[slot] = frontier - first, end - first
-        rows = np.array(sorted(masked), dtype=np.int64)
-        masks = np.stack([masked[row] for row in rows]) if masked else np.empty((0, 1), np.int32)
 
         def to_device(array: np.ndarray) -> Tensor:
             return async_tensor_h2d(array, device=device)
@@ -76,31 +75,9 @@ class ConstraintTensors:
         return ConstraintTensors(
             to_device(pin),
             to_device(restart),
-            rows,
-            to_device(masks),
+            to_device(mask_idx),
+            to_device(np.stack(masks) if masks else np.empty((0, 1), np.int32)),
             to_device(num_valid),
             to_device(free_from),
             to_device(free_to),
         )
-
-    def apply(self, logits: Tensor, first_id: int, chunk: slice, last_resort: float) -> None:
-        """Constrain a tile of some of the batch's canvas rows, in place.
-
-        Args:
-            logits: [num_rows, num_ids], float32.
-            first_id: The tile's first id.
-            chunk: Which rows these are.
-            last_resort: Logit of an id that a mask allows and that was impossible before: a
-                constraint comes before a bias or a minimum length that leaves it nothing.
-        """
-        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-        pin = self.pin[chunk, None]
-        logits.masked_fill_((pin >= 0) & (ids != pin), float("-inf"))
-        # A pinned token stays possible even where another request setting forbids it.
-        logits.masked_fill_(ids == pin, 0.0)
-        first, last = np.searchsorted(self.masked_rows, (chunk.start, chunk.stop))
-        if first < last:
-            row = async_tensor_h2d(self.masked_rows[first:last] - chunk.start, device=logits.device)
-            allowed = (self.masks[first:last][:, ids >> 5] >> (ids & 31)) & 1 == 1
-            possible = logits[row].clamp(min=last_resort)
-            logits[row] = torch.where(allowed, possible, float("-inf"))

@@ -1,7 +1,8 @@
-"""Log-probabilities of canvas rows, swept from tiles of the vocabulary, and where they wait."""
+"""Log-probabilities of canvas rows, from logits that were kept, and where they wait."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_diffusion.sampling.candidate_filters import Tiles
+from attention_kernels.vocab_statistics import RowLogits, scaled_logits
 from vllm_diffusion.sampling.output_head import OutputHead
 
 _IMPOSSIBLE = float("-inf")
@@ -30,107 +31,117 @@ class LogprobsRequest(NamedTuple):
     num_token_ids: Tensor
     as_logits: bool
 
-    def rows(self, chunk: slice) -> LogprobsRequest:
+    @property
+    def num_columns(self) -> int:
+        """Of what is reported: the row's own token, and others."""
+        return 1 + max(self.num_top, self.token_ids.shape[1])
+
+    def rows(self, some: slice | Tensor) -> LogprobsRequest:
         """Of some of the rows."""
-        return self._replace(
-            token_ids=self.token_ids[chunk], num_token_ids=self.num_token_ids[chunk]
-        )
+        return self._replace(token_ids=self.token_ids[some], num_token_ids=self.num_token_ids[some])
 
 
 def row_logprobs(
-    tiles: Tiles, selected: Tensor, request: LogprobsRequest, head: OutputHead
+    rows: RowLogits,
+    divisor: Tensor,
+    selected: Tensor,
+    request: LogprobsRequest,
+    head: OutputHead,
+    rows_at_once: int,
 ) -> LogprobsTensors:
     """Scores and ranks of each row's token, and of the others that were asked for.
 
     Args:
-        tiles: Of this rank's ids: logits of the distribution that is reported.
+        rows: This rank's ids.
+        divisor: [num_rows], float32: of the distribution that is reported.
         selected: [num_rows], int64, each row's token.
         request: What is wanted.
         head: Combines the ranks.
+        rows_at_once: Rows that are in float32 at the same time.
 
     Returns:
         Columns: the row's token, then the ids asked for or the likeliest ones; what a row has
         none of is id 0 at minus infinity.
     """
-    num_rows = selected.shape[0]
+
+    def some_rows() -> Iterator[Tensor]:
+        for start in range(0, len(selected), rows_at_once):
+            part = slice(start, start + rows_at_once)
+            yield scaled_logits(rows.rows(part), divisor[part])
+
+    log_total, top_scores, top_ids = _summary(some_rows(), rows, request.num_top)
+    log_total = head.gather(log_total).logsumexp(dim=0)
+    # Equal scores in ascending order of ids, on any number of ranks.
+    gathered = head.gather(top_scores).transpose(0, 1).flatten(1)
+    top_scores, order = gathered.sort(dim=1, descending=True, stable=True)
+    top_ids = head.gather(top_ids).transpose(0, 1).flatten(1).gather(1, order)
+
     wanted = torch.cat([selected[:, None], request.token_ids], dim=1)
-    swept = _sweep(tiles, wanted, request.num_top)
-    maximum = head.gather(swept.maximum)
-    largest = maximum.amax(dim=0)
-    total = (head.gather(swept.total) * (maximum - largest).exp()).sum(dim=0)
-    scores = head.gather(swept.scores).amax(dim=0)
-    top_scores, top_ids = _likeliest(
-        head.gather(swept.top_scores).transpose(0, 1).flatten(1),
-        head.gather(swept.top_ids).transpose(0, 1).flatten(1),
-        request.num_top,
+    scores = head.gather(rows.scaled_at(wanted, divisor)).amax(dim=0)
+    own = scores[:, :1]
+    ranks = torch.cat(
+        [
+            (logits >= own[i * rows_at_once :][: len(logits)]).sum(dim=1)
+            for i, logits in enumerate(some_rows())
+        ]
     )
-
-    ranks = torch.zeros(num_rows, dtype=torch.int64, device=selected.device)
-    for _, logits in tiles():
-        ranks += (logits >= scores[:, :1]).sum(dim=-1)
-    ranks = head.sum(ranks)
-
-    num_columns = max(request.num_top, request.token_ids.shape[1])
-    pad = (0, num_columns - request.num_top)
-    ids = torch.nn.functional.pad(top_ids, pad)
-    others = torch.nn.functional.pad(top_scores, pad, value=_IMPOSSIBLE)
-    if request.token_ids.shape[1] > 0:
-        column = torch.arange(num_columns, device=selected.device)
-        pad = (0, num_columns - request.token_ids.shape[1])
-        asked = torch.nn.functional.pad(request.token_ids, pad)
-        asked_scores = torch.nn.functional.pad(scores[:, 1:], pad, value=_IMPOSSIBLE)
-        has_own = request.num_token_ids[:, None] > 0
-        valid = column < request.num_token_ids[:, None]
-        ids = torch.where(has_own, torch.where(valid, asked, 0), ids)
-        others = torch.where(has_own, torch.where(valid, asked_scores, _IMPOSSIBLE), others)
-    reported = torch.cat([scores[:, :1], others], dim=1)
+    ids, others = _columns(request, top_ids, top_scores, scores[:, 1:])
+    reported = torch.cat([own, others], dim=1)
     if not request.as_logits:
-        reported = reported - (largest + total.log())[:, None]
+        reported = reported - log_total[:, None]
     return LogprobsTensors(
         logprob_token_ids=torch.cat([selected[:, None], ids], dim=1),
         logprobs=reported,
-        selected_token_ranks=ranks,
+        selected_token_ranks=head.sum(ranks),
     )
 
 
-class _Swept(NamedTuple):
-    maximum: Tensor
-    total: Tensor
-    scores: Tensor
-    top_scores: Tensor
-    top_ids: Tensor
+def _summary(
+    some_rows: Iterator[Tensor], rows: RowLogits, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's ids.
+
+    Returns:
+        [num_rows], the logarithm of the sum of exponentials, and [num_rows, num_top], the largest
+        scores and their ids, ascending where scores are equal.
+    """
+    num_rows, num_ids = rows.projected.shape
+    num_own = min(num_top, num_ids)
+    totals, scores, ids = [], [], []
+    for logits in some_rows:
+        totals.append(logits.logsumexp(dim=1))
+        top, index = logits.topk(num_own, dim=1)
+        # topk() leaves equal ones in any order.
+        index, order = index.sort(dim=1)
+        scores.append(top.gather(1, order))
+        ids.append(index + rows.first_id)
+    pad = (0, num_top - num_own)
+    return (
+        torch.cat(totals),
+        torch.nn.functional.pad(torch.cat(scores), pad, value=_IMPOSSIBLE),
+        torch.nn.functional.pad(torch.cat(ids), pad),
+    )
 
 
-def _sweep(tiles: Tiles, wanted: Tensor, num_top: int) -> _Swept:
-    """One look at this rank's ids: the softmax's sum, the ids wanted, and the likeliest."""
-    num_rows, device = wanted.shape[0], wanted.device
-    maximum = torch.full((num_rows,), _IMPOSSIBLE, device=device)
-    total = torch.zeros(num_rows, device=device)
-    scores = torch.full(wanted.shape, _IMPOSSIBLE, device=device)
-    top_scores = torch.full((num_rows, num_top), _IMPOSSIBLE, device=device)
-    top_ids = torch.zeros(num_rows, num_top, dtype=torch.int64, device=device)
-    for first_id, logits in tiles():
-        larger = torch.maximum(maximum, logits.amax(dim=-1))
-        shift = torch.where(larger == _IMPOSSIBLE, 0.0, larger)
-        total = total * (maximum - shift).exp() + (logits - shift[:, None]).exp().sum(dim=-1)
-        maximum = larger
-        column = wanted - first_id
-        found = (column >= 0) & (column < logits.shape[1])
-        values = logits.gather(-1, column.clamp(0, logits.shape[1] - 1))
-        scores = torch.where(found, values, scores)
-        if num_top > 0:
-            tile_scores, tile_ids = logits.topk(min(num_top, logits.shape[1]), dim=-1)
-            top_scores, top_ids = _likeliest(
-                torch.cat([top_scores, tile_scores], dim=1),
-                torch.cat([top_ids, tile_ids + first_id], dim=1),
-                num_top,
-            )
-    return _Swept(maximum, total, scores, top_scores, top_ids)
-
-
-def _likeliest(scores: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    top, index = scores.topk(num_top, dim=-1)
-    return top, ids.gather(-1, index)
+def _columns(
+    request: LogprobsRequest, top_ids: Tensor, top_scores: Tensor, asked_scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ids and scores beside a row's own token: those it asks for, or its likeliest."""
+    num_columns = request.num_columns - 1
+    pad = (0, num_columns - request.num_top)
+    ids = torch.nn.functional.pad(top_ids[:, : request.num_top], pad)
+    scores = torch.nn.functional.pad(top_scores[:, : request.num_top], pad, value=_IMPOSSIBLE)
+    if request.token_ids.shape[1] == 0:
+        return ids, scores
+    pad = (0, num_columns - request.token_ids.shape[1])
+    asked = torch.nn.functional.pad(request.token_ids, pad)
+    asked_scores = torch.nn.functional.pad(asked_scores, pad, value=_IMPOSSIBLE)
+    has_own = request.num_token_ids[:, None] > 0
+    valid = torch.arange(num_columns, device=ids.device) < request.num_token_ids[:, None]
+    return (
+        torch.where(has_own, torch.where(valid, asked, 0), ids),
+        torch.where(has_own, torch.where(valid, asked_scores, _IMPOSSIBLE), scores),
+    )
 
 
 class LogprobsStash:

@@ -1,14 +1,17 @@
-"""What a request asks of the logits themselves, applied to a tile of the vocabulary at a time.
+"""What requests ask of the logits themselves, laid out for the rows of a batch.
 
 ``allowed_token_ids``, ``logit_bias``, ``min_tokens``, the penalties and the constraints of the
 scheduler change every distribution of a row: the candidate's, the argmax, the entropy and the
 self-conditioning signal. Their meanings and their order are those of vLLM's own processors, which
-work on whole rows.
+work on whole rows; here they are tables that are read wherever a logit is
+(:class:`attention_kernels.vocab_statistics.LogitAdjustments`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,185 +20,193 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from attention_kernels.vocab_statistics import LogitAdjustments
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
-from vllm_diffusion.sampling.token_ids import TokenIds
 
-_IMPOSSIBLE = float("-inf")
-# Logit of what a grammar demands and another setting forbids: nothing beside any other token, and
-# yet possible where nothing else is.
-_LAST_RESORT = -1e4
+_FORBIDDEN = float("-inf")
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What one request asks for.
+class _Offsets:
+    """Of one request: what is added to the logits of a row.
 
     Attributes:
-        allowed: The only possible ids.
-        biased: Ids with a bias.
-        bias: [len(biased)], float32.
-        ends: Ids that are impossible before ``min_length``.
+        always: [vocab_size], float32.
+        early: The same for rows before ``min_length``; ``None`` without a minimum.
         min_length: Tokens of prompt and answer.
-        has_penalties: Whether vLLM counts its tokens.
     """
 
-    allowed: TokenIds | None
-    biased: TokenIds | None
-    bias: Tensor | None
-    ends: TokenIds | None
+    always: Tensor
+    early: Tensor | None
     min_length: int
-    has_penalties: bool
 
 
 class RowAdjustments:
     """Of all slots; :meth:`bind` gives those of a batch."""
 
-    def __init__(self, stock_sampler: Any, slots_device: torch.device) -> None:
-        self._device = slots_device
+    def __init__(self, stock_sampler: Any, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
         # vLLM's runner counts committed tokens in it.
-        self.penalties = stock_sampler.penalties_state
+        self._penalties = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
-        self._requests: dict[int, _Request] = {}
+        # By slot: what a read-only canvas is asked about, and everything that is added.
+        self._readable: dict[int, Tensor] = {}
+        self._offsets: dict[int, _Offsets] = {}
+        self._penalised: set[int] = set()
 
-    def add_request(self, slot: int, sampling_params: Any) -> None:
-        self._requests.pop(slot, None)
-        has_penalties = self.penalties.add_request(slot, sampling_params)
-        bias = sampling_params.logit_bias
-        ends = sampling_params.all_stop_token_ids if sampling_params.min_tokens > 0 else ()
-        allowed = sampling_params.allowed_token_ids
-        if not (has_penalties or bias or ends or allowed):
+    def add_request(
+        self, slot: int, sampling_params: Any, readable: tuple[int, ...] | None = None
+    ) -> None:
+        """Take what a new owner of ``slot`` asks for.
+
+        Args:
+            slot: Its row in every state.
+            sampling_params: vLLM's.
+            readable: The only ids that a read-only canvas is asked about; ``None`` for all.
+        """
+        self.remove_request(slot)
+        if self._penalties.add_request(slot, sampling_params):
+            self._penalised.add(slot)
+        if readable is not None:
+            self._readable[slot] = self._only(readable)
+        bias, allowed = sampling_params.logit_bias, sampling_params.allowed_token_ids
+        ends: list[int] = []
+        if sampling_params.min_tokens > 0:
+            # A request may name ids that the model does not have.
+            ends = [i for i in sampling_params.all_stop_token_ids if 0 <= i < self._vocab_size]
+        if readable is None and not (bias or ends or allowed):
             return
-        biased = TokenIds.of(bias, self._device) if bias else None
-        values = None
-        if bias and biased is not None:
-            ordered = np.array([bias[i] for i in biased.on_host.tolist()], dtype=np.float32)
-            values = async_tensor_h2d(ordered, device=self._device)
-        self._requests[slot] = _Request(
-            allowed=TokenIds.of(allowed, self._device) if allowed else None,
-            biased=biased,
-            bias=values,
-            ends=TokenIds.of(ends, self._device) if ends else None,
-            min_length=int(self._prompt_len.np[slot]) + sampling_params.min_tokens,
-            has_penalties=has_penalties,
-        )
+        always = torch.zeros(self._vocab_size, device=self._device)
+        if readable is not None:
+            always += self._readable[slot]
+        if allowed:
+            always += self._only(allowed)
+        if bias:
+            values = np.array(list(bias.values()), dtype=np.float32)
+            always[self._ids(bias)] += async_tensor_h2d(values, device=self._device)
+        early = None
+        if ends:
+            early = always.index_fill(0, self._ids(ends), _FORBIDDEN)
+        min_length = int(self._prompt_len.np[slot]) + sampling_params.min_tokens
+        self._offsets[slot] = _Offsets(always, early, min_length)
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``'s settings."""
-        self._requests.pop(slot, None)
+        self._readable.pop(slot, None)
+        self._offsets.pop(slot, None)
+        self._penalised.discard(slot)
 
     def apply_staged_writes(self) -> None:
-        self.penalties.apply_staged_writes()
+        self._penalties.apply_staged_writes()
 
     def bind(
-        self,
-        input_batch: InputBatch,
-        readable: dict[int, TokenIds],
-        constraints: ConstraintTensors | None,
-    ) -> BatchAdjustments | None:
+        self, input_batch: InputBatch, constraints: ConstraintTensors | None
+    ) -> LogitAdjustments | None:
         """Those of a batch's canvas rows; ``None`` if nobody asks for any.
 
         Args:
             input_batch: The batch.
-            readable: By slot, the only ids that a read-only canvas is asked about.
             constraints: Of the scheduler.
         """
-        starts = input_batch.cu_num_logits_np
-        restricted, adjusted = [], []
-        for i, slot in enumerate(input_batch.idx_mapping_np.tolist()):
-            rows = slice(int(starts[i]), int(starts[i + 1]))
-            if slot in readable:
-                restricted.append((rows, readable[slot]))
-            if slot in self._requests:
-                adjusted.append((rows, slot, self._requests[slot]))
-        if not (restricted or adjusted or constraints is not None):
+        slots = input_batch.idx_mapping_np.tolist()
+        has_penalties = not self._penalised.isdisjoint(slots)
+        if not (has_penalties or constraints or not self._offsets.keys().isdisjoint(slots)):
             return None
-        return BatchAdjustments(
-            self.penalties,
-            input_batch.positions[input_batch.logits_indices],
-            restricted,
-            adjusted,
-            constraints,
+        layout = _Layout(input_batch)
+        tables: list[Tensor] = []
+        late, early, min_length, penalty_idx = (layout.column(value) for value in (-1, -1, 0, -1))
+        for slot, rows in layout:
+            if slot in self._penalised:
+                penalty_idx[rows] = slot
+            if slot in self._offsets:
+                own = self._offsets[slot]
+                late[rows] = early[rows] = len(tables)
+                tables.append(own.always)
+                if own.early is not None:
+                    early[rows] = len(tables)
+                    min_length[rows] = own.min_length
+                    tables.append(own.early)
+        columns = layout.to_device(late, early, min_length, penalty_idx)
+        positions = input_batch.positions[input_batch.logits_indices]
+        adjustments = self.none(layout.num_rows)._replace(
+            offset_idx=torch.where(positions < columns[2], columns[1], columns[0])
+        )
+        if tables:
+            adjustments = adjustments._replace(offsets=torch.stack(tables))
+        if has_penalties:
+            adjustments = adjustments._replace(
+                penalty_idx=columns[3],
+                prompt_mask=self._penalties.prompt_bin_mask,
+                output_counts=self._penalties.output_bin_counts,
+            )
+        if constraints is not None:
+            adjustments = adjustments._replace(
+                mask_idx=constraints.mask_idx, masks=constraints.masks, pin=constraints.pin
+            )
+        return adjustments
+
+    def bind_readable(self, input_batch: InputBatch) -> LogitAdjustments | None:
+        """What read-only canvases are asked about, which is part of what they report."""
+        if self._readable.keys().isdisjoint(input_batch.idx_mapping_np.tolist()):
+            return None
+        layout = _Layout(input_batch)
+        tables: list[Tensor] = []
+        index = layout.column(-1)
+        for slot, rows in layout:
+            if slot in self._readable:
+                index[rows] = len(tables)
+                tables.append(self._readable[slot])
+        (offset_idx,) = layout.to_device(index)
+        return self.none(layout.num_rows)._replace(
+            offset_idx=offset_idx, offsets=torch.stack(tables)
         )
 
+    def none(self, num_rows: int) -> LogitAdjustments:
+        """Rows that ask for nothing."""
+        nobody = torch.full((num_rows,), -1, dtype=torch.int32, device=self._device)
+        state = self._penalties
+        return LogitAdjustments(
+            offset_idx=nobody,
+            offsets=torch.empty(0, self._vocab_size, device=self._device),
+            penalty_idx=nobody,
+            repetition=state.repetition_penalty.gpu,
+            frequency=state.frequency_penalty.gpu,
+            presence=state.presence_penalty.gpu,
+            prompt_mask=state.prompt_bin_mask[:0],
+            output_counts=state.output_bin_counts[:0],
+            mask_idx=nobody,
+            masks=state.prompt_bin_mask[:0],
+            pin=nobody,
+        )
 
-@dataclass(frozen=True)
-class BatchAdjustments:
-    """Of one batch. Every method takes float32 logits and changes them in place.
+    def _only(self, ids: Iterable[int]) -> Tensor:
+        """[vocab_size], float32: zero for these ids, and nothing else is possible."""
+        nothing = torch.full((self._vocab_size,), _FORBIDDEN, device=self._device)
+        return nothing.index_fill_(0, self._ids(ids), 0.0)
 
-    Attributes:
-        penalties: vLLM's state.
-        positions: [num_rows], the place of each row in its sequence.
-        restricted: Rows of read-only canvases with the ids they are asked about.
-        adjusted: Rows of other requests that ask for something, their slots, and for what.
-        constraints: Of the scheduler.
-    """
-
-    penalties: Any
-    positions: Tensor
-    restricted: list[tuple[slice, TokenIds]]
-    adjusted: list[tuple[slice, int, _Request]]
-    constraints: ConstraintTensors | None
-
-    def restrict(self, logits: Tensor, first_id: int, chunk: slice) -> None:
-        """What a read-only canvas is asked about; part of the distribution it reports.
-
-        Args:
-            logits: [num_rows, num_ids], float32.
-            first_id: The tile's first id.
-            chunk: Which of the batch's canvas rows these are.
-        """
-        for rows, allowed in self.restricted:
-            _allow_only(logits[_inside(rows, chunk)], first_id, allowed)
-
-    def apply(self, logits: Tensor, first_id: int, chunk: slice) -> None:
-        """Everything else. Arguments as for :meth:`restrict`."""
-        for rows, slot, request in self.adjusted:
-            inside = _inside(rows, chunk)
-            part = logits[inside]
-            if part.shape[0] == 0:
-                continue
-            if request.allowed is not None:
-                _allow_only(part, first_id, request.allowed)
-            if request.biased is not None and request.bias is not None:
-                found = request.biased.within(first_id, part.shape[1])
-                if found.start < found.stop:
-                    part[:, request.biased.on_device[found] - first_id] += request.bias[found]
-            if request.ends is not None:
-                found = request.ends.within(first_id, part.shape[1])
-                if found.start < found.stop:
-                    ids = request.ends.on_device[found] - first_id
-                    early = self.positions[chunk][inside] < request.min_length
-                    part[:, ids] = torch.where(early[:, None], _IMPOSSIBLE, part[:, ids])
-            if request.has_penalties:
-                self._penalise(part, first_id, slot)
-        if self.constraints is not None:
-            self.constraints.apply(logits, first_id, chunk, _LAST_RESORT)
-
-    def _penalise(self, logits: Tensor, first_id: int, slot: int) -> None:
-        """Repetition, frequency and presence over committed tokens; a canvas is not text yet."""
-        state = self.penalties
-        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-        counts = state.output_bin_counts[slot, first_id : first_id + logits.shape[1]]
-        in_answer = counts > 0
-        repetition = float(state.repetition_penalty.np[slot])
-        if repetition != 1.0:
-            in_prompt = (state.prompt_bin_mask[slot, ids >> 5] >> (ids & 31)) & 1 == 1
-            seen = in_prompt | in_answer
-            scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-            logits.copy_(torch.where(seen, scaled, logits))
-        logits -= float(state.frequency_penalty.np[slot]) * counts
-        logits -= float(state.presence_penalty.np[slot]) * in_answer
+    def _ids(self, ids: Iterable[int]) -> Tensor:
+        return async_tensor_h2d(np.array(list(ids), dtype=np.int64), device=self._device)
 
 
-def _inside(rows: slice, chunk: slice) -> slice:
-    """``rows`` as seen from ``chunk``; empty where they do not meet."""
-    low = max(rows.start, chunk.start) - chunk.start
-    return slice(low, max(low, min(rows.stop, chunk.stop) - chunk.start))
+class _Layout:
+    """Where the canvas rows of a batch's requests are."""
 
+    def __init__(self, input_batch: InputBatch) -> None:
+        self._slots = input_batch.idx_mapping_np.tolist()
+        self._starts = input_batch.cu_num_logits_np.tolist()
+        self._device = input_batch.logits_indices.device
+        self.num_rows = self._starts[len(self._slots)]
 
-def _allow_only(logits: Tensor, first_id: int, allowed: TokenIds) -> None:
-    found = allowed.within(first_id, logits.shape[1])
-    kept = allowed.on_device[found] - first_id
-    only = torch.full_like(logits, _IMPOSSIBLE)
-    only[:, kept] = logits[:, kept]
-    logits.copy_(only)
+    def __iter__(self) -> Iterator[tuple[int, slice]]:
+        """Slots and their rows."""
+        return zip(self._slots, (slice(a, b) for a, b in pairwise(self._starts)), strict=False)
+
+    def column(self, value: int) -> np.ndarray:
+        """[num_rows], int32."""
+        return np.full(self.num_rows, value, dtype=np.int32)
+
+    def to_device(self, *columns: np.ndarray) -> tuple[Tensor, ...]:
+        """All in one copy."""
+        on_device: Tensor = async_tensor_h2d(np.stack(columns), device=self._device)
+        return on_device.unbind(0)

@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from attention_kernels.vocab_statistics import RowDraws
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.constraints import CanvasConstraints
 from vllm_diffusion.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.decoding.policy import Policy
@@ -30,7 +30,7 @@ from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.vocabulary_stream import RowRequests, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import KeptRows, RowRequests, sample_rows
 
 
 class DiffusionSampler:
@@ -75,7 +75,7 @@ class DiffusionSampler:
         self.req_states = stock_sampler.req_states
         # The runner counts committed tokens in it.
         self.penalties_state = stock_sampler.penalties_state
-        self.adjustments = RowAdjustments(stock_sampler, slots.device)
+        self.adjustments = RowAdjustments(stock_sampler, vocab_size, slots.device)
         self.logits_mode = stock_sampler.logprobs_mode in ("raw_logits", "processed_logits")
         self.reports_raw = stock_sampler.logprobs_mode in ("raw_logits", "raw_logprobs")
         self.slots = slots
@@ -115,7 +115,9 @@ class DiffusionSampler:
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
         self.sampling_states.add_request(slot, sampling_params)
-        self.adjustments.add_request(slot, sampling_params)
+        # The model state has seen the request before.
+        readable = self.slots.allowed_ids.get(slot)
+        self.adjustments.add_request(slot, sampling_params, readable)
         self.logprob_token_ids_state.add_request(slot, sampling_params)
 
     def remove_request(self, slot: int) -> None:
@@ -161,23 +163,14 @@ class DiffusionSampler:
             constraints = ConstraintTensors.build(
                 message, input_batch, slots.num_slots, slots.device
             )
-        adjustments = self.adjustments.bind(input_batch, slots.allowed_ids, constraints)
-        filters = self._filters(input_batch, slot)
-        wanted = self._logprobs_request(input_batch, slot)
-        if adjustments is None and filters is None and wanted is None:
+        adjustments = self.adjustments.bind(input_batch, constraints)
+        kept = self._kept_rows(input_batch, slot, adjustments)
+        if adjustments is None and kept is None:
             output = self.plain_step(rows, slot, position, num_rows, starting, seeds, temperatures)
             return self._engine_output(output, input_batch, num_logits, None)
 
         draws = self._draws(slot, position, seeds, temperatures)
-        requests = RowRequests(
-            draws,
-            adjustments=adjustments,
-            filters=filters,
-            logprobs=wanted,
-            reports_raw=self.reports_raw,
-            # A read-only canvas reports the model's own distribution, at temperature 1.
-            reported_temperature=torch.where(slots.read_only[slot], 1.0, draws.temperature),
-        )
+        requests = RowRequests(draws, adjustments, kept)
         logprobs = self._sample(rows, slot, position, requests, constraints)
         if logprobs is not None:
             logprobs = self._logprobs.exchange(
@@ -299,32 +292,58 @@ class DiffusionSampler:
         starting[input_batch.idx_mapping_np[finished]] = True
         return async_tensor_h2d(starting, device=self.slots.device)
 
-    def _filters(self, input_batch: InputBatch, slot: Tensor) -> CandidateFilters | None:
-        """Top-k, top-p and min-p of each row, where a request of the batch has any."""
-        states, slots_np = self.sampling_states, input_batch.idx_mapping_np
-        used = [
-            bool(np.any(states.top_k.np[slots_np] != self.vocab_size)),
-            bool(np.any(states.top_p.np[slots_np] != 1.0)),
-            bool(np.any(states.min_p.np[slots_np] != 0.0)),
-        ]
-        if not any(used):
-            return None
-        values = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
-        return CandidateFilters(
-            *(value[slot] if is_used else None for value, is_used in zip(values, used, strict=True))
-        )
+    def _kept_rows(
+        self, input_batch: InputBatch, slot: Tensor, adjustments: LogitAdjustments | None
+    ) -> KeptRows | None:
+        """Rows whose requests have a filter or want log-probabilities.
 
-    def _logprobs_request(self, input_batch: InputBatch, slot: Tensor) -> LogprobsRequest | None:
+        Args:
+            input_batch: The batch.
+            slot: [num_rows], int64, of all rows.
+            adjustments: Of all rows.
+        """
+        states, slots_np = self.sampling_states, input_batch.idx_mapping_np
+        used = (
+            states.top_k.np[slots_np] != self.vocab_size,
+            states.top_p.np[slots_np] != 1.0,
+            states.min_p.np[slots_np] != 0.0,
+        )
         ids = self.logprob_token_ids_state
-        num_top = self.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        num_token_ids = ids.max_num_token_ids(input_batch.idx_mapping_np)
-        if num_top < 0 and num_token_ids == 0:
+        num_top = self.sampling_states.max_num_logprobs(slots_np)
+        num_token_ids = ids.max_num_token_ids(slots_np)
+        reports = (states.num_logprobs[slots_np] >= 0) | (ids.num_token_ids.np[slots_np] > 0)
+        is_kept = np.logical_or.reduce([*used, reports])
+        num_rows = np.diff(input_batch.cu_num_logits_np[: len(slots_np) + 1])
+        on_host = np.flatnonzero(np.repeat(is_kept, num_rows))
+        # Who asks may still be at its prompt.
+        if on_host.size == 0:
             return None
-        return LogprobsRequest(
-            num_top=max(num_top, 0),
-            token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
-            num_token_ids=ids.num_token_ids.gpu[slot],
-            as_logits=self.logits_mode,
+        on_device = async_tensor_h2d(on_host, device=self.slots.device)
+        slot = slot[on_device]
+        values = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
+        filters = CandidateFilters(
+            *(value[slot] if use.any() else None for value, use in zip(values, used, strict=True))
+        )
+        logprobs = None
+        if reports.any():
+            logprobs = LogprobsRequest(
+                num_top=max(num_top, 0),
+                token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
+                num_token_ids=ids.num_token_ids.gpu[slot],
+                as_logits=self.logits_mode,
+            )
+        reported = self.adjustments.bind_readable(input_batch) if self.reports_raw else adjustments
+        # A read-only canvas reports the model's own distribution, at temperature 1.
+        temperature = torch.where(
+            self.slots.read_only[slot], 1.0, schedule_temperature(self.slots)[slot]
+        )
+        return KeptRows(
+            on_host,
+            on_device,
+            filters if np.any(used) else None,
+            logprobs,
+            None if reported is None else reported.rows(on_device),
+            temperature,
         )
 
     def _engine_output(
@@ -362,7 +381,14 @@ class DiffusionSampler:
         zeros = torch.zeros(n, dtype=torch.int32, device=device)
         requests = RowRequests(
             RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros),
-            # With filters the tiles are kept, and swept once more for each of them.
-            filters=CandidateFilters(zeros + 1, ones / 2, ones / 2),
+            self.adjustments.none(n),
+            KeptRows(
+                np.arange(n),
+                torch.arange(n, device=device),
+                CandidateFilters(zeros + 1, ones / 2, ones / 2),
+                LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False),
+                None,
+                ones,
+            ),
         )
         sample_rows(self.head, rows[:1].repeat(n, 1), requests, self.vocab_size)

@@ -3,40 +3,45 @@
 Logits exist for one tile only: it is projected, its statistics are taken, the probability-weighted
 embedding grows by the tile's embedding rows, and the next tile is projected over it. Each
 tensor-parallel rank does that with its own ids, and the ranks combine six numbers a row and the
-embedding. Settings that need a second look at the logits (top-k, top-p, min-p, log-probabilities)
-keep the tiles, as they were projected, for as many rows at a time as the memory bound leaves.
+embedding. Rows whose settings need a second look at their logits (top-k, top-p, min-p,
+log-probabilities) are kept, as they were projected, as many at a time as the memory bound leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.vocab_statistics import RowDraws, RunningStatistics, update_statistics
-from vllm_diffusion.sampling.candidate_filters import (
-    CandidateFilters,
-    CandidateTile,
-    draw_from,
-    thresholds,
+from attention_kernels.vocab_statistics import (
+    LogitAdjustments,
+    RowDraws,
+    RowLogits,
+    RunningStatistics,
+    draw,
+    largest_logit,
+    update_statistics,
 )
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_adjustments import BatchAdjustments
 
 # Ids of a tile. On a GPU the embedding rows of one (23 MB at a hidden size of 2816 in bf16) stay in
 # the cache between the two products that read them; with many rows the products are bound by
 # arithmetic, and wider tiles pass over the accumulated embedding less often. Not measured yet.
 TILE, FEW_ROWS, TILE_OF_MANY_ROWS = 4096, 1024, 8192
-# Kept tiles hold at most this many bytes for each logit of the pass, and rows are taken in groups
-# where that is less than all of them. One canvas of 256 in bf16 is below the second bound, and its
-# tiles are kept whole: cutting it would read the head's weights again for each group.
+# Kept logits hold at most this many bytes for each logit of the pass, and rows go through the
+# vocabulary in groups where that is less than all of those that are kept. One canvas of 256 in bf16
+# is below the second bound: cutting it would read the head's weights again for each group.
 KEPT_BYTES_PER_LOGIT = 0.5
 MIN_KEPT_BYTES = 128 * 2**20
+# And this part of that is in float32 at the same time, also where a model projects in it.
+FLOAT32_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -62,24 +67,60 @@ class RowResults:
 
 
 @dataclass(frozen=True)
+class KeptRows:
+    """Rows that are looked at twice, and why; one entry for each of them.
+
+    Attributes:
+        on_host: [num_kept], int64, ascending: which rows of the pass they are.
+        on_device: The same.
+        filters: Of the candidate's distribution; ``None`` if none has any.
+        logprobs: What is to be reported; ``None`` if nothing.
+        reported: Adjustments of the distribution that is reported.
+        reported_temperature: [num_kept], float32: what reported logits are divided by.
+    """
+
+    on_host: np.ndarray
+    on_device: Tensor
+    filters: CandidateFilters | None
+    logprobs: LogprobsRequest | None
+    reported: LogitAdjustments | None
+    reported_temperature: Tensor
+
+    def within(self, chunk: slice) -> KeptRows:
+        """Those among some rows of the pass, counted from the first of these."""
+        first, end = np.searchsorted(self.on_host, (chunk.start, chunk.stop))
+        some = slice(int(first), int(end))
+        return KeptRows(
+            self.on_host[some] - chunk.start,
+            self.on_device[some] - chunk.start,
+            None if self.filters is None else self.filters.rows(some),
+            None if self.logprobs is None else self.logprobs.rows(some),
+            None if self.reported is None else self.reported.rows(some),
+            self.reported_temperature[some],
+        )
+
+
+@dataclass(frozen=True)
 class RowRequests:
     """What is asked of the canvas rows of a pass.
 
     Attributes:
         draws: Temperatures and noise keys.
         adjustments: Of the logits; ``None`` if nobody asks for any.
-        filters: Of the candidate's distribution; ``None`` if nobody asks for any.
-        logprobs: What is to be reported; ``None`` if nothing.
-        reports_raw: Report the model's distribution and not the adjusted one.
-        reported_temperature: [num_rows], float32: what reported logits are divided by.
+        kept: Rows with filters or log-probabilities; ``None`` if there are none.
     """
 
     draws: RowDraws
-    adjustments: BatchAdjustments | None = None
-    filters: CandidateFilters | None = None
-    logprobs: LogprobsRequest | None = None
-    reports_raw: bool = True
-    reported_temperature: Tensor | None = None
+    adjustments: LogitAdjustments | None = None
+    kept: KeptRows | None = None
+
+    def within(self, chunk: slice) -> RowRequests:
+        """Of some of the rows."""
+        return RowRequests(
+            self.draws.rows(chunk),
+            None if self.adjustments is None else self.adjustments.rows(chunk),
+            None if self.kept is None else self.kept.within(chunk),
+        )
 
 
 def sample_rows(
@@ -99,51 +140,54 @@ def sample_rows(
         tile_size: Ids of a tile, a multiple of 4; chosen by the number of rows if ``None``.
     """
     num_rows = rows.shape[0]
-    keeps_tiles = requests.filters is not None or requests.logprobs is not None
-    group = num_rows
-    if keeps_tiles:
-        # Every rank cuts in the same places.
-        row_bytes = head.shard_size * head.dtype.itemsize
-        allowed = max(KEPT_BYTES_PER_LOGIT * num_rows * head.shard_size, MIN_KEPT_BYTES)
-        group = max(1, int(allowed) // row_bytes)
+    # Every rank cuts in the same places.
+    allowed = max(KEPT_BYTES_PER_LOGIT * num_rows * head.shard_size, MIN_KEPT_BYTES)
+    float32_rows = max(1, int(FLOAT32_SHARE * allowed) // (4 * head.shard_size))
+    at_once = max(1, int(allowed) // (head.dtype.itemsize * head.shard_size))
+    if head.dtype == torch.float32:
+        at_once = float32_rows
+    cuts = [0, num_rows]
+    if requests.kept is not None:
+        cuts[1:1] = requests.kept.on_host[at_once::at_once].tolist()
     if tile_size is None:
         # Where the tiles are cut changes the last bit of a sum.
         may_vary = rows.is_cuda and not envs.VLLM_BATCH_INVARIANT
-        tile_size = TILE_OF_MANY_ROWS if may_vary and min(group, num_rows) > FEW_ROWS else TILE
-    parts = [
-        _RowGroup(head, rows, requests, slice(start, min(start + group, num_rows))).sample(
-            vocab_size, tile_size, keeps_tiles
-        )
-        for start in range(0, num_rows, group)
-    ]
+        largest = max(b - a for a, b in pairwise(cuts))
+        tile_size = TILE_OF_MANY_ROWS if may_vary and largest > FEW_ROWS else TILE
+    parts = []
+    for chunk in (slice(a, b) for a, b in pairwise(cuts)):
+        group = _RowGroup(head, rows[chunk], requests.within(chunk))
+        parts.append(group.sample(vocab_size, tile_size, float32_rows))
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 
 class _RowGroup:
     """Rows that go through the vocabulary together."""
 
-    def __init__(self, head: OutputHead, rows: Tensor, requests: RowRequests, chunk: slice) -> None:
+    def __init__(self, head: OutputHead, rows: Tensor, requests: RowRequests) -> None:
         self.head = head
-        self.rows = rows[chunk]
-        self.chunk = chunk
-        self.requests = requests
-        self.draws = requests.draws.rows(chunk)
-        self.kept: list[tuple[int, Tensor]] = []
+        self.rows = rows
+        self.draws = requests.draws
+        self.adjustments = requests.adjustments
+        self.kept = requests.kept
 
-    def sample(self, vocab_size: int, tile_size: int, keeps_tiles: bool) -> RowResults:
-        running, soft_embeds = self._stream(tile_size, keeps_tiles)
-        running, soft_embeds = self._combine_ranks(running, soft_embeds)
-        candidate = running.candidate
-        if self.requests.filters is not None:
-            candidate = self._filtered_candidate(candidate, vocab_size)
-        logprobs = None
-        if self.requests.logprobs is not None:
-            logprobs = row_logprobs(
-                self._reported_tiles,
-                running.argmax,
-                self.requests.logprobs.rows(self.chunk),
-                self.head,
+    def sample(self, vocab_size: int, tile_size: int, float32_rows: int) -> RowResults:
+        head, kept = self.head, self.kept
+        projected = None
+        if kept is not None:
+            projected = torch.empty(
+                len(kept.on_host), len(head.weight), dtype=head.dtype, device=self.rows.device
             )
+        running, soft_embeds = self._stream(tile_size, projected)
+        running, soft_embeds = self._combine_ranks(running, soft_embeds)
+        candidate, logprobs = running.candidate, None
+        if kept is not None and projected is not None:
+            if kept.filters is not None:
+                candidate = self._filtered(candidate, projected, kept, kept.filters, vocab_size)
+            if kept.logprobs is not None:
+                logprobs = self._logprobs(
+                    running.argmax, projected, kept, kept.logprobs, float32_rows
+                )
         return RowResults(
             running.argmax,
             candidate,
@@ -153,7 +197,15 @@ class _RowGroup:
             logprobs,
         )
 
-    def _stream(self, tile_size: int, keeps_tiles: bool) -> tuple[RunningStatistics, Tensor | None]:
+    def _stream(
+        self, tile_size: int, projected: Tensor | None
+    ) -> tuple[RunningStatistics, Tensor | None]:
+        """Statistics and unnormalised soft embeddings of this rank's ids.
+
+        Args:
+            tile_size: Ids of a tile.
+            projected: [num_kept, num_ids], filled with the logits of rows that are kept.
+        """
         head = self.head
         num_rows, device = self.rows.shape[0], self.rows.device
         running = RunningStatistics.empty(num_rows, device)
@@ -161,21 +213,20 @@ class _RowGroup:
         if embedding is not None:
             soft_embeds = torch.zeros(num_rows, embedding.shape[1], device=device)
         for tile in head.tiles(tile_size):
-            first_id = head.first_id + tile.start
             logits = head.project(self.rows, tile)
-            if keeps_tiles:
-                self.kept.append((first_id, logits))
-            softcap = head.softcap
-            if self.requests.adjustments is not None:
-                logits, softcap = self._adjusted(first_id, logits), None
+            if projected is not None and self.kept is not None:
+                projected[:, tile] = logits[self.kept.on_device]
             weights = None
             if embedding is not None:
                 weights = torch.empty(logits.shape, dtype=embedding.dtype, device=device)
-            rescale = update_statistics(
-                running, logits, first_id, self.draws, softcap=softcap, weights=weights
+            update_statistics(
+                running,
+                RowLogits(logits, head.first_id + tile.start, head.softcap, self.adjustments),
+                self.draws,
+                weights=weights,
+                product=soft_embeds,
             )
             if soft_embeds is not None and weights is not None and embedding is not None:
-                soft_embeds.mul_(rescale[:, None])
                 _add_product(soft_embeds, weights, embedding[tile], head)
         return running, soft_embeds
 
@@ -192,45 +243,56 @@ class _RowGroup:
             soft_embeds = self.head.sum(soft_embeds * share[:, None])
         return running, soft_embeds
 
-    def _adjusted(self, first_id: int, logits: Tensor) -> Tensor:
-        """Capped and adjusted logits of a tile, float32."""
-        logits = self.head.cap(logits)
-        if self.requests.adjustments is not None:
-            self.requests.adjustments.restrict(logits, first_id, self.chunk)
-            self.requests.adjustments.apply(logits, first_id, self.chunk)
-        return logits
-
-    def _filtered_candidate(self, unfiltered: Tensor, vocab_size: int) -> Tensor:
-        """Candidates of rows with a filter; the others keep theirs."""
-        assert self.requests.filters is not None
-        head, filters = self.head, self.requests.filters.rows(self.chunk)
+    def _filtered(
+        self,
+        unfiltered: Tensor,
+        projected: Tensor,
+        kept: KeptRows,
+        filters: CandidateFilters,
+        vocab_size: int,
+    ) -> Tensor:
+        """Candidates of all rows: new ones for those with a filter, the others keep theirs."""
+        head, some = self.head, kept.on_device
+        draws = self.draws.rows(some)
+        adjustments = None if self.adjustments is None else self.adjustments.rows(some)
+        logits = RowLogits(projected, head.first_id, head.softcap, adjustments)
+        divisor = draws.temperature * draws.rate
         # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
-        own = torch.full(unfiltered.shape, float("-inf"), device=unfiltered.device)
-        for _, logits in self._candidate_tiles():
-            own = torch.maximum(own, logits.amax(dim=-1))
-        maximum = head.gather(own).amax(dim=0)
-        keys = thresholds(self._candidate_tiles, maximum, filters, vocab_size, head.sum)
-        best, candidate = draw_from(self._candidate_tiles, keys, self.draws.noise)
+        maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
+        keys = thresholds(logits, divisor, maximum, filters, vocab_size, head.sum)
+        best, candidate = draw(logits, divisor, keys, draws)
         winner = head.gather(best).argmax(dim=0, keepdim=True)
         filtered = head.gather(candidate).gather(0, winner)[0]
-        return torch.where(filters.in_use(vocab_size), filtered, unfiltered)
+        filtered = torch.where(filters.in_use(vocab_size), filtered, unfiltered[some])
+        return unfiltered.index_copy(0, some, filtered)
 
-    def _candidate_tiles(self) -> Iterator[CandidateTile]:
-        for first_id, logits in self.kept:
-            x = self._adjusted(first_id, logits) / self.draws.temperature[:, None]
-            yield CandidateTile(first_id, self.draws.candidate_logits(x))
-
-    def _reported_tiles(self) -> Iterator[CandidateTile]:
-        assert self.requests.reported_temperature is not None
-        temperature = self.requests.reported_temperature[self.chunk, None]
-        for first_id, kept in self.kept:
-            if self.requests.reports_raw:
-                logits = self.head.cap(kept)
-                if self.requests.adjustments is not None:
-                    self.requests.adjustments.restrict(logits, first_id, self.chunk)
-            else:
-                logits = self._adjusted(first_id, kept)
-            yield CandidateTile(first_id, logits / temperature)
+    def _logprobs(
+        self,
+        selected: Tensor,
+        projected: Tensor,
+        kept: KeptRows,
+        request: LogprobsRequest,
+        float32_rows: int,
+    ) -> LogprobsTensors:
+        """Of all rows; those that nobody asks about report nothing."""
+        head, some = self.head, kept.on_device
+        computed = row_logprobs(
+            RowLogits(projected, head.first_id, head.softcap, kept.reported),
+            kept.reported_temperature,
+            selected[some],
+            request,
+            head,
+            float32_rows,
+        )
+        shape = (selected.shape[0], request.num_columns)
+        ids = torch.zeros(shape, dtype=torch.int64, device=some.device)
+        values = torch.full(shape, float("-inf"), device=some.device)
+        ranks = torch.zeros_like(selected)
+        return LogprobsTensors(
+            ids.index_copy_(0, some, computed.logprob_token_ids),
+            values.index_copy_(0, some, computed.logprobs),
+            ranks.index_copy_(0, some, computed.selected_token_ranks),
+        )
 
 
 def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: OutputHead) -> None:
@@ -247,7 +309,8 @@ def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: Outpu
     elif embedding.dtype == torch.float32:
         target.addmm_(weights, embedding)
     else:
-        target += torch.mm(weights, embedding, out_dtype=torch.float32)
+        # Added by the product itself, which leaves the sums in memory once.
+        torch.addmm(target, weights, embedding, out_dtype=torch.float32, out=target)
 
 
 def _joined(parts: list[RowResults]) -> RowResults:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +13,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_kernels.testing import TensorMemory
-from attention_kernels.vocab_statistics import RowDraws, update_statistics
+from attention_kernels.vocab_statistics import (
+    LogitAdjustments,
+    RowDraws,
+    RowLogits,
+    api,
+    ordered_keys,
+    reference,
+    triton,
+    update_statistics,
+)
 from tests.support.heads import identity_head, on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
-from vllm_diffusion.sampling.candidate_filters import (
-    CandidateFilters,
-    CandidateTile,
-    ordered_keys,
-    thresholds,
-)
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_adjustments import BatchAdjustments, RowAdjustments
-from vllm_diffusion.sampling.token_ids import TokenIds
-from vllm_diffusion.sampling.vocabulary_stream import RowRequests, RowResults, sample_rows
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments
+from vllm_diffusion.sampling.vocabulary_stream import (
+    KeptRows,
+    RowRequests,
+    RowResults,
+    sample_rows,
+)
 
 
 def make_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = None) -> RowDraws:
@@ -40,16 +51,21 @@ def make_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None =
     )
 
 
+def kept_rows(
+    rows: Iterable[int],
+    filters: CandidateFilters | None = None,
+    logprobs: LogprobsRequest | None = None,
+    reported: LogitAdjustments | None = None,
+    temperature: torch.Tensor | None = None,
+) -> KeptRows:
+    index = np.array(list(rows))
+    if temperature is None:
+        temperature = torch.ones(len(index))
+    return KeptRows(index, torch.from_numpy(index), filters, logprobs, reported, temperature)
+
+
 def all_filters(top_k: Any, top_p: Any, min_p: Any) -> CandidateFilters:
     return CandidateFilters(*(torch.as_tensor(values) for values in (top_k, top_p, min_p)))
-
-
-def tiles_of(logits: torch.Tensor, size: int) -> Any:
-    def tiles():
-        for first in range(0, logits.shape[1], size):
-            yield CandidateTile(first, logits[:, first : first + size])
-
-    return tiles
 
 
 @pytest.mark.parametrize(
@@ -85,12 +101,11 @@ def test_candidates_follow_the_exact_distribution(params):
     expected = torch.zeros(vocab, dtype=torch.float64)
     expected[kept] = probs[kept] / probs[kept].sum()
 
-    requests = RowRequests(
-        make_draws(rows, temperature, torch.arange(rows) * 7919),
-        filters=all_filters(
-            torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
-        ),
+    filters = all_filters(
+        torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
     )
+    draws = make_draws(rows, temperature, torch.arange(rows) * 7919)
+    requests = RowRequests(draws, kept=kept_rows(range(rows), filters))
     drawn = sample_rows(
         identity_head(vocab), logits.expand(rows, -1), requests, vocab, tile_size=8
     ).candidate
@@ -102,14 +117,20 @@ def test_candidates_follow_the_exact_distribution(params):
     assert abs(deviation.sum().item() - freedom) < 5 * math.sqrt(2 * max(freedom, 1))
 
 
+def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:
+    """[num_rows, vocab_size], bool."""
+    rows, ones = RowLogits(logits, 0), torch.ones(len(logits))
+    keys = thresholds(rows, ones, logits.amax(-1), filters, logits.shape[1], lambda values: values)
+    return ordered_keys(logits) >= keys[:, None]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 20),
     vocab=st.integers(1, 60),
-    tile=st.integers(1, 64),
     seed=st.integers(0, 2**31),
 )
-def test_filters_keep_what_vllm_keeps(rows, vocab, tile, seed):
+def test_filters_keep_what_vllm_keeps(rows, vocab, seed):
     """Top-k and top-p of each row against vLLM's own PyTorch implementation; min-p by definition."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
@@ -120,10 +141,7 @@ def test_filters_keep_what_vllm_keeps(rows, vocab, tile, seed):
     min_p = torch.rand(rows, generator=generator)
 
     def kept(filters: CandidateFilters) -> torch.Tensor:
-        keys = thresholds(
-            tiles_of(logits, tile), logits.amax(-1), filters, vocab, lambda values: values
-        )
-        return ordered_keys(logits) >= keys[:, None]
+        return kept_by(filters, logits)
 
     stock = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
     assert torch.equal(kept(CandidateFilters(top_k, top_p, None)), stock > float("-inf"))
@@ -141,17 +159,7 @@ def test_ties_with_the_last_token_kept_are_kept():
         CandidateFilters(torch.tensor([2]), None, None),
         CandidateFilters(None, torch.tensor([0.97]), None),
     ):
-        keys = thresholds(tiles_of(logits, 2), logits.amax(-1), filters, 5, lambda values: values)
-        assert (ordered_keys(logits) >= keys[:, None]).tolist() == [[True] * 4 + [False]]
-
-
-@given(values=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=30))
-def test_keys_compare_as_the_numbers_do(values):
-    numbers = torch.tensor(values, dtype=torch.float32)
-    keys = ordered_keys(numbers)
-    assert torch.equal(keys[:, None] < keys[None, :], numbers[:, None] < numbers[None, :])
-    assert int(keys.min()) >= 0
-    assert int(keys.max()) < 2**32
+        assert kept_by(filters, logits).tolist() == [[True] * 4 + [False]]
 
 
 class Case:
@@ -167,54 +175,52 @@ class Case:
         draws = make_draws(n, seeds=torch.randint(0, 2**62, (n,), generator=generator))
         temperatures = torch.rand(n, generator=generator) * 1.5
         temperatures[:2] = 0.0
+        adjustments, readable = self._adjustments(rng)
+        # Some rows are kept, the first and the last of the pass among them.
+        kept = [0, 1, 2, 4, 5, 7, 8, 9, 11]
+        k = len(kept)
         self.requests = RowRequests(
             draws._replace(
                 temperature=torch.rand(n, generator=generator) + 0.3,
                 request_temperature=temperatures,
             ),
-            adjustments=self._adjustments(rng),
-            filters=all_filters(
-                torch.randint(1, vocab + 1, (n,), generator=generator),
-                torch.rand(n, generator=generator).clamp(min=0.1),
-                torch.rand(n, generator=generator) * 0.2,
+            adjustments,
+            kept_rows(
+                kept,
+                all_filters(
+                    torch.randint(1, vocab + 1, (k,), generator=generator),
+                    torch.rand(k, generator=generator).clamp(min=0.1),
+                    torch.rand(k, generator=generator) * 0.2,
+                ),
+                LogprobsRequest(
+                    min(3, vocab),
+                    torch.randint(0, vocab, (k, 4), generator=generator),
+                    torch.tensor([0, 2, 4] * (k // 3), dtype=torch.int32),
+                    as_logits=False,
+                ),
+                (readable if seed % 2 else adjustments).rows(torch.tensor(kept)),
+                torch.rand(k, generator=generator) + 0.5,
             ),
-            logprobs=LogprobsRequest(
-                min(3, vocab),
-                torch.randint(0, vocab, (n, 4), generator=generator),
-                torch.tensor([0, 2, 4] * 4, dtype=torch.int32),
-                as_logits=False,
-            ),
-            reports_raw=bool(seed % 2),
-            reported_temperature=torch.rand(n, generator=generator) + 0.5,
         )
 
-    def _adjustments(self, rng: np.random.Generator) -> BatchAdjustments:
+    def _adjustments(self, rng: np.random.Generator) -> tuple[LogitAdjustments, LogitAdjustments]:
         """Three requests of four rows: one of penalties, one of bias and length, one restricted."""
-        penalties = fake_penalties(3, self.vocab, rng)
-        sampler = SimpleNamespace(
-            penalties_state=penalties,
-            req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.full(3, 5))),
-        )
-        adjustments = RowAdjustments(sampler, torch.device("cpu"))
+        adjustments = row_adjustments(fake_penalties(3, self.vocab, rng), self.vocab)
         some = rng.integers(0, self.vocab, 10).tolist()
-        for slot, params in enumerate(
+        for slot, (params, readable) in enumerate(
             (
-                {"has_penalties": True},
-                {"logit_bias": dict.fromkeys(some, 1.5), "min_tokens": 4},
-                {"allowed_token_ids": some},
+                ({"has_penalties": True}, None),
+                ({"logit_bias": dict.fromkeys(some, 1.5), "min_tokens": 4}, None),
+                ({"allowed_token_ids": some}, tuple(some[:6])),
             )
         ):
-            adjustments.add_request(slot, sampling_params(all_stop_token_ids=some[:3], **params))
-        batch = SimpleNamespace(
-            cu_num_logits_np=np.array([0, 4, 8, 12]),
-            idx_mapping_np=np.array([0, 1, 2]),
-            positions=torch.arange(12),
-            logits_indices=torch.arange(12),
-        )
-        readable = {2: TokenIds.of(some[:6], torch.device("cpu"))}
-        bound = adjustments.bind(batch, readable, None)
-        assert bound is not None
-        return bound
+            params = sampling_params(all_stop_token_ids=some[:3], **params)
+            adjustments.add_request(slot, params, readable)
+        batch = batch_of([4, 4, 4])
+        everything, reported = adjustments.bind(batch, None), adjustments.bind_readable(batch)
+        assert everything is not None
+        assert reported is not None
+        return everything, reported
 
     def run(self, head: Any = None, tile: int = 4096) -> RowResults:
         head = head or output_head(self.weight, 5.0)
@@ -232,11 +238,30 @@ def sampling_params(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(defaults | changes))
 
 
+def row_adjustments(penalties: Any, vocab: int, prompt_len: int = 5) -> RowAdjustments:
+    prompt_lens = SimpleNamespace(np=np.full(3, prompt_len))
+    sampler = SimpleNamespace(
+        penalties_state=penalties, req_states=SimpleNamespace(prompt_len=prompt_lens)
+    )
+    return RowAdjustments(sampler, vocab, torch.device("cpu"))
+
+
+def batch_of(rows: list[int]) -> Any:
+    """Requests with so many canvas rows each, in slots 0, 1, ..."""
+    n = sum(rows)
+    return SimpleNamespace(
+        cu_num_logits_np=np.cumsum([0, *rows]),
+        idx_mapping_np=np.arange(len(rows)),
+        positions=torch.arange(n),
+        logits_indices=torch.arange(n),
+    )
+
+
 def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:
     """vLLM's tensors of counted tokens, filled at random."""
 
     def per_slot(value: float) -> Any:
-        return SimpleNamespace(np=np.full(slots, value, dtype=np.float32))
+        return SimpleNamespace(gpu=torch.full((slots,), value))
 
     words = rng.integers(-(2**31), 2**31, (slots, (vocab + 31) // 32))
     return SimpleNamespace(
@@ -300,10 +325,9 @@ def test_logprobs_are_those_of_vllm(seed, vocab, raw):
     logits = torch.randn(6, vocab, generator=generator) * 4
     temperature = torch.rand(6, generator=generator) + 0.5
     nothing = torch.zeros(6, 0, dtype=torch.int64)
+    wanted = LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw)
     requests = RowRequests(
-        make_draws(6),
-        logprobs=LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw),
-        reported_temperature=temperature,
+        make_draws(6), kept=kept_rows(range(6), logprobs=wanted, temperature=temperature)
     )
     ours = sample_rows(identity_head(vocab), logits, requests, vocab, tile_size=12).logprobs
     stock = compute_topk_scores(
@@ -319,45 +343,35 @@ def test_logprobs_are_those_of_vllm(seed, vocab, raw):
 def test_peak_memory(monkeypatch, dtype, extras):
     """At most a byte for each logit, an eighth of a float32 copy and another of its softmax."""
     monkeypatch.setattr(vocabulary_stream, "MIN_KEPT_BYTES", 0)
-    rows, vocab, hidden = 8, 2**16, 64
+    # Of the few rows that are kept at once, in float32 fewer than in bfloat16.
+    monkeypatch.setattr(reference, "_TILE", 2048 if dtype == torch.float32 else 128)
+    # A canvas has many rows for each table of the vocabulary that its request brings.
+    rows, vocab, hidden = 64, 2**13, 64
     generator = torch.Generator().manual_seed(0)
     head = output_head(torch.randn(vocab, hidden, generator=generator).to(dtype), 30.0)
+    hidden_rows = torch.randn(rows, hidden).to(dtype)
     draws = make_draws(rows)
-    requests = RowRequests(draws)
-    if extras == "everything":
-        adjustments = RowAdjustments(
-            SimpleNamespace(
-                penalties_state=fake_penalties(1, vocab, np.random.default_rng(0)),
-                req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.zeros(1))),
-            ),
-            torch.device("cpu"),
-        )
-        params = sampling_params(
-            has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 3)
-        )
-        adjustments.add_request(0, params)
-        batch = SimpleNamespace(
-            cu_num_logits_np=np.array([0, rows]),
-            idx_mapping_np=np.array([0]),
-            positions=torch.arange(rows),
-            logits_indices=torch.arange(rows),
-        )
-        requests = RowRequests(
-            draws,
-            adjustments=adjustments.bind(batch, {}, None),
-            filters=all_filters(
-                torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.01)
-            ),
-            logprobs=LogprobsRequest(
-                5,
-                torch.zeros(rows, 0, dtype=torch.int64),
-                torch.zeros(rows, dtype=torch.int32),
-                as_logits=False,
-            ),
-            reported_temperature=torch.ones(rows),
-        )
+    penalties = fake_penalties(1, vocab, np.random.default_rng(0))
     with TensorMemory() as memory:
-        sample_rows(head, torch.randn(rows, hidden).to(dtype), requests, vocab, tile_size=512)
+        requests = RowRequests(draws)
+        if extras == "everything":
+            adjustments = row_adjustments(penalties, vocab)
+            params = sampling_params(
+                has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 3)
+            )
+            adjustments.add_request(0, params)
+            filters = all_filters(
+                torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.01)
+            )
+            nothing = torch.zeros(rows, 0, dtype=torch.int64)
+            zeros = torch.zeros(rows, dtype=torch.int32)
+            wanted = LogprobsRequest(5, nothing, zeros, as_logits=False)
+            requests = RowRequests(
+                draws,
+                adjustments.bind(batch_of([rows]), None),
+                kept_rows(range(rows), filters, wanted),
+            )
+        sample_rows(head, hidden_rows, requests, vocab, tile_size=128)
     assert memory.peak <= rows * vocab
     # No float32 tensor comes near the size of the logits.
     assert memory.largest_float32 <= rows * vocab / 32
@@ -366,16 +380,14 @@ def test_peak_memory(monkeypatch, dtype, extras):
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_min_p_of_one_draws_the_argmax(monkeypatch, impl):
     """The likeliest token is at the threshold itself, whatever computed the statistics."""
-
-    def chosen(*args, **kwargs):
-        return update_statistics(*args, **kwargs, impl=impl)
-
+    chosen = functools.partial(update_statistics, impl=impl)
     monkeypatch.setattr(vocabulary_stream, "update_statistics", chosen)
     rows, vocab = 60, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
     head = output_head(torch.eye(vocab), 30.0)
     draws = make_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
-    requests = RowRequests(draws, filters=CandidateFilters(None, None, torch.ones(rows)))
+    kept = kept_rows(range(rows), CandidateFilters(None, None, torch.ones(rows)))
+    requests = RowRequests(draws, kept=kept)
     results = sample_rows(head, logits, requests, vocab)
     assert torch.equal(results.candidate, logits.argmax(-1))
 
@@ -386,31 +398,22 @@ def test_a_filter_leaves_its_neighbours_alone():
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
     plain = sample_rows(identity_head(vocab), logits, RowRequests(make_draws(rows)), vocab)
     top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
-    requests = RowRequests(make_draws(rows), filters=CandidateFilters(top_k, None, None))
+    kept = kept_rows(range(30), CandidateFilters(top_k[:30], None, None))
+    requests = RowRequests(make_draws(rows), kept=kept)
     mixed = sample_rows(identity_head(vocab), logits, requests, vocab)
     assert torch.equal(mixed.candidate[1::2], plain.candidate[1::2])
-    assert torch.equal(mixed.candidate[::2], logits.argmax(-1)[::2])
+    assert torch.equal(mixed.candidate[:30:2], logits.argmax(-1)[:30:2])
+    assert torch.equal(mixed.candidate[30:], plain.candidate[30:])
 
 
 def test_nothing_possible_is_no_nan():
     """Settings can leave a row nothing; what it hands on is still finite."""
-    adjustments = RowAdjustments(
-        SimpleNamespace(
-            penalties_state=fake_penalties(1, 16, np.random.default_rng(0)),
-            req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.zeros(1))),
-        ),
-        torch.device("cpu"),
-    )
-    params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3})
+    adjustments = row_adjustments(fake_penalties(1, 16, np.random.default_rng(0)), 16, prompt_len=0)
+    # An end token that the model does not have is nobody's.
+    params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3, 99})
     adjustments.add_request(0, params)
-    batch = SimpleNamespace(
-        cu_num_logits_np=np.array([0, 2]),
-        idx_mapping_np=np.array([0]),
-        # The second row is past the minimum.
-        positions=torch.tensor([0, 1]),
-        logits_indices=torch.arange(2),
-    )
-    requests = RowRequests(make_draws(2), adjustments=adjustments.bind(batch, {}, None))
+    # The second row is past the minimum.
+    requests = RowRequests(make_draws(2), adjustments.bind(batch_of([2]), None))
     results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
     assert torch.isfinite(results.soft_embeds).all()
     assert results.entropy.tolist() == [0.0, 0.0]
@@ -423,3 +426,27 @@ def test_a_rank_without_ids():
     whole = case.run()
     for result in on_shards(case.weight, [32], 5.0, lambda head: case.run(head, 16)):
         assert_same(result, whole)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is handed to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):
+    """With the kernels, every setting costs a number of sweeps and none of them a loop over tiles."""
+    monkeypatch.setattr(api, "_implementation", lambda impl, rows: triton)
+    counts = []
+    for vocab in (256, 4096):
+        case = Case(3, vocab)
+        with Operations() as operations:
+            case.run(tile=4096)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]

@@ -1,0 +1,167 @@
+"""Logits of rows as a model projected them, and what turns them into those of a distribution.
+
+Nothing here is as wide as the vocabulary twice: the projected logits stay in the model's dtype, and
+what requests ask of them is applied wherever they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Logit of an id that a mask allows and that was impossible before: a mask comes before a bias or a
+# penalty that leaves it nothing. Nothing beside any other id, and yet possible where nothing else is.
+LAST_RESORT = -1e4
+# Probabilities relative to the likeliest id in fixed point: 2**23 of them fit into 63 bits.
+MASS_SCALE = 2.0**40
+
+
+class LogitAdjustments(NamedTuple):
+    """What requests ask of the logits of their rows; applied in this order.
+
+    Tables have a row for each of those who ask, and a column (or a bit) for each id of the whole
+    vocabulary. An index of -1 asks for nothing; a table that nobody uses may have no rows.
+
+    Attributes:
+        offset_idx: [num_rows], int32, into ``offsets``.
+        offsets: [num_offsets, vocab_size], float32: added; minus infinity forbids an id.
+        penalty_idx: [num_rows], int32, into the next five.
+        repetition: [num_tables], float32: of ids in the prompt or the answer, positive logits are
+            divided by it and others multiplied.
+        frequency: [num_tables], float32: subtracted as often as an id is in the answer.
+        presence: [num_tables], float32: subtracted once if it is.
+        prompt_mask: [num_tables, ceil(vocab_size / 32)], int32: a bit for each id in the prompt.
+        output_counts: [num_tables, vocab_size], int32: how often an id is in the answer.
+        mask_idx: [num_rows], int32, into ``masks``.
+        masks: [num_masks, ceil(vocab_size / 32)], int32: a bit for each id that is allowed, at a
+            logit of at least ``LAST_RESORT``.
+        pin: [num_rows], int32: the row's only id, possible whatever was said before.
+    """
+
+    offset_idx: Tensor
+    offsets: Tensor
+    penalty_idx: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    prompt_mask: Tensor
+    output_counts: Tensor
+    mask_idx: Tensor
+    masks: Tensor
+    pin: Tensor
+
+    def rows(self, some: slice | Tensor) -> LogitAdjustments:
+        """Of some of the rows."""
+        return self._replace(
+            offset_idx=self.offset_idx[some],
+            penalty_idx=self.penalty_idx[some],
+            mask_idx=self.mask_idx[some],
+            pin=self.pin[some],
+        )
+
+    def apply(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Adjusted logits, a new tensor.
+
+        Args:
+            logits: [num_rows, num_ids], float32.
+            ids: [num_ids] or [num_rows, num_ids], int64: whose logits these are.
+        """
+        if len(self.offsets) > 0:
+            row = self.offset_idx.long()[:, None]
+            offset = self.offsets[row.clamp(min=0), ids]
+            logits = logits + torch.where(row >= 0, offset, 0.0)
+        if len(self.output_counts) > 0:
+            logits = self._penalised(logits, ids)
+        if len(self.masks) > 0:
+            row = self.mask_idx.long()[:, None]
+            allowed = _bits(self.masks, row.clamp(min=0), ids)
+            masked = torch.where(allowed, logits.clamp(min=LAST_RESORT), float("-inf"))
+            logits = torch.where(row >= 0, masked, logits)
+        pin = self.pin[:, None]
+        pinned = torch.where(ids == pin, 0.0, float("-inf"))
+        return torch.where(pin >= 0, pinned, logits)
+
+    def _penalised(self, logits: Tensor, ids: Tensor) -> Tensor:
+        row = self.penalty_idx.long()[:, None]
+        table = row.clamp(min=0)
+        counts = self.output_counts[table, ids]
+        in_answer = counts > 0
+        seen = in_answer | _bits(self.prompt_mask, table, ids)
+        repetition = self.repetition[table]
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        penalised = torch.where(seen, scaled, logits)
+        penalised = penalised - self.frequency[table] * counts - self.presence[table] * in_answer
+        return torch.where(row >= 0, penalised, logits)
+
+
+def _bits(words: Tensor, row: Tensor, ids: Tensor) -> Tensor:
+    return (words[row, ids >> 5] >> (ids & 31)) & 1 == 1
+
+
+class RowLogits(NamedTuple):
+    """Some ids of some rows.
+
+    Attributes:
+        projected: [num_rows, num_ids], floating point: what the output head returned. An id at
+            minus infinity is impossible.
+        first_id: The first of the ids.
+        softcap: Logits become ``softcap * tanh(logit / softcap)`` in float32 first; ``None``
+            leaves them.
+        adjustments: Applied to what comes out; ``None`` if nobody asks for any.
+    """
+
+    projected: Tensor
+    first_id: int
+    softcap: float | None = None
+    adjustments: LogitAdjustments | None = None
+
+    def scaled(self, divisor: Tensor) -> Tensor:
+        """[num_rows, num_ids], float32: capped, adjusted and divided by ``divisor`` [num_rows]."""
+        num_ids, device = self.projected.shape[1], self.projected.device
+        ids = torch.arange(self.first_id, self.first_id + num_ids, device=device)
+        return self._scaled(self.projected, ids, divisor)
+
+    def scaled_at(self, ids: Tensor, divisor: Tensor) -> Tensor:
+        """[num_rows, n], float32: as :meth:`scaled`, of some ids; minus infinity for those outside.
+
+        Args:
+            ids: [num_rows, n], int64.
+            divisor: [num_rows], float32.
+        """
+        num_ids = self.projected.shape[1]
+        if num_ids == 0:
+            return torch.full(ids.shape, float("-inf"), device=ids.device)
+        column = ids - self.first_id
+        inside = (column >= 0) & (column < num_ids)
+        column = column.clamp(0, num_ids - 1)
+        own = self._scaled(self.projected.gather(1, column), column + self.first_id, divisor)
+        return torch.where(inside, own, float("-inf"))
+
+    def _scaled(self, projected: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
+        logits = projected.float()
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        if self.adjustments is not None:
+            logits = self.adjustments.apply(logits, ids)
+        return logits / divisor[:, None]
+
+    def rows(self, some: slice) -> RowLogits:
+        """Of some of the rows."""
+        adjustments = None if self.adjustments is None else self.adjustments.rows(some)
+        return self._replace(projected=self.projected[some], adjustments=adjustments)
+
+    def tiles(self, size: int) -> Iterator[RowLogits]:
+        """The ids in pieces of at most ``size``."""
+        for start in range(0, self.projected.shape[1], size):
+            yield self._replace(
+                projected=self.projected[:, start : start + size], first_id=self.first_id + start
+            )
+
+
+def ordered_keys(values: Tensor) -> Tensor:
+    """int64 in [-2**31, 2**31) that compare as the float32 ``values`` do; both zeros are one."""
+    bits = (values + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ (2**31 - 1), bits).long()

@@ -1,0 +1,165 @@
+"""How every kernel here reads logits, and how it makes noise.
+
+A logit is capped, adjusted and divided in registers, each time it is read: what is stored stays in
+the dtype of the projection. What nobody in the batch asks for is not compiled in; what another row
+asks for costs a row one comparison.
+
+Legend: B ids at a time; x is a logit after all of that.
+"""
+
+# Device code is typed by its DSL: only its compile-time arguments carry annotations.
+# mypy: allow-incomplete-defs
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention_kernels.noise import Purpose
+from attention_kernels.vocab_statistics.logits import LAST_RESORT, LogitAdjustments, RowLogits
+
+_CANDIDATE = tl.constexpr(int(Purpose.CANDIDATE) << 24)
+_LAST_RESORT = tl.constexpr(LAST_RESORT)
+
+
+class _Tables(NamedTuple):
+    """:class:`LogitAdjustments` with the distance between two rows of each table."""
+
+    offset_idx: Tensor
+    offsets: Tensor
+    offsets_stride: int
+    penalty_idx: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    prompt_mask: Tensor
+    prompt_mask_stride: int
+    output_counts: Tensor
+    output_counts_stride: int
+    mask_idx: Tensor
+    masks: Tensor
+    masks_stride: int
+    pin: Tensor
+
+
+def row_arguments(rows: RowLogits) -> tuple[Any, ...]:
+    """The leading arguments of every kernel: pointer, stride, ids, first id, cap, tables.
+
+    Raises:
+        ValueError: If the ids of a row are not contiguous.
+    """
+    projected = rows.projected
+    if projected.stride(1) != 1:
+        raise ValueError("The last dimension of projected must be contiguous.")
+    return (
+        projected,
+        projected.stride(0),
+        projected.shape[1],
+        rows.first_id,
+        rows.softcap,
+        None if rows.adjustments is None else _tables(rows.adjustments),
+    )
+
+
+def _tables(a: LogitAdjustments) -> _Tables:
+    return _Tables(
+        a.offset_idx,
+        a.offsets,
+        a.offsets.stride(0),
+        a.penalty_idx,
+        a.repetition,
+        a.frequency,
+        a.presence,
+        a.prompt_mask,
+        a.prompt_mask.stride(0),
+        a.output_counts,
+        a.output_counts.stride(0),
+        a.mask_idx,
+        a.masks,
+        a.masks.stride(0),
+        a.pin,
+    )
+
+
+@triton.jit
+def load_x(row_ptr, row, offset, num_ids, first_id, softcap, tables, divisor):
+    """[B] x of the ids at ``offset`` of a row; minus infinity outside."""
+    inside = offset < num_ids
+    x = tl.load(row_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    if softcap is not None:
+        # tanh(y) = 1 - 2 / (exp(2y) + 1), which is right at both ends.
+        x = softcap * (1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0))
+    if tables is not None:
+        x = _adjusted(x, row, first_id + offset, inside, tables)
+    return tl.where(inside, x / divisor, float("-inf"))
+
+
+@triton.jit
+def _adjusted(x, row, ids, inside, tables):
+    """As ``LogitAdjustments.apply``."""
+    offset_row = tl.load(tables.offset_idx + row).to(tl.int64)
+    if offset_row >= 0:
+        offsets = tables.offsets + offset_row * tables.offsets_stride
+        x += tl.load(offsets + ids, mask=inside, other=0.0)
+    penalty_row = tl.load(tables.penalty_idx + row).to(tl.int64)
+    if penalty_row >= 0:
+        counts = tl.load(
+            tables.output_counts + penalty_row * tables.output_counts_stride + ids,
+            mask=inside,
+            other=0,
+        )
+        words = tables.prompt_mask + penalty_row * tables.prompt_mask_stride
+        in_prompt = _bits(words, ids, inside)
+        repetition = tl.load(tables.repetition + penalty_row)
+        scaled = tl.where(x > 0, x / repetition, x * repetition)
+        x = tl.where(in_prompt | (counts > 0), scaled, x)
+        x -= tl.load(tables.frequency + penalty_row) * counts.to(tl.float32)
+        x -= tl.load(tables.presence + penalty_row) * (counts > 0).to(tl.float32)
+    mask_row = tl.load(tables.mask_idx + row).to(tl.int64)
+    if mask_row >= 0:
+        allowed = _bits(tables.masks + mask_row * tables.masks_stride, ids, inside)
+        x = tl.where(allowed, tl.maximum(x, _LAST_RESORT), float("-inf"))
+    pin = tl.load(tables.pin + row)
+    if pin >= 0:
+        x = tl.where(ids == pin, 0.0, float("-inf"))
+    return x
+
+
+@triton.jit
+def _bits(words_ptr, ids, inside):
+    return ((tl.load(words_ptr + (ids >> 5), mask=inside, other=0) >> (ids & 31)) & 1) == 1
+
+
+@triton.jit
+def ordered_key(x):
+    """[B] int32 that compare as x does; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _gumbel(word):
+    """As ``attention_kernels.noise.gumbel_noise``."""
+    v = tl.minimum(
+        (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-8
+    )
+    # -log(1 - v): a logarithm near 1 is only good to an absolute error, and small v decide.
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * (0.25 + v * 0.2))))
+    exponential = tl.where(v < 0.015625, series, -tl.log(1.0 - v))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def load_noise(draws, row, first_id, B: tl.constexpr):
+    """[B] Gumbel noise of the ids from ``first_id``, a multiple of 4; zero in a greedy row."""
+    w0, w1, w2, w3 = tl.philox(
+        tl.load(draws.seed + row),
+        (first_id // 4 + tl.arange(0, B // 4)).to(tl.uint32),
+        tl.load(draws.position + row).to(tl.uint32),
+        (tl.load(draws.step + row) | _CANDIDATE).to(tl.uint32),
+        tl.load(draws.canvas_idx + row).to(tl.uint32),
+    )
+    # Flattened row by row this is w0, w1, w2, w3 of the first group, and so on.
+    noise = _gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [B]))
+    return tl.where(tl.load(draws.request_temperature + row) == 0.0, 0.0, noise)
