@@ -101,6 +101,10 @@ class GraphedFunction:
         key = tuple(x.shape for x in inputs)
         self._graphs[key] = (capture(self._function, inputs), inputs)
 
+    def drop(self) -> None:
+        """Give up what was captured."""
+        self._graphs.clear()
+
 
 def cuda_capture() -> Capture:
     """Captures calls as CUDA graphs on the current stream, which no other graph was captured on.

@@ -60,8 +60,6 @@ class BlockDiffusionModelState(ModelState):
             self.max_num_reqs, self.canvas_length, self.denoising_defaults(), device
         )
         self._slot_of_request: dict[str, int] = {}
-        # Not while vLLM captures for its memory profile only.
-        self.captures_graphs = True
         # At fixed addresses, so that a replayed graph sees each step's values.
         self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._causal_flags = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -121,12 +119,12 @@ class BlockDiffusionModelState(ModelState):
         """Called by the runner when it has captured the backbone."""
         from vllm.distributed.parallel_state import graph_capture
 
-        if not self.captures_graphs:
-            return
         most = min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
         try:
             with graph_capture(device=self.device):
                 self.capture_graphs(cuda_capture(), most)
+            # What the calls before each capture allocated is no part of a graph.
+            torch.accelerator.empty_cache()
         except RuntimeError as error:
             raise RuntimeError(
                 "Capturing embedding and sampling as CUDA graphs failed; start with "
@@ -154,6 +152,10 @@ class BlockDiffusionModelState(ModelState):
             device=self.device,
         )
         self.sampler.capture(capture, max_canvases, hidden)
+
+    def drop_graphs(self) -> None:
+        """Give up what was captured."""
+        self.sampler.plain_step.drop()
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""

@@ -145,6 +145,10 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
                 capture, indices[0, used], ids[used], indices[1, used], indices[2, used]
             )
 
+    def drop_graphs(self) -> None:
+        super().drop_graphs()
+        self._embed_canvases.drop()
+
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
 

@@ -46,10 +46,11 @@ def install() -> None:
 
     @functools.wraps(stock_capture)
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
-        if isinstance(self.sampler, DiffusionSampler):
-            # vLLM captures a few graphs for their size and drops them; ours would stay.
-            self.model_state.captures_graphs = not profile_only
-        return stock_capture(self, profile_only=profile_only)
+        size = stock_capture(self, profile_only=profile_only)
+        if profile_only and isinstance(self.sampler, DiffusionSampler):
+            # vLLM has measured what graphs take and drops its own.
+            self.model_state.drop_graphs()
+        return size
 
     setattr(sample, _MARK, True)
     GPUModelRunner.capture_model = capture_model
