@@ -376,19 +376,23 @@ class DiffusionSampler:
         Args:
             rows: [num_rows, hidden_size], any hidden states.
         """
-        n, device = self.max_rows, rows.device
+        self._profile_rows(rows[:1].repeat(self.max_rows, 1), None)
+        # A few rows compile the kernels as they are where somebody adjusts logits.
+        few = min(self.max_rows, self.slots.canvas_length)
+        self._profile_rows(rows[:1].repeat(few, 1), self.adjustments.none(few))
+
+    def _profile_rows(self, rows: Tensor, adjustments: LogitAdjustments | None) -> None:
+        n, device = rows.shape[0], rows.device
         ones = torch.ones(n, device=device)
         zeros = torch.zeros(n, dtype=torch.int32, device=device)
-        requests = RowRequests(
-            RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros),
-            self.adjustments.none(n),
-            KeptRows(
-                np.arange(n),
-                torch.arange(n, device=device),
-                CandidateFilters(zeros + 1, ones / 2, ones / 2),
-                LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False),
-                None,
-                ones,
-            ),
+        kept = KeptRows(
+            np.arange(n),
+            torch.arange(n, device=device),
+            # With filters and log-probabilities rows are kept, and swept once more for each.
+            CandidateFilters(zeros + 1, ones / 2, ones / 2),
+            LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False),
+            adjustments,
+            ones,
         )
-        sample_rows(self.head, rows[:1].repeat(n, 1), requests, self.vocab_size)
+        draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
+        sample_rows(self.head, rows, RowRequests(draws, adjustments, kept), self.vocab_size)

@@ -15,6 +15,8 @@ from torch import Tensor
 from attention_kernels.vocab_statistics.logits import MASS_SCALE, RowLogits
 from attention_kernels.vocab_statistics.running import RowDraws
 from attention_kernels.vocab_statistics.triton.logits import (
+    aligned,
+    aligned_draws,
     load_noise,
     load_x,
     ordered_key,
@@ -165,7 +167,7 @@ def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
     out = torch.empty(rows.projected.shape, dtype=torch.float32, device=divisor.device)
     _scaled_logits_kernel[_grid(rows)](
         *row_arguments(rows),
-        divisor,
+        aligned(divisor),
         out,
         out.stride(0),
         SPAN=SPAN,
@@ -178,7 +180,7 @@ def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
 def largest_logit(rows: RowLogits, divisor: Tensor) -> Tensor:
     out = torch.empty(_grid(rows), dtype=torch.float32, device=divisor.device)
     _largest_logit_kernel[_grid(rows)](
-        *row_arguments(rows), divisor, out, SPAN=SPAN, B=BLOCK, num_warps=NUM_WARPS
+        *row_arguments(rows), aligned(divisor), out, SPAN=SPAN, B=BLOCK, num_warps=NUM_WARPS
     )
     return out.amax(dim=1)
 
@@ -195,10 +197,10 @@ def weigh(
     out = torch.empty(*_grid(rows), num_pivots, dtype=torch.int64, device=divisor.device)
     _weigh_kernel[_grid(rows)](
         *row_arguments(rows),
-        divisor,
+        aligned(divisor),
         maximum,
-        pivots,
-        bounds,
+        pivots.contiguous(),
+        bounds.contiguous(),
         out,
         BY_MASS=by_mass,
         SPAN=SPAN,
@@ -214,9 +216,9 @@ def draw(rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws) -> tup
     candidate = torch.empty(_grid(rows), dtype=torch.int64, device=divisor.device)
     _draw_kernel[_grid(rows)](
         *row_arguments(rows),
-        divisor,
+        aligned(divisor),
         keys,
-        draws,
+        aligned_draws(draws),
         best,
         candidate,
         SPAN=SPAN,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attention_kernels.noise import Purpose
 from attention_kernels.vocab_statistics.logits import LAST_RESORT, LogitAdjustments, RowLogits
+from attention_kernels.vocab_statistics.running import RowDraws
 
 _CANDIDATE = tl.constexpr(int(Purpose.CANDIDATE) << 24)
 _LAST_RESORT = tl.constexpr(LAST_RESORT)
@@ -43,6 +44,19 @@ class _Tables(NamedTuple):
     pin: Tensor
 
 
+def aligned(values: Tensor) -> Tensor:
+    """One value for each row, at an address that Triton compiles for: a slice may start anywhere.
+
+    A kernel would otherwise be compiled anew, in the middle of serving, for each pattern of them.
+    """
+    return values if values.data_ptr() % 16 == 0 else values.clone()
+
+
+def aligned_draws(draws: RowDraws) -> RowDraws:
+    """As :func:`aligned`, of each."""
+    return RowDraws(*(aligned(values) for values in draws))
+
+
 def row_arguments(rows: RowLogits) -> tuple[Any, ...]:
     """The leading arguments of every kernel: pointer, stride, ids, first id, cap, tables.
 
@@ -64,10 +78,10 @@ def row_arguments(rows: RowLogits) -> tuple[Any, ...]:
 
 def _tables(a: LogitAdjustments) -> _Tables:
     return _Tables(
-        a.offset_idx,
+        aligned(a.offset_idx),
         a.offsets,
         a.offsets.stride(0),
-        a.penalty_idx,
+        aligned(a.penalty_idx),
         a.repetition,
         a.frequency,
         a.presence,
@@ -75,10 +89,10 @@ def _tables(a: LogitAdjustments) -> _Tables:
         a.prompt_mask.stride(0),
         a.output_counts,
         a.output_counts.stride(0),
-        a.mask_idx,
+        aligned(a.mask_idx),
         a.masks,
         a.masks.stride(0),
-        a.pin,
+        aligned(a.pin),
     )
 
 

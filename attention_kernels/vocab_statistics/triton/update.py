@@ -16,7 +16,12 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics.logits import RowLogits
 from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
-from attention_kernels.vocab_statistics.triton.logits import load_noise, load_x, row_arguments
+from attention_kernels.vocab_statistics.triton.logits import (
+    aligned_draws,
+    load_noise,
+    load_x,
+    row_arguments,
+)
 
 # Chosen without a GPU: at most 64 registers a thread on every chip where nobody adjusts anything,
 # which leaves room for four programs a multiprocessor; twice the width spills
@@ -130,7 +135,7 @@ def update_statistics(
             raise ValueError(f"The last dimension of {name} must be contiguous.")
     _update_statistics_kernel[(running.maximum.shape[0],)](
         *row_arguments(rows),
-        draws,
+        aligned_draws(draws),
         running.maximum,
         running.total,
         running.weighted,
