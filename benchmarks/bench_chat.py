@@ -19,11 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
 ROOT = Path(__file__).resolve().parents[1]
 # First: a package of the same name as one of the examples may be installed.
 sys.path.insert(0, str(ROOT / "examples"))
 
-SHIPPED = ROOT / "vllm_diffusion" / "checkpoints" / "tiny_diffusion_gemma"
 ORDERS = {
     f"{order}, {'kept' if keep else 'default'}": {
         "async_scheduling": order == "asynchronous",
@@ -98,7 +99,7 @@ def chat(order: str, checkpoint: str, turns: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint", default=str(SHIPPED))
+    parser.add_argument("--checkpoint", default=str(shipped_checkpoint()))
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -52,10 +52,11 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
+    from vllm_diffusion.cli.checkpoint import shipped_checkpoint
     from vllm_diffusion.metrics import request_metrics
 
     llm = LLM(
-        str(ROOT / "vllm_diffusion" / "checkpoints" / "tiny_diffusion_gemma"),
+        str(shipped_checkpoint()),
         max_model_len=1024,
         max_num_seqs=8,
         limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},

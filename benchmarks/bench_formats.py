@@ -34,9 +34,10 @@ from typing import Any
 
 from memory_limit import copy_rate, pass_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
 CONFIGS = Path(__file__).with_name("configs")
-TINY = ROOT / "vllm_diffusion" / "checkpoints" / "tiny_diffusion_gemma"
+TINY = shipped_checkpoint()
 FORMATS = ("bf16", "fp8-dynamic", "nvfp4", "nvfp4-weights", "nvfp4-modelopt")
 START_SECONDS = 1800
 SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main"]

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
 # First: a package of the same name as one of the examples may be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -122,12 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.checkpoint is None:
-        args.checkpoint = str(
-            Path(__file__).resolve().parents[1]
-            / "vllm_diffusion"
-            / "checkpoints"
-            / "tiny_diffusion_gemma"
-        )
+        args.checkpoint = str(shipped_checkpoint())
     if args.serve:
         args.out.write_text(json.dumps(serve(args.serve, args.checkpoint, args.rounds)))
         return

@@ -30,9 +30,8 @@ from typing import Any
 from format_comparison import Distribution, FormatRun, table
 from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
 
-SHIPPED_CHECKPOINT = (
-    Path(__file__).resolve().parents[1] / "vllm_diffusion" / "checkpoints" / "tiny_diffusion_gemma"
-)
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
 # Longer than any answer: six canvases of 32 tokens.
 MAX_NEW_TOKENS = 192
 # Vocabularies up to this size are compared whole.
@@ -277,7 +276,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint", type=Path, default=SHIPPED_CHECKPOINT)
+    parser.add_argument("--checkpoint", type=Path, default=shipped_checkpoint())
     parser.add_argument("--engine", choices=("transformers", "vllm", "both"), default="both")
     parser.add_argument("--num-prompts", type=int, default=500, help="per family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))

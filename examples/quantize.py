@@ -40,9 +40,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-SHIPPED_CHECKPOINT = (
-    Path(__file__).resolve().parents[1] / "vllm_diffusion" / "checkpoints" / "tiny_diffusion_gemma"
-)
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
 # Scheme -> compressed-tensors' preset and the format it writes.
 SCHEMES = {
     "fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -302,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("scheme", choices=SCHEMES)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--checkpoint", type=Path, default=SHIPPED_CHECKPOINT)
+    parser.add_argument("--checkpoint", type=Path, default=shipped_checkpoint())
     parser.add_argument("--prompts", type=Path, help="file with a user message a line")
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--device", default="cpu", help="where to calibrate")

@@ -35,6 +35,7 @@ RESERVED_BYTES = 4 * 1024**3
 _POSITION_BYTES = 3 * 8 + 1 + 2 * 8 + 2 * 4 + 8
 # Per slot: the request's end tokens and its settings.
 _REQUEST_BYTES = 128 * 8 + 64
+_MARK = "_remembers_whether_max_num_seqs_is_set"
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def install() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     stock = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
-    if hasattr(stock, "__wrapped__"):
+    if getattr(stock, _MARK, False):
         return
 
     @functools.wraps(stock)
@@ -152,6 +153,7 @@ def install() -> None:
             model_config.max_num_seqs_is_set = self.max_num_seqs is not None
         stock(self, usage_context, model_config, parallel_config)
 
+    setattr(remember, _MARK, True)
     remember.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
     EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = remember
 

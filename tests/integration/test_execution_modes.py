@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
 from tests.support.oracle import Oracle
@@ -16,11 +15,6 @@ from tests.support.prompts import random_prompt
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("random"))
 
 
 def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:

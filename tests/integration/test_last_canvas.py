@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
@@ -18,21 +17,6 @@ pytestmark = pytest.mark.engine
 
 CANVAS = 32
 BLOCK = 16
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("random"))
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint):
-    return Oracle(checkpoint)
-
-
-@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
-def order(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

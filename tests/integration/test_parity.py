@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.checkpoints import SHIPPED, random_checkpoint
+from tests.support.checkpoints import SHIPPED
 from tests.support.engine import StepRecord, TracedEngine
 from tests.support.oracle import Oracle, OracleRun
 from tests.support.prompts import prompt_of
@@ -33,16 +33,6 @@ def assert_same_steps(steps: list[StepRecord], run: OracleRun) -> None:
         assert torch.equal(ours.canvas, canvas), f"step {i} started from another canvas"
         error = (ours.logits - logits).abs().max().item()
         assert error <= LOGIT_TOLERANCE, f"step {i}: logits differ by {error:.2e}"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("random"))
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint):
-    return Oracle(checkpoint)
 
 
 @pytest.fixture(

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.vocab_statistics import LogitAdjustments
-from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.metrics import request_metrics
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.engine
 CANVAS, VOCAB = 32, 320
 END_TOKENS = {1, 6, 14}
 PROMPT = torch.randint(24, 276, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("random"))
 
 
 @pytest.fixture(scope="module")

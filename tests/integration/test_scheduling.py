@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
-from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("random"))
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint):
-    return Oracle(checkpoint)
-
-
-@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
-def order(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-import vllm_diffusion
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
-SHIPPED = Path(vllm_diffusion.__file__).parent / "checkpoints" / "tiny_diffusion_gemma"
+SHIPPED = shipped_checkpoint()
 
 
 def copy_checkpoint(

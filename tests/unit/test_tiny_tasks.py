@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.checkpoints import SHIPPED
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import tiny_model  # noqa: E402
-from evaluate import SHIPPED_CHECKPOINT, wilson_interval  # noqa: E402
+from evaluate import wilson_interval  # noqa: E402
 from tiny_tasks import (  # noqa: E402
     FAMILIES,
     UNCHECKED_FAMILIES,
@@ -208,18 +210,18 @@ def test_chat_template_tools(tokenizer):
 
 def test_shipped_checkpoint(tokenizer):
     """The shipped files are those that the code writes, complete, and at most 20 MB."""
-    config = json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())
+    config = json.loads((SHIPPED / "config.json").read_text())
     assert config["architectures"] == ["DiffusionGemmaForBlockDiffusion"]
     assert config["canvas_length"] == tiny_model.CANVAS_LENGTH
     assert config["text_config"]["sliding_window"] == tiny_model.SLIDING_WINDOW
     assert config["text_config"]["vocab_size"] == len(tokenizer)
-    generation = json.loads((SHIPPED_CHECKPOINT / "generation_config.json").read_text())
+    generation = json.loads((SHIPPED / "generation_config.json").read_text())
     assert generation == tiny_model.GENERATION_CONFIG
-    template = (SHIPPED_CHECKPOINT / "chat_template.jinja").read_text()
+    template = (SHIPPED / "chat_template.jinja").read_text()
     assert template.strip() == tiny_model.CHAT_TEMPLATE.strip()
-    shipped = json.loads((SHIPPED_CHECKPOINT / "tokenizer.json").read_text())
+    shipped = json.loads((SHIPPED / "tokenizer.json").read_text())
     assert shipped["model"] == json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    assert sum(path.stat().st_size for path in SHIPPED_CHECKPOINT.iterdir()) < 20_000_000
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 20_000_000
 
 
 @given(st.integers(1, 1000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_diffusion.quantization.expected_tensors import Shape, both_names
 
+# Numbers that share a scale in NVFP4.
 GROUP_SIZE = 16
 # safetensors' names.
 FP8 = "F8_E4M3"

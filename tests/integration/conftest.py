@@ -1,0 +1,26 @@
+"""What several of these tests start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.checkpoints import random_checkpoint
+from tests.support.oracle import Oracle
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Random weights, as Hugging Face's classes save them."""
+    return random_checkpoint(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    """Hugging Face's own generation from ``checkpoint``."""
+    return Oracle(checkpoint)
+
+
+@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
+def order(request):
+    """How finished canvases are encoded and passes scheduled."""
+    return request.param
