@@ -28,7 +28,12 @@ from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.vocabulary_stream import KeptRows, RowRequests, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import (
+    FilteredRows,
+    ReportedRows,
+    RowRequests,
+    sample_rows,
+)
 
 SOFTCAP = 30.0
 # What stock's tensors take of a logit: 4 bytes of float32 logits, 2 of probabilities in bf16 and,
@@ -56,34 +61,32 @@ def stock(rows: Tensor, weight: Tensor, canvas: int) -> tuple[Tensor, Tensor, Te
 
 
 def ours(
-    rows: Tensor, head: OutputHead, kept: KeptRows | None = None
+    rows: Tensor, head: OutputHead, *settings: FilteredRows | ReportedRows | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by this package."""
     n, device = rows.shape[0], rows.device
     ones = torch.ones(n, device=device)
     zeros = torch.zeros(n, dtype=torch.int32, device=device)
     draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-    results = sample_rows(head, rows, RowRequests(draws, kept=kept), head.weight.shape[0])
+    results = sample_rows(head, rows, RowRequests(draws, None, *settings), head.weight.shape[0])
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds
 
 
-def sampling_settings(canvas: int, num_rows: int, device: torch.device) -> dict[str, KeptRows]:
+def sampling_settings(
+    canvas: int, num_rows: int, device: torch.device
+) -> dict[str, tuple[FilteredRows | None, ReportedRows | None]]:
     """What one or all requests of a pass ask for beyond the plain step."""
     found = {}
     for who, n in (("one canvas", canvas), ("every canvas", num_rows)):
-        ones = torch.ones(n, device=device)
+        index, ones = np.arange(n), torch.ones(n, device=device)
         integers = torch.zeros(n, dtype=torch.int32, device=device)
         top_p = CandidateFilters(None, ones * 0.95, None)
-        report = LogprobsRequest(5, integers.long()[:, None][:, :0], integers, as_logits=False)
-        for name, filters, logprobs in (
-            ("top_p", top_p, None),
-            ("top_k and top_p", top_p._replace(top_k=integers + 64), None),
-            ("logprobs", None, report),
-        ):
-            found[f"{name}, {who}"] = KeptRows(
-                np.arange(n), torch.arange(n, device=device), filters, logprobs, None, ones
-            )
+        wanted = LogprobsRequest(5, integers.long()[:, None][:, :0], integers, as_logits=False)
+        found[f"top_p, {who}"] = FilteredRows(index, top_p), None
+        both = top_p._replace(top_k=integers + 64)
+        found[f"top_k and top_p, {who}"] = FilteredRows(index, both), None
+        found[f"logprobs, {who}"] = None, ReportedRows(index, wanted, None, ones)
     return found
 
 
@@ -159,8 +162,8 @@ def main() -> int:
             "ours": lambda rows=rows: ours(rows, head),
         }
         if options.settings:
-            for name, kept in sampling_settings(options.canvas, n, device).items():
-                calls[f"ours, {name}"] = lambda rows=rows, kept=kept: ours(rows, head, kept)
+            for name, asked in sampling_settings(options.canvas, n, device).items():
+                calls[f"ours, {name}"] = lambda rows=rows, asked=asked: ours(rows, head, *asked)
         problem = disagreement(calls["ours"](), calls["stock"]())
         if problem:
             failures.append(f"{canvases} canvases: {problem}")
@@ -173,7 +176,7 @@ def main() -> int:
                 f"| 1/{STOCK_BYTES_PER_LOGIT / per_logit:.1f} |",
                 flush=True,
             )
-            # With settings a small pass may take up to 128 MiB.
+            # With settings a small pass may take 200 MiB.
             if which == "ours" and per_logit > 1:
                 failures.append(f"{canvases} canvases: {per_logit:.2f} bytes a logit, not 1")
     for failure in failures:

@@ -67,7 +67,7 @@ class LogitAdjustments(NamedTuple):
 
         Args:
             logits: [num_rows, num_ids], float32.
-            ids: [num_ids] or [num_rows, num_ids], int64: whose logits these are.
+            ids: [num_ids], int64: whose logits these are.
         """
         if len(self.offsets) > 0:
             row = self.offset_idx.long()[:, None]
@@ -105,8 +105,8 @@ class RowLogits(NamedTuple):
     """Some ids of some rows.
 
     Attributes:
-        projected: [num_rows, num_ids], floating point: what the output head returned. An id at
-            minus infinity is impossible.
+        projected: [num_rows, num_ids], floating point: what the output head returned. Without a
+            cap, an id at minus infinity is impossible.
         first_id: The first of the ids.
         softcap: Logits become ``softcap * tanh(logit / softcap)`` in float32 first; ``None``
             leaves them.
@@ -120,31 +120,12 @@ class RowLogits(NamedTuple):
 
     def scaled(self, divisor: Tensor) -> Tensor:
         """[num_rows, num_ids], float32: capped, adjusted and divided by ``divisor`` [num_rows]."""
-        num_ids, device = self.projected.shape[1], self.projected.device
-        ids = torch.arange(self.first_id, self.first_id + num_ids, device=device)
-        return self._scaled(self.projected, ids, divisor)
-
-    def scaled_at(self, ids: Tensor, divisor: Tensor) -> Tensor:
-        """[num_rows, n], float32: as :meth:`scaled`, of some ids; minus infinity for those outside.
-
-        Args:
-            ids: [num_rows, n], int64.
-            divisor: [num_rows], float32.
-        """
-        num_ids = self.projected.shape[1]
-        if num_ids == 0:
-            return torch.full(ids.shape, float("-inf"), device=ids.device)
-        column = ids - self.first_id
-        inside = (column >= 0) & (column < num_ids)
-        column = column.clamp(0, num_ids - 1)
-        own = self._scaled(self.projected.gather(1, column), column + self.first_id, divisor)
-        return torch.where(inside, own, float("-inf"))
-
-    def _scaled(self, projected: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
-        logits = projected.float()
+        logits = self.projected.float()
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if self.adjustments is not None:
+            num_ids, device = logits.shape[1], logits.device
+            ids = torch.arange(self.first_id, self.first_id + num_ids, device=device)
             logits = self.adjustments.apply(logits, ids)
         return logits / divisor[:, None]
 

@@ -44,7 +44,7 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "slots": len(engine.state._slot_of_request),
         "allowed ids": len(engine.slots.allowed_ids),
         "adjusted slots": len(adjustments._offsets) + len(adjustments._penalised),
-        "readable slots": len(adjustments._readable),
+        "rows of offsets": len(adjustments._table.rows) - len(adjustments._table._free),
         "constraints": len(scheduler._constrained) + len(scheduler._was_denoised),
         "held log-probabilities": len(scheduler._held_prompt_logprobs),
         "front end": engine.llm.llm_engine.get_num_unfinished_requests(),

@@ -25,7 +25,7 @@ LOGITS = [
     (torch.float32, None, True),
     (torch.float16, 30.0, False),
 ]
-KERNELS = ["update", "plain update", "scaled", "largest", "count", "mass", "draw"]
+KERNELS = ["update", "plain update", "scaled", "largest", "count", "mass", "one mass", "draw"]
 
 
 def empty(*shape, dtype=torch.float32):
@@ -68,6 +68,7 @@ def recorded_launches(logits):
         "largest": lambda: kept_rows.largest_logit(logits, number),
         "count": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, False),
         "mass": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, True),
+        "one mass": lambda: kept_rows.weigh(logits, number, number, keys[:, None], bounds, True),
         "draw": lambda: kept_rows.draw(logits, number, keys, draws),
     }
     launches = []

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from attention_kernels.vocab_statistics import RowLogits
 
 
 @dataclass
@@ -74,7 +77,8 @@ class TracedEngine:
 
         def recording_call(this: Any, rows: Tensor, input_batch: Any, *args: Any) -> Any:
             if rows.shape[0]:
-                logits = this.head.cap(this.head.project(rows, slice(None)))
+                projected = RowLogits(this.head.project(rows, slice(None)), 0, this.head.softcap)
+                logits = projected.scaled(torch.ones(len(rows)))
                 bounds = input_batch.cu_num_logits_np
                 for i, req_id in enumerate(input_batch.req_ids):
                     low, high = int(bounds[i]), int(bounds[i + 1])

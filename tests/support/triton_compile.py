@@ -39,7 +39,9 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {
+        name: kwargs[name] for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs
+    }
     values = dict(zip(kernel.arg_names, args, strict=False))
     values.update({name: value for name, value in kwargs.items() if name not in options})
     signature: dict[str, Any] = {}

@@ -64,62 +64,70 @@ def row_logprobs(
         none of is id 0 at minus infinity.
     """
 
-    def some_rows() -> Iterator[Tensor]:
-        for start in range(0, len(selected), rows_at_once):
-            part = slice(start, start + rows_at_once)
-            yield scaled_logits(rows.rows(part), divisor[part])
+    parts = [slice(start, start + rows_at_once) for start in range(0, len(selected), rows_at_once)]
 
-    log_total, top_scores, top_ids = _summary(some_rows(), rows, request.num_top)
-    log_total = head.gather(log_total).logsumexp(dim=0)
-    # Equal scores in ascending order of ids, on any number of ranks.
-    gathered = head.gather(top_scores).transpose(0, 1).flatten(1)
-    top_scores, order = gathered.sort(dim=1, descending=True, stable=True)
-    top_ids = head.gather(top_ids).transpose(0, 1).flatten(1).gather(1, order)
+    def some_rows() -> Iterator[tuple[slice, Tensor]]:
+        for part in parts:
+            yield part, scaled_logits(rows.rows(part), divisor[part])
 
     wanted = torch.cat([selected[:, None], request.token_ids], dim=1)
-    scores = head.gather(rows.scaled_at(wanted, divisor)).amax(dim=0)
-    own = scores[:, :1]
-    ranks = torch.cat(
-        [
-            (logits >= own[i * rows_at_once :][: len(logits)]).sum(dim=1)
-            for i, logits in enumerate(some_rows())
-        ]
+    own = [_summary(logits, rows.first_id, wanted[part], request) for part, logits in some_rows()]
+    log_total, scores, top_scores, top_ids = (
+        head.gather(torch.cat(values)) for values in zip(*own, strict=True)
     )
+    scores = scores.amax(dim=0)
+    # Equal scores in ascending order of ids.
+    top_scores, order = (
+        top_scores.transpose(0, 1).flatten(1).sort(dim=1, descending=True, stable=True)
+    )
+    top_ids = top_ids.transpose(0, 1).flatten(1).gather(1, order)
+
+    ranks = [(logits >= scores[part, :1]).sum(dim=1) for part, logits in some_rows()]
     ids, others = _columns(request, top_ids, top_scores, scores[:, 1:])
-    reported = torch.cat([own, others], dim=1)
+    reported = torch.cat([scores[:, :1], others], dim=1)
     if not request.as_logits:
-        reported = reported - log_total[:, None]
+        reported = reported - log_total.logsumexp(dim=0)[:, None]
     return LogprobsTensors(
         logprob_token_ids=torch.cat([selected[:, None], ids], dim=1),
         logprobs=reported,
-        selected_token_ranks=head.sum(ranks),
+        selected_token_ranks=head.sum(torch.cat(ranks)),
     )
 
 
 def _summary(
-    some_rows: Iterator[Tensor], rows: RowLogits, num_top: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's ids.
+    logits: Tensor, first_id: int, wanted: Tensor, request: LogprobsRequest
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of this rank's ids of some rows.
+
+    Args:
+        logits: [num_rows, num_ids], float32.
+        first_id: The first of the ids.
+        wanted: [num_rows, n], int64: ids whose scores are asked for.
+        request: What else is wanted.
 
     Returns:
-        [num_rows], the logarithm of the sum of exponentials, and [num_rows, num_top], the largest
-        scores and their ids, ascending where scores are equal.
+        [num_rows], the logarithm of the sum of exponentials; [num_rows, n], scores of ``wanted``,
+        minus infinity for other ranks' ids; [num_rows, num_top], the largest scores and their ids,
+        ascending where scores are equal.
     """
-    num_rows, num_ids = rows.projected.shape
-    num_own = min(num_top, num_ids)
-    totals, scores, ids = [], [], []
-    for logits in some_rows:
-        totals.append(logits.logsumexp(dim=1))
-        top, index = logits.topk(num_own, dim=1)
-        # topk() leaves equal ones in any order.
-        index, order = index.sort(dim=1)
-        scores.append(top.gather(1, order))
-        ids.append(index + rows.first_id)
-    pad = (0, num_top - num_own)
+    num_ids = logits.shape[1]
+    num_own = min(request.num_top, num_ids)
+    top, index = logits.topk(num_own, dim=1)
+    # topk() leaves equal ones in any order.
+    index, order = index.sort(dim=1)
+    pad = (0, request.num_top - num_own)
+    # The very numbers that ranks are counted with: another kernel's differ in a bit.
+    column = wanted - first_id
+    inside = (column >= 0) & (column < num_ids)
+    scores = torch.full(wanted.shape, _IMPOSSIBLE, device=logits.device)
+    if num_ids > 0:
+        scores = logits.gather(1, column.clamp(0, num_ids - 1))
+        scores = torch.where(inside, scores, _IMPOSSIBLE)
     return (
-        torch.cat(totals),
-        torch.nn.functional.pad(torch.cat(scores), pad, value=_IMPOSSIBLE),
-        torch.nn.functional.pad(torch.cat(ids), pad),
+        logits.logsumexp(dim=1),
+        scores,
+        torch.nn.functional.pad(top.gather(1, order), pad, value=_IMPOSSIBLE),
+        torch.nn.functional.pad(index + first_id, pad),
     )
 
 

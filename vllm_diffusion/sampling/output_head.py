@@ -97,13 +97,6 @@ class OutputHead:
         weight = self.weight[tile]
         return self.matmul(rows.to(self.dtype), weight.to(self.dtype))
 
-    def cap(self, logits: Tensor) -> Tensor:
-        """Capped logits in float32, always a new tensor."""
-        logits = logits.to(torch.float32, copy=True)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
-
     def gather(self, values: Tensor) -> Tensor:
         """Every rank's ``values``: [num_shards, ...], ascending in ids."""
         if self.num_shards == 1:

@@ -9,9 +9,8 @@ work on whole rows; here they are tables that are read wherever a logit is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,19 +25,47 @@ from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 _FORBIDDEN = float("-inf")
 
 
+class _OffsetTable:
+    """Rows of the vocabulary's width that requests own; as many as were ever needed at once."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.rows = torch.empty(0, vocab_size, device=device)
+        self._free: list[int] = []
+
+    def take(self, values: Tensor) -> int:
+        """Store [vocab_size] float32 and return its row."""
+        if not self._free:
+            n = len(self.rows)
+            self._free = list(range(n, max(2 * n, 1)))
+            self.rows = torch.cat([self.rows, self.rows.new_empty(len(self._free), len(values))])
+        row = self._free.pop(0)
+        self.rows[row].copy_(values)
+        return row
+
+    def give_back(self, row: int) -> None:
+        """A pass on its way has been launched: nothing is written before it has read."""
+        self._free.append(row)
+
+
 @dataclass(frozen=True)
 class _Offsets:
-    """Of one request: what is added to the logits of a row.
+    """Of one request: which rows of the table are added to its logits; -1 for none.
 
     Attributes:
-        always: [vocab_size], float32.
-        early: The same for rows before ``min_length``; ``None`` without a minimum.
+        always: From ``min_length`` on.
+        early: Before it.
+        readable: What a read-only canvas is asked about, as part of what it reports.
         min_length: Tokens of prompt and answer.
     """
 
-    always: Tensor
-    early: Tensor | None
+    always: int
+    early: int
+    readable: int
     min_length: int
+
+    def rows(self) -> set[int]:
+        """All of them."""
+        return {self.always, self.early, self.readable} - {-1}
 
 
 class RowAdjustments:
@@ -50,8 +77,8 @@ class RowAdjustments:
         # vLLM's runner counts committed tokens in it.
         self._penalties = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
-        # By slot: what a read-only canvas is asked about, and everything that is added.
-        self._readable: dict[int, Tensor] = {}
+        self._table = _OffsetTable(vocab_size, device)
+        # By slot.
         self._offsets: dict[int, _Offsets] = {}
         self._penalised: set[int] = set()
 
@@ -68,8 +95,6 @@ class RowAdjustments:
         self.remove_request(slot)
         if self._penalties.add_request(slot, sampling_params):
             self._penalised.add(slot)
-        if readable is not None:
-            self._readable[slot] = self._only(readable)
         bias, allowed = sampling_params.logit_bias, sampling_params.allowed_token_ids
         ends: list[int] = []
         if sampling_params.min_tokens > 0:
@@ -77,24 +102,29 @@ class RowAdjustments:
             ends = [i for i in sampling_params.all_stop_token_ids if 0 <= i < self._vocab_size]
         if readable is None and not (bias or ends or allowed):
             return
-        always = torch.zeros(self._vocab_size, device=self._device)
+        offsets = torch.zeros(self._vocab_size, device=self._device)
+        readable_row = always = -1
         if readable is not None:
-            always += self._readable[slot]
-        if allowed:
-            always += self._only(allowed)
-        if bias:
-            values = np.array(list(bias.values()), dtype=np.float32)
-            always[self._ids(bias)] += async_tensor_h2d(values, device=self._device)
-        early = None
+            offsets += self._only(readable)
+            readable_row = always = self._table.take(offsets)
+        if allowed or bias:
+            if allowed:
+                offsets += self._only(allowed)
+            if bias:
+                values = np.array(list(bias.values()), dtype=np.float32)
+                offsets[self._ids(bias)] += async_tensor_h2d(values, device=self._device)
+            always = self._table.take(offsets)
+        early = always
         if ends:
-            early = always.index_fill(0, self._ids(ends), _FORBIDDEN)
+            early = self._table.take(offsets.index_fill(0, self._ids(ends), _FORBIDDEN))
         min_length = int(self._prompt_len.np[slot]) + sampling_params.min_tokens
-        self._offsets[slot] = _Offsets(always, early, min_length)
+        self._offsets[slot] = _Offsets(always, early, readable_row, min_length)
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``'s settings."""
-        self._readable.pop(slot, None)
-        self._offsets.pop(slot, None)
+        if offsets := self._offsets.pop(slot, None):
+            for row in offsets.rows():
+                self._table.give_back(row)
         self._penalised.discard(slot)
 
     def apply_staged_writes(self) -> None:
@@ -109,58 +139,56 @@ class RowAdjustments:
             input_batch: The batch.
             constraints: Of the scheduler.
         """
-        slots = input_batch.idx_mapping_np.tolist()
-        has_penalties = not self._penalised.isdisjoint(slots)
-        if not (has_penalties or constraints or not self._offsets.keys().isdisjoint(slots)):
-            return None
         layout = _Layout(input_batch)
-        tables: list[Tensor] = []
+        has_penalties = not self._penalised.isdisjoint(layout.slots)
+        has_offsets = not self._offsets.keys().isdisjoint(layout.slots)
+        if not (has_penalties or has_offsets or constraints is not None):
+            return None
         late, early, min_length, penalty_idx = (layout.column(value) for value in (-1, -1, 0, -1))
-        for slot, rows in layout:
+        for slot, rows in layout.slots.items():
             if slot in self._penalised:
                 penalty_idx[rows] = slot
-            if slot in self._offsets:
-                own = self._offsets[slot]
-                late[rows] = early[rows] = len(tables)
-                tables.append(own.always)
-                if own.early is not None:
-                    early[rows] = len(tables)
-                    min_length[rows] = own.min_length
-                    tables.append(own.early)
+            if own := self._offsets.get(slot):
+                late[rows], early[rows] = own.always, own.early
+                min_length[rows] = own.min_length
         columns = layout.to_device(late, early, min_length, penalty_idx)
-        positions = input_batch.positions[input_batch.logits_indices]
-        adjustments = self.none(layout.num_rows)._replace(
-            offset_idx=torch.where(positions < columns[2], columns[1], columns[0])
-        )
-        if tables:
-            adjustments = adjustments._replace(offsets=torch.stack(tables))
+        adjustments = self.none(layout.num_rows)
+        if has_offsets:
+            positions = input_batch.positions[input_batch.logits_indices]
+            adjustments = adjustments._replace(
+                offset_idx=torch.where(positions < columns[2], columns[1], columns[0]),
+                offsets=self._table.rows,
+            )
         if has_penalties:
+            state = self._penalties
             adjustments = adjustments._replace(
                 penalty_idx=columns[3],
-                prompt_mask=self._penalties.prompt_bin_mask,
-                output_counts=self._penalties.output_bin_counts,
+                # vLLM keeps these where the host writes them: to be read once and not by each block.
+                repetition=state.repetition_penalty.gpu.clone(),
+                frequency=state.frequency_penalty.gpu.clone(),
+                presence=state.presence_penalty.gpu.clone(),
+                prompt_mask=state.prompt_bin_mask,
+                output_counts=state.output_bin_counts,
             )
         if constraints is not None:
-            adjustments = adjustments._replace(
-                mask_idx=constraints.mask_idx, masks=constraints.masks, pin=constraints.pin
-            )
+            adjustments = adjustments._replace(pin=constraints.pin)
+            if len(constraints.masks) > 0:
+                adjustments = adjustments._replace(
+                    mask_idx=constraints.mask_idx, masks=constraints.masks
+                )
         return adjustments
 
     def bind_readable(self, input_batch: InputBatch) -> LogitAdjustments | None:
         """What read-only canvases are asked about, which is part of what they report."""
-        if self._readable.keys().isdisjoint(input_batch.idx_mapping_np.tolist()):
-            return None
         layout = _Layout(input_batch)
-        tables: list[Tensor] = []
         index = layout.column(-1)
-        for slot, rows in layout:
-            if slot in self._readable:
-                index[rows] = len(tables)
-                tables.append(self._readable[slot])
+        for slot, rows in layout.slots.items():
+            if own := self._offsets.get(slot):
+                index[rows] = own.readable
+        if (index < 0).all():
+            return None
         (offset_idx,) = layout.to_device(index)
-        return self.none(layout.num_rows)._replace(
-            offset_idx=offset_idx, offsets=torch.stack(tables)
-        )
+        return self.none(layout.num_rows)._replace(offset_idx=offset_idx, offsets=self._table.rows)
 
     def none(self, num_rows: int) -> LogitAdjustments:
         """Rows that ask for nothing."""
@@ -168,7 +196,7 @@ class RowAdjustments:
         state = self._penalties
         return LogitAdjustments(
             offset_idx=nobody,
-            offsets=torch.empty(0, self._vocab_size, device=self._device),
+            offsets=self._table.rows[:0],
             penalty_idx=nobody,
             repetition=state.repetition_penalty.gpu,
             frequency=state.frequency_penalty.gpu,
@@ -190,23 +218,29 @@ class RowAdjustments:
 
 
 class _Layout:
-    """Where the canvas rows of a batch's requests are."""
+    """Where the canvas rows of a batch are.
+
+    Attributes:
+        slots: Slots that have any, with their rows. A request at its prompt has none.
+        num_rows: Of all.
+    """
 
     def __init__(self, input_batch: InputBatch) -> None:
-        self._slots = input_batch.idx_mapping_np.tolist()
-        self._starts = input_batch.cu_num_logits_np.tolist()
+        starts = input_batch.cu_num_logits_np.tolist()
+        slots = input_batch.idx_mapping_np.tolist()
+        self.slots = {
+            slot: slice(first, end)
+            for slot, first, end in zip(slots, starts, starts[1:], strict=False)
+            if first < end
+        }
+        self.num_rows = starts[len(slots)]
         self._device = input_batch.logits_indices.device
-        self.num_rows = self._starts[len(self._slots)]
-
-    def __iter__(self) -> Iterator[tuple[int, slice]]:
-        """Slots and their rows."""
-        return zip(self._slots, (slice(a, b) for a, b in pairwise(self._starts)), strict=False)
 
     def column(self, value: int) -> np.ndarray:
-        """[num_rows], int32."""
-        return np.full(self.num_rows, value, dtype=np.int32)
+        """[num_rows], int32; longer in memory, so that each of several starts at a round address."""
+        return np.full(-(-self.num_rows // 4) * 4, value, dtype=np.int32)
 
-    def to_device(self, *columns: np.ndarray) -> tuple[Tensor, ...]:
+    def to_device(self, *columns: np.ndarray) -> list[Tensor]:
         """All in one copy."""
-        on_device: Tensor = async_tensor_h2d(np.stack(columns), device=self._device)
-        return on_device.unbind(0)
+        on_device = async_tensor_h2d(np.stack(columns), device=self._device)
+        return [column[: self.num_rows] for column in on_device]

@@ -30,7 +30,12 @@ from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.vocabulary_stream import KeptRows, RowRequests, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import (
+    FilteredRows,
+    ReportedRows,
+    RowRequests,
+    sample_rows,
+)
 
 
 class DiffusionSampler:
@@ -164,13 +169,14 @@ class DiffusionSampler:
                 message, input_batch, slots.num_slots, slots.device
             )
         adjustments = self.adjustments.bind(input_batch, constraints)
-        kept = self._kept_rows(input_batch, slot, adjustments)
-        if adjustments is None and kept is None:
+        filtered = self._filtered_rows(input_batch)
+        reported = self._reported_rows(input_batch, adjustments)
+        if adjustments is None and filtered is None and reported is None:
             output = self.plain_step(rows, slot, position, num_rows, starting, seeds, temperatures)
             return self._engine_output(output, input_batch, num_logits, None)
 
         draws = self._draws(slot, position, seeds, temperatures)
-        requests = RowRequests(draws, adjustments, kept)
+        requests = RowRequests(draws, adjustments, filtered, reported)
         logprobs = self._sample(rows, slot, position, requests, constraints)
         if logprobs is not None:
             logprobs = self._logprobs.exchange(
@@ -292,59 +298,54 @@ class DiffusionSampler:
         starting[input_batch.idx_mapping_np[finished]] = True
         return async_tensor_h2d(starting, device=self.slots.device)
 
-    def _kept_rows(
-        self, input_batch: InputBatch, slot: Tensor, adjustments: LogitAdjustments | None
-    ) -> KeptRows | None:
-        """Rows whose requests have a filter or want log-probabilities.
-
-        Args:
-            input_batch: The batch.
-            slot: [num_rows], int64, of all rows.
-            adjustments: Of all rows.
-        """
+    def _filtered_rows(self, input_batch: InputBatch) -> FilteredRows | None:
+        """Rows whose requests have top-k, top-p or min-p."""
         states, slots_np = self.sampling_states, input_batch.idx_mapping_np
         used = (
             states.top_k.np[slots_np] != self.vocab_size,
             states.top_p.np[slots_np] != 1.0,
             states.min_p.np[slots_np] != 0.0,
         )
-        ids = self.logprob_token_ids_state
-        num_top = self.sampling_states.max_num_logprobs(slots_np)
-        num_token_ids = ids.max_num_token_ids(slots_np)
-        reports = (states.num_logprobs[slots_np] >= 0) | (ids.num_token_ids.np[slots_np] > 0)
-        is_kept = np.logical_or.reduce([*used, reports])
-        num_rows = np.diff(input_batch.cu_num_logits_np[: len(slots_np) + 1])
-        on_host = np.flatnonzero(np.repeat(is_kept, num_rows))
-        # Who asks may still be at its prompt.
-        if on_host.size == 0:
+        index, slot = _rows_of(input_batch, np.logical_or.reduce(used))
+        if slot is None:
             return None
-        on_device = async_tensor_h2d(on_host, device=self.slots.device)
-        slot = slot[on_device]
         values = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
         filters = CandidateFilters(
             *(value[slot] if use.any() else None for value, use in zip(values, used, strict=True))
         )
-        logprobs = None
-        if reports.any():
-            logprobs = LogprobsRequest(
-                num_top=max(num_top, 0),
-                token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
-                num_token_ids=ids.num_token_ids.gpu[slot],
-                as_logits=self.logits_mode,
-            )
-        reported = self.adjustments.bind_readable(input_batch) if self.reports_raw else adjustments
+        return FilteredRows(index, filters)
+
+    def _reported_rows(
+        self, input_batch: InputBatch, adjustments: LogitAdjustments | None
+    ) -> ReportedRows | None:
+        """Rows whose requests want log-probabilities.
+
+        Args:
+            input_batch: The batch.
+            adjustments: Of all rows.
+        """
+        ids, slots_np = self.logprob_token_ids_state, input_batch.idx_mapping_np
+        num_top = self.sampling_states.num_logprobs[slots_np]
+        wanted = (num_top >= 0) | (ids.num_token_ids.np[slots_np] > 0)
+        index, slot = _rows_of(input_batch, wanted)
+        if slot is None:
+            return None
+        num_token_ids = ids.max_num_token_ids(slots_np)
+        request = LogprobsRequest(
+            num_top=max(int(num_top.max()), 0),
+            token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
+            num_token_ids=ids.num_token_ids.gpu[slot],
+            as_logits=self.logits_mode,
+        )
+        if self.reports_raw:
+            adjustments = self.adjustments.bind_readable(input_batch)
+        if adjustments is not None:
+            adjustments = adjustments.rows(async_tensor_h2d(index, device=self.slots.device))
         # A read-only canvas reports the model's own distribution, at temperature 1.
         temperature = torch.where(
             self.slots.read_only[slot], 1.0, schedule_temperature(self.slots)[slot]
         )
-        return KeptRows(
-            on_host,
-            on_device,
-            filters if np.any(used) else None,
-            logprobs,
-            None if reported is None else reported.rows(on_device),
-            temperature,
-        )
+        return ReportedRows(index, request, adjustments, temperature)
 
     def _engine_output(
         self,
@@ -385,14 +386,29 @@ class DiffusionSampler:
         n, device = rows.shape[0], rows.device
         ones = torch.ones(n, device=device)
         zeros = torch.zeros(n, dtype=torch.int32, device=device)
-        kept = KeptRows(
-            np.arange(n),
-            torch.arange(n, device=device),
-            # With filters and log-probabilities rows are kept, and swept once more for each.
-            CandidateFilters(zeros + 1, ones / 2, ones / 2),
-            LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False),
-            adjustments,
-            ones,
-        )
+        index = np.arange(n)
+        # With filters and log-probabilities rows are kept, and swept once more for each.
+        filtered = FilteredRows(index, CandidateFilters(zeros + 1, ones / 2, ones / 2))
+        wanted = LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False)
+        reported = ReportedRows(index, wanted, adjustments, ones)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-        sample_rows(self.head, rows, RowRequests(draws, adjustments, kept), self.vocab_size)
+        requests = RowRequests(draws, adjustments, filtered, reported)
+        sample_rows(self.head, rows, requests, self.vocab_size)
+
+
+def _rows_of(input_batch: InputBatch, chosen: np.ndarray) -> tuple[np.ndarray, Tensor | None]:
+    """Canvas rows of some requests of a batch: their indices and, on the device, their slots.
+
+    Args:
+        input_batch: The batch.
+        chosen: [num_reqs], bool.
+
+    Returns:
+        Nothing and ``None`` where the requests have no rows, since they are still at their prompts.
+    """
+    num_rows = np.diff(input_batch.cu_num_logits_np[: len(chosen) + 1])
+    index = np.flatnonzero(np.repeat(chosen, num_rows))
+    if index.size == 0:
+        return index, None
+    slots = np.repeat(input_batch.idx_mapping_np, num_rows)[index].astype(np.int64)
+    return index, async_tensor_h2d(slots, device=input_batch.logits_indices.device)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import vllm.envs as envs
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import (
@@ -67,37 +68,57 @@ class RowResults:
 
 
 @dataclass(frozen=True)
-class KeptRows:
-    """Rows that are looked at twice, and why; one entry for each of them.
+class FilteredRows:
+    """Rows whose candidates are drawn from a part of the distribution; an entry for each.
 
     Attributes:
-        on_host: [num_kept], int64, ascending: which rows of the pass they are.
-        on_device: The same.
-        filters: Of the candidate's distribution; ``None`` if none has any.
-        logprobs: What is to be reported; ``None`` if nothing.
-        reported: Adjustments of the distribution that is reported.
-        reported_temperature: [num_kept], float32: what reported logits are divided by.
+        index: [n], int64, ascending, on the host: which rows of the pass.
+        filters: How.
     """
 
-    on_host: np.ndarray
-    on_device: Tensor
-    filters: CandidateFilters | None
-    logprobs: LogprobsRequest | None
-    reported: LogitAdjustments | None
-    reported_temperature: Tensor
+    index: np.ndarray
+    filters: CandidateFilters
 
-    def within(self, chunk: slice) -> KeptRows:
-        """Those among some rows of the pass, counted from the first of these."""
-        first, end = np.searchsorted(self.on_host, (chunk.start, chunk.stop))
-        some = slice(int(first), int(end))
-        return KeptRows(
-            self.on_host[some] - chunk.start,
-            self.on_device[some] - chunk.start,
-            None if self.filters is None else self.filters.rows(some),
-            None if self.logprobs is None else self.logprobs.rows(some),
-            None if self.reported is None else self.reported.rows(some),
-            self.reported_temperature[some],
-        )
+    def within(self, chunk: slice) -> FilteredRows | None:
+        """Those in a chunk of the pass, counted from its start; ``None`` if it has none."""
+        some = _inside(self.index, chunk)
+        if some.start == some.stop:
+            return None
+        return FilteredRows(self.index[some] - chunk.start, self.filters.rows(some))
+
+
+@dataclass(frozen=True)
+class ReportedRows:
+    """Rows whose log-probabilities are reported; an entry for each.
+
+    Attributes:
+        index: [n], int64, ascending, on the host: which rows of the pass.
+        request: What of them.
+        adjustments: Of the distribution that is reported; ``None`` if nobody adjusts it.
+        temperature: [n], float32: what reported logits are divided by.
+    """
+
+    index: np.ndarray
+    request: LogprobsRequest
+    adjustments: LogitAdjustments | None
+    temperature: Tensor
+
+    def rows(self, some: slice | Tensor) -> tuple[LogprobsRequest, LogitAdjustments | None, Tensor]:
+        """What is said of some of the entries."""
+        adjustments = None if self.adjustments is None else self.adjustments.rows(some)
+        return self.request.rows(some), adjustments, self.temperature[some]
+
+    def within(self, chunk: slice) -> ReportedRows | None:
+        """Those in a chunk of the pass, counted from its start; ``None`` if it has none."""
+        some = _inside(self.index, chunk)
+        if some.start == some.stop:
+            return None
+        return ReportedRows(self.index[some] - chunk.start, *self.rows(some))
+
+
+def _inside(index: np.ndarray, chunk: slice) -> slice:
+    first, end = np.searchsorted(index, (chunk.start, chunk.stop))
+    return slice(int(first), int(end))
 
 
 @dataclass(frozen=True)
@@ -107,20 +128,28 @@ class RowRequests:
     Attributes:
         draws: Temperatures and noise keys.
         adjustments: Of the logits; ``None`` if nobody asks for any.
-        kept: Rows with filters or log-probabilities; ``None`` if there are none.
+        filtered: Rows with filters; ``None`` if there are none.
+        reported: Rows with log-probabilities; ``None`` if there are none.
     """
 
     draws: RowDraws
     adjustments: LogitAdjustments | None = None
-    kept: KeptRows | None = None
+    filtered: FilteredRows | None = None
+    reported: ReportedRows | None = None
 
     def within(self, chunk: slice) -> RowRequests:
         """Of some of the rows."""
         return RowRequests(
             self.draws.rows(chunk),
             None if self.adjustments is None else self.adjustments.rows(chunk),
-            None if self.kept is None else self.kept.within(chunk),
+            None if self.filtered is None else self.filtered.within(chunk),
+            None if self.reported is None else self.reported.within(chunk),
         )
+
+    def kept(self) -> np.ndarray:
+        """[n], int64, ascending: rows that are looked at more than once."""
+        some = [part.index for part in (self.filtered, self.reported) if part is not None]
+        return np.unique(np.concatenate(some)) if some else np.empty(0, dtype=np.int64)
 
 
 def sample_rows(
@@ -142,13 +171,11 @@ def sample_rows(
     num_rows = rows.shape[0]
     # Every rank cuts in the same places.
     allowed = max(KEPT_BYTES_PER_LOGIT * num_rows * head.shard_size, MIN_KEPT_BYTES)
-    float32_rows = max(1, int(FLOAT32_SHARE * allowed) // (4 * head.shard_size))
-    at_once = max(1, int(allowed) // (head.dtype.itemsize * head.shard_size))
+    float32_rows = _whole_number(FLOAT32_SHARE * allowed / (4 * head.shard_size))
+    at_once = _whole_number(allowed / (head.dtype.itemsize * head.shard_size))
     if head.dtype == torch.float32:
         at_once = float32_rows
-    cuts = [0, num_rows]
-    if requests.kept is not None:
-        cuts[1:1] = requests.kept.on_host[at_once::at_once].tolist()
+    cuts = [0, *requests.kept()[at_once::at_once].tolist(), num_rows]
     if tile_size is None:
         # Where the tiles are cut changes the last bit of a sum.
         may_vary = rows.is_cuda and not envs.VLLM_BATCH_INVARIANT
@@ -158,7 +185,50 @@ def sample_rows(
     for chunk in (slice(a, b) for a, b in pairwise(cuts)):
         group = _RowGroup(head, rows[chunk], requests.within(chunk))
         parts.append(group.sample(vocab_size, tile_size, float32_rows))
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return parts[0] if len(parts) == 1 else _joined(parts, requests.reported)
+
+
+def _whole_number(rows: float) -> int:
+    """At least one; of many a multiple of 16, so that what is cut starts where kernels like it."""
+    return int(rows) // 16 * 16 or max(1, int(rows))
+
+
+class _KeptRows:
+    """Rows of a group whose projected logits are kept, and in which order.
+
+    First those that are only filtered, then those that are filtered and reported, then those that
+    are only reported, so that each of the two is a slice.
+
+    Attributes:
+        rows: [num_kept], int64: which rows of the group.
+        filtered: Those with filters among them.
+        filters: Of these, in this order; ``None`` if there are none.
+        reported: Those with log-probabilities.
+        request: Of these, in this order, with adjustments and temperatures; ``None`` if there are
+            none.
+    """
+
+    def __init__(
+        self,
+        filtered: FilteredRows | None,
+        reported: ReportedRows | None,
+        device: torch.device,
+    ) -> None:
+        nothing = np.empty(0, dtype=np.int64)
+        f = nothing if filtered is None else filtered.index
+        r = nothing if reported is None else reported.index
+        only_filtered = np.setdiff1d(f, r)
+        order = np.concatenate([only_filtered, np.intersect1d(f, r), np.setdiff1d(r, f)])
+        self.filtered = slice(0, len(f))
+        self.reported = slice(len(only_filtered), len(order))
+        places = (
+            np.searchsorted(f, order[self.filtered]),
+            np.searchsorted(r, order[self.reported]),
+        )
+        on_device = async_tensor_h2d(np.concatenate([order, *places]), device=device)
+        self.rows, in_filters, in_reports = on_device.split([len(order), len(f), len(r)])
+        self.filters = None if filtered is None else filtered.filters.rows(in_filters)
+        self.request = None if reported is None else reported.rows(in_reports)
 
 
 class _RowGroup:
@@ -169,14 +239,16 @@ class _RowGroup:
         self.rows = rows
         self.draws = requests.draws
         self.adjustments = requests.adjustments
-        self.kept = requests.kept
+        self.kept: _KeptRows | None = None
+        if requests.filtered is not None or requests.reported is not None:
+            self.kept = _KeptRows(requests.filtered, requests.reported, rows.device)
 
     def sample(self, vocab_size: int, tile_size: int, float32_rows: int) -> RowResults:
         head, kept = self.head, self.kept
         projected = None
         if kept is not None:
             projected = torch.empty(
-                len(kept.on_host), len(head.weight), dtype=head.dtype, device=self.rows.device
+                len(kept.rows), len(head.weight), dtype=head.dtype, device=self.rows.device
             )
         running, soft_embeds = self._stream(tile_size, projected)
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
@@ -184,10 +256,8 @@ class _RowGroup:
         if kept is not None and projected is not None:
             if kept.filters is not None:
                 candidate = self._filtered(candidate, projected, kept, kept.filters, vocab_size)
-            if kept.logprobs is not None:
-                logprobs = self._logprobs(
-                    running.argmax, projected, kept, kept.logprobs, float32_rows
-                )
+            if kept.request is not None:
+                logprobs = self._logprobs(running.argmax, projected, kept, float32_rows)
         return RowResults(
             running.argmax,
             candidate,
@@ -215,7 +285,7 @@ class _RowGroup:
         for tile in head.tiles(tile_size):
             logits = head.project(self.rows, tile)
             if projected is not None and self.kept is not None:
-                projected[:, tile] = logits[self.kept.on_device]
+                projected[:, tile] = logits[self.kept.rows]
             weights = None
             if embedding is not None:
                 weights = torch.empty(logits.shape, dtype=embedding.dtype, device=device)
@@ -247,15 +317,15 @@ class _RowGroup:
         self,
         unfiltered: Tensor,
         projected: Tensor,
-        kept: KeptRows,
+        kept: _KeptRows,
         filters: CandidateFilters,
         vocab_size: int,
     ) -> Tensor:
         """Candidates of all rows: new ones for those with a filter, the others keep theirs."""
-        head, some = self.head, kept.on_device
+        head, some = self.head, kept.rows[kept.filtered]
         draws = self.draws.rows(some)
         adjustments = None if self.adjustments is None else self.adjustments.rows(some)
-        logits = RowLogits(projected, head.first_id, head.softcap, adjustments)
+        logits = RowLogits(projected[kept.filtered], head.first_id, head.softcap, adjustments)
         divisor = draws.temperature * draws.rate
         # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
         maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
@@ -267,32 +337,34 @@ class _RowGroup:
         return unfiltered.index_copy(0, some, filtered)
 
     def _logprobs(
-        self,
-        selected: Tensor,
-        projected: Tensor,
-        kept: KeptRows,
-        request: LogprobsRequest,
-        float32_rows: int,
+        self, selected: Tensor, projected: Tensor, kept: _KeptRows, float32_rows: int
     ) -> LogprobsTensors:
         """Of all rows; those that nobody asks about report nothing."""
-        head, some = self.head, kept.on_device
+        assert kept.request is not None
+        head, some = self.head, kept.rows[kept.reported]
+        request, adjustments, temperature = kept.request
         computed = row_logprobs(
-            RowLogits(projected, head.first_id, head.softcap, kept.reported),
-            kept.reported_temperature,
+            RowLogits(projected[kept.reported], head.first_id, head.softcap, adjustments),
+            temperature,
             selected[some],
             request,
             head,
             float32_rows,
         )
-        shape = (selected.shape[0], request.num_columns)
-        ids = torch.zeros(shape, dtype=torch.int64, device=some.device)
-        values = torch.full(shape, float("-inf"), device=some.device)
-        ranks = torch.zeros_like(selected)
+        nothing = _no_logprobs(len(selected), request.num_columns, some.device)
         return LogprobsTensors(
-            ids.index_copy_(0, some, computed.logprob_token_ids),
-            values.index_copy_(0, some, computed.logprobs),
-            ranks.index_copy_(0, some, computed.selected_token_ranks),
+            nothing.logprob_token_ids.index_copy_(0, some, computed.logprob_token_ids),
+            nothing.logprobs.index_copy_(0, some, computed.logprobs),
+            nothing.selected_token_ranks.index_copy_(0, some, computed.selected_token_ranks),
         )
+
+
+def _no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:
+    return LogprobsTensors(
+        torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
+        torch.full((num_rows, num_columns), float("-inf"), device=device),
+        torch.zeros(num_rows, dtype=torch.int64, device=device),
+    )
 
 
 def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: OutputHead) -> None:
@@ -313,22 +385,27 @@ def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: Outpu
         torch.addmm(target, weights, embedding, out_dtype=torch.float32, out=target)
 
 
-def _joined(parts: list[RowResults]) -> RowResults:
+def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResults:
     soft = [part.soft_embeds for part in parts if part.soft_embeds is not None]
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    logprobs = None
+    if reported is not None:
+        columns, device = reported.request.num_columns, parts[0].argmax.device
+        each = [
+            _no_logprobs(len(part.argmax), columns, device)
+            if part.logprobs is None
+            else part.logprobs
+            for part in parts
+        ]
+        logprobs = LogprobsTensors(
+            torch.cat([part.logprob_token_ids for part in each]),
+            torch.cat([part.logprobs for part in each]),
+            torch.cat([part.selected_token_ranks for part in each]),
+        )
     return RowResults(
         argmax=torch.cat([part.argmax for part in parts]),
         candidate=torch.cat([part.candidate for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
         confidence=torch.cat([part.confidence for part in parts]),
         soft_embeds=torch.cat(soft) if soft else None,
-        logprobs=(
-            LogprobsTensors(
-                torch.cat([part.logprob_token_ids for part in logprobs]),
-                torch.cat([part.logprobs for part in logprobs]),
-                torch.cat([part.selected_token_ranks for part in logprobs]),
-            )
-            if logprobs
-            else None
-        ),
+        logprobs=logprobs,
     )

@@ -1,8 +1,8 @@
 """How every kernel here reads logits, and how it makes noise.
 
 A logit is capped, adjusted and divided in registers, each time it is read: what is stored stays in
-the dtype of the projection. What nobody in the batch asks for is not compiled in; what another row
-asks for costs a row one comparison.
+the dtype of the projection. Where nobody in the batch asks for adjustments they are not compiled in;
+where another row does, a row loads four indices a block and finds that it has none.
 
 Legend: B ids at a time; x is a logit after all of that.
 """

@@ -24,10 +24,12 @@ from attention_kernels.vocab_statistics.triton.logits import (
 )
 
 # Chosen without a GPU: at most 64 registers a thread on every chip where nobody adjusts anything,
-# which leaves room for four programs a multiprocessor; twice the width spills
-# (test_vocab_statistics_ahead_of_time.py).
-BLOCK, BLOCK_OF_ADJUSTED = 1024, 512
-NUM_WARPS = 8
+# which leaves room for four programs a multiprocessor; twice the width spills. With adjustments the
+# assembler stops at 64 too unless it is told of more, and then spills on some
+# (test_vocab_statistics_ahead_of_time.py). One width for both, so that a neighbour with a bias does
+# not change how a row is summed.
+BLOCK, NUM_WARPS = 1024, 8
+REGISTERS_OF_ADJUSTED = 80
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
@@ -147,6 +149,7 @@ def update_statistics(
         product,
         0 if product is None else product.stride(0),
         0 if product is None else product.shape[1],
-        B=BLOCK if rows.adjustments is None else BLOCK_OF_ADJUSTED,
+        B=BLOCK,
         num_warps=NUM_WARPS,
+        maxnreg=None if rows.adjustments is None else REGISTERS_OF_ADJUSTED,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +23,6 @@ from attention_kernels.vocab_statistics import (
     ordered_keys,
     reference,
     triton,
-    update_statistics,
 )
 from tests.support.heads import identity_head, on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
@@ -32,7 +30,8 @@ from vllm_diffusion.sampling.candidate_filters import CandidateFilters, threshol
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
 from vllm_diffusion.sampling.vocabulary_stream import (
-    KeptRows,
+    FilteredRows,
+    ReportedRows,
     RowRequests,
     RowResults,
     sample_rows,
@@ -51,17 +50,20 @@ def make_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None =
     )
 
 
-def kept_rows(
+def filtered_rows(rows: Iterable[int], filters: CandidateFilters) -> FilteredRows:
+    return FilteredRows(np.array(list(rows)), filters)
+
+
+def reported_rows(
     rows: Iterable[int],
-    filters: CandidateFilters | None = None,
-    logprobs: LogprobsRequest | None = None,
-    reported: LogitAdjustments | None = None,
+    request: LogprobsRequest,
+    adjustments: LogitAdjustments | None = None,
     temperature: torch.Tensor | None = None,
-) -> KeptRows:
+) -> ReportedRows:
     index = np.array(list(rows))
     if temperature is None:
         temperature = torch.ones(len(index))
-    return KeptRows(index, torch.from_numpy(index), filters, logprobs, reported, temperature)
+    return ReportedRows(index, request, adjustments, temperature)
 
 
 def all_filters(top_k: Any, top_p: Any, min_p: Any) -> CandidateFilters:
@@ -105,7 +107,7 @@ def test_candidates_follow_the_exact_distribution(params):
         torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
     )
     draws = make_draws(rows, temperature, torch.arange(rows) * 7919)
-    requests = RowRequests(draws, kept=kept_rows(range(rows), filters))
+    requests = RowRequests(draws, filtered=filtered_rows(range(rows), filters))
     drawn = sample_rows(
         identity_head(vocab), logits.expand(rows, -1), requests, vocab, tile_size=8
     ).candidate
@@ -176,30 +178,33 @@ class Case:
         temperatures = torch.rand(n, generator=generator) * 1.5
         temperatures[:2] = 0.0
         adjustments, readable = self._adjustments(rng)
-        # Some rows are kept, the first and the last of the pass among them.
-        kept = [0, 1, 2, 4, 5, 7, 8, 9, 11]
-        k = len(kept)
+        # Rows with a filter, with log-probabilities, with both and with neither, at both ends.
+        filtered, reported = [0, 1, 2, 4, 5, 7, 8, 9], [1, 2, 3, 4, 8, 11]
+        f, r = len(filtered), len(reported)
         self.requests = RowRequests(
             draws._replace(
                 temperature=torch.rand(n, generator=generator) + 0.3,
                 request_temperature=temperatures,
             ),
             adjustments,
-            kept_rows(
-                kept,
+            filtered_rows(
+                filtered,
                 all_filters(
-                    torch.randint(1, vocab + 1, (k,), generator=generator),
-                    torch.rand(k, generator=generator).clamp(min=0.1),
-                    torch.rand(k, generator=generator) * 0.2,
+                    torch.randint(1, vocab + 1, (f,), generator=generator),
+                    torch.rand(f, generator=generator).clamp(min=0.1),
+                    torch.rand(f, generator=generator) * 0.2,
                 ),
+            ),
+            reported_rows(
+                reported,
                 LogprobsRequest(
                     min(3, vocab),
-                    torch.randint(0, vocab, (k, 4), generator=generator),
-                    torch.tensor([0, 2, 4] * (k // 3), dtype=torch.int32),
+                    torch.randint(0, vocab, (r, 4), generator=generator),
+                    torch.tensor([0, 2, 4] * (r // 3), dtype=torch.int32),
                     as_logits=False,
                 ),
-                (readable if seed % 2 else adjustments).rows(torch.tensor(kept)),
-                torch.rand(k, generator=generator) + 0.5,
+                (readable if seed % 2 else adjustments).rows(torch.tensor(reported)),
+                torch.rand(r, generator=generator) + 0.5,
             ),
         )
 
@@ -307,6 +312,22 @@ def test_ranks_change_nothing(seed, vocab, cuts):
         assert_same(result, whole)
 
 
+def test_a_token_counts_itself(implementation):
+    """The rank of the likeliest is 1 and its score is that of the first column, capped or not."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 100, generator=generator) * 20
+    head = output_head(torch.eye(100), 30.0)
+    nothing = torch.zeros(64, 0, dtype=torch.int64)
+    wanted = LogprobsRequest(1, nothing, torch.zeros(64, dtype=torch.int32), as_logits=False)
+    temperature = torch.rand(64, generator=generator) + 0.5
+    requests = RowRequests(
+        make_draws(64), reported=reported_rows(range(64), wanted, None, temperature)
+    )
+    logprobs = sample_rows(head, logits, requests, 100).logprobs
+    assert (logprobs.selected_token_ranks == 1).all()
+    assert torch.equal(logprobs.logprobs[:, 0], logprobs.logprobs[:, 1])
+
+
 def test_groups_of_rows_change_nothing(monkeypatch):
     """Where kept tiles are bounded, rows go through the vocabulary a few at a time."""
     case = Case(3, 120)
@@ -315,9 +336,18 @@ def test_groups_of_rows_change_nothing(monkeypatch):
     assert_same(case.run(tile=16), whole)
 
 
-@settings(max_examples=10, deadline=None)
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request, monkeypatch):
+    """Everything runs in one of the two, as it would on a CPU or on a GPU."""
+    module = {"reference": reference, "triton": triton}[request.param]
+    monkeypatch.setattr(api, "_implementation", lambda impl, rows: module)
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**31), vocab=st.integers(8, 200), raw=st.booleans())
-def test_logprobs_are_those_of_vllm(seed, vocab, raw):
+def test_logprobs_are_those_of_vllm(implementation, seed, vocab, raw):
     """Scores and ranks against vLLM's function over whole rows of the same logits."""
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
@@ -326,9 +356,8 @@ def test_logprobs_are_those_of_vllm(seed, vocab, raw):
     temperature = torch.rand(6, generator=generator) + 0.5
     nothing = torch.zeros(6, 0, dtype=torch.int64)
     wanted = LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw)
-    requests = RowRequests(
-        make_draws(6), kept=kept_rows(range(6), logprobs=wanted, temperature=temperature)
-    )
+    reported = reported_rows(range(6), wanted, temperature=temperature)
+    requests = RowRequests(make_draws(6), reported=reported)
     ours = sample_rows(identity_head(vocab), logits, requests, vocab, tile_size=12).logprobs
     stock = compute_topk_scores(
         (logits / temperature[:, None]).contiguous(), 4, logits.argmax(-1), logits_mode=raw
@@ -369,7 +398,8 @@ def test_peak_memory(monkeypatch, dtype, extras):
             requests = RowRequests(
                 draws,
                 adjustments.bind(batch_of([rows]), None),
-                kept_rows(range(rows), filters, wanted),
+                filtered_rows(range(rows), filters),
+                reported_rows(range(rows), wanted),
             )
         sample_rows(head, hidden_rows, requests, vocab, tile_size=128)
     assert memory.peak <= rows * vocab
@@ -377,17 +407,14 @@ def test_peak_memory(monkeypatch, dtype, extras):
     assert memory.largest_float32 <= rows * vocab / 32
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_min_p_of_one_draws_the_argmax(monkeypatch, impl):
+def test_min_p_of_one_draws_the_argmax(implementation):
     """The likeliest token is at the threshold itself, whatever computed the statistics."""
-    chosen = functools.partial(update_statistics, impl=impl)
-    monkeypatch.setattr(vocabulary_stream, "update_statistics", chosen)
     rows, vocab = 60, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
     head = output_head(torch.eye(vocab), 30.0)
     draws = make_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
-    kept = kept_rows(range(rows), CandidateFilters(None, None, torch.ones(rows)))
-    requests = RowRequests(draws, kept=kept)
+    filtered = filtered_rows(range(rows), CandidateFilters(None, None, torch.ones(rows)))
+    requests = RowRequests(draws, filtered=filtered)
     results = sample_rows(head, logits, requests, vocab)
     assert torch.equal(results.candidate, logits.argmax(-1))
 
@@ -398,8 +425,8 @@ def test_a_filter_leaves_its_neighbours_alone():
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
     plain = sample_rows(identity_head(vocab), logits, RowRequests(make_draws(rows)), vocab)
     top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
-    kept = kept_rows(range(30), CandidateFilters(top_k[:30], None, None))
-    requests = RowRequests(make_draws(rows), kept=kept)
+    filtered = filtered_rows(range(30), CandidateFilters(top_k[:30], None, None))
+    requests = RowRequests(make_draws(rows), filtered=filtered)
     mixed = sample_rows(identity_head(vocab), logits, requests, vocab)
     assert torch.equal(mixed.candidate[1::2], plain.candidate[1::2])
     assert torch.equal(mixed.candidate[:30:2], logits.argmax(-1)[:30:2])
@@ -441,12 +468,16 @@ class Operations(TorchDispatchMode):
 
 
 def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):
-    """With the kernels, every setting costs a number of sweeps and none of them a loop over tiles."""
+    """With the kernels, settings cost a number of sweeps, and a tile no more than it is kept for."""
     monkeypatch.setattr(api, "_implementation", lambda impl, rows: triton)
     counts = []
-    for vocab in (256, 4096):
+    for vocab in (512, 1024, 2048):
         case = Case(3, vocab)
-        with Operations() as operations:
-            case.run(tile=4096)
-        counts.append(operations.count)
-    assert counts[0] == counts[1]
+        with Operations() as everything:
+            case.run(tile=512)
+        case.requests = RowRequests(case.requests.draws, case.requests.adjustments)
+        with Operations() as plain:
+            case.run(tile=512)
+        counts.append(everything.count - plain.count)
+    # Of one, two and four tiles; in each some rows are copied.
+    assert counts[2] - counts[0] <= 3 * 6
