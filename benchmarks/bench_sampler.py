@@ -28,12 +28,8 @@ from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.vocabulary_stream import (
-    FilteredRows,
-    ReportedRows,
-    RowRequests,
-    sample_rows,
-)
+from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 SOFTCAP = 30.0
 # What stock's tensors take of a logit: 4 bytes of float32 logits, 2 of probabilities in bf16 and,
@@ -179,6 +175,8 @@ def main() -> int:
             # With settings a small pass may take 200 MiB.
             if which == "ours" and per_logit > 1:
                 failures.append(f"{canvases} canvases: {per_logit:.2f} bytes a logit, not 1")
+    if options.settings:
+        print("Rows with settings are kept, which may take 200 MiB in a pass of any size.")
     for failure in failures:
         print(f"WRONG: {failure}", file=sys.stderr)
     return 1 if failures else 0

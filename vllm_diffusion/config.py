@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -271,7 +272,11 @@ def compile_backend(vllm_config: VllmConfig) -> str | None:
     if vllm_config.model_config.enforce_eager:
         return None
     if current_platform.is_cpu():
-        from vllm_diffusion.platforms.cpu import has_cpp_compiler
-
         return "inductor" if has_cpp_compiler() else None
     return str(current_platform.simple_compile_backend)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether ``torch.compile`` can build CPU code here: it needs a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    return shutil.which(compiler) is not None or shutil.which("clang++") is not None

@@ -193,7 +193,7 @@ def accelerator_facts() -> list[Fact]:
 
 
 def _compiler_fact() -> Fact:
-    from vllm_diffusion.platforms.cpu import has_cpp_compiler
+    from vllm_diffusion.config import has_cpp_compiler
 
     if has_cpp_compiler():
         return Fact("C++ compiler", "found; torch.compile can build code for the CPU")

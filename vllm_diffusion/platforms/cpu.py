@@ -9,7 +9,6 @@ Quantised layers are emulated (``cpu_quantized_linear``, ``cpu_quantized_experts
 from __future__ import annotations
 
 import os
-import shutil
 from typing import TYPE_CHECKING
 
 import torch
@@ -155,9 +154,3 @@ def kv_cache_bytes(cache_config: CacheConfig) -> int:
         return int(kv_cache_space) * 1024**3
     chosen: int | None = cache_config.kv_cache_memory_bytes
     return DEFAULT_KV_CACHE_BYTES if chosen is None else chosen
-
-
-def has_cpp_compiler() -> bool:
-    """Whether ``torch.compile`` can build CPU code here: it needs a C++ compiler."""
-    compiler = os.environ.get("CXX", "g++")
-    return shutil.which(compiler) is not None or shutil.which("clang++") is not None

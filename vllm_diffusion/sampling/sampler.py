@@ -30,12 +30,8 @@ from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.vocabulary_stream import (
-    FilteredRows,
-    ReportedRows,
-    RowRequests,
-    sample_rows,
-)
+from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
 class DiffusionSampler:

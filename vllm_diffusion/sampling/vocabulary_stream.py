@@ -12,16 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 import vllm.envs as envs
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import (
-    LogitAdjustments,
-    RowDraws,
     RowLogits,
     RunningStatistics,
     draw,
@@ -29,8 +25,9 @@ from attention_kernels.vocab_statistics import (
     update_statistics,
 )
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
-from vllm_diffusion.sampling.logprobs import LogprobsRequest, row_logprobs
+from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.row_requests import KeptRows, ReportedRows, RowRequests
 
 # Ids of a tile. On a GPU the embedding rows of one (23 MB at a hidden size of 2816 in bf16) stay in
 # the cache between the two products that read them; with many rows the products are bound by
@@ -65,91 +62,6 @@ class RowResults:
     confidence: Tensor
     soft_embeds: Tensor | None
     logprobs: LogprobsTensors | None
-
-
-@dataclass(frozen=True)
-class FilteredRows:
-    """Rows whose candidates are drawn from a part of the distribution; an entry for each.
-
-    Attributes:
-        index: [n], int64, ascending, on the host: which rows of the pass.
-        filters: How.
-    """
-
-    index: np.ndarray
-    filters: CandidateFilters
-
-    def within(self, chunk: slice) -> FilteredRows | None:
-        """Those in a chunk of the pass, counted from its start; ``None`` if it has none."""
-        some = _inside(self.index, chunk)
-        if some.start == some.stop:
-            return None
-        return FilteredRows(self.index[some] - chunk.start, self.filters.rows(some))
-
-
-@dataclass(frozen=True)
-class ReportedRows:
-    """Rows whose log-probabilities are reported; an entry for each.
-
-    Attributes:
-        index: [n], int64, ascending, on the host: which rows of the pass.
-        request: What of them.
-        adjustments: Of the distribution that is reported; ``None`` if nobody adjusts it.
-        temperature: [n], float32: what reported logits are divided by.
-    """
-
-    index: np.ndarray
-    request: LogprobsRequest
-    adjustments: LogitAdjustments | None
-    temperature: Tensor
-
-    def rows(self, some: slice | Tensor) -> tuple[LogprobsRequest, LogitAdjustments | None, Tensor]:
-        """What is said of some of the entries."""
-        adjustments = None if self.adjustments is None else self.adjustments.rows(some)
-        return self.request.rows(some), adjustments, self.temperature[some]
-
-    def within(self, chunk: slice) -> ReportedRows | None:
-        """Those in a chunk of the pass, counted from its start; ``None`` if it has none."""
-        some = _inside(self.index, chunk)
-        if some.start == some.stop:
-            return None
-        return ReportedRows(self.index[some] - chunk.start, *self.rows(some))
-
-
-def _inside(index: np.ndarray, chunk: slice) -> slice:
-    first, end = np.searchsorted(index, (chunk.start, chunk.stop))
-    return slice(int(first), int(end))
-
-
-@dataclass(frozen=True)
-class RowRequests:
-    """What is asked of the canvas rows of a pass.
-
-    Attributes:
-        draws: Temperatures and noise keys.
-        adjustments: Of the logits; ``None`` if nobody asks for any.
-        filtered: Rows with filters; ``None`` if there are none.
-        reported: Rows with log-probabilities; ``None`` if there are none.
-    """
-
-    draws: RowDraws
-    adjustments: LogitAdjustments | None = None
-    filtered: FilteredRows | None = None
-    reported: ReportedRows | None = None
-
-    def within(self, chunk: slice) -> RowRequests:
-        """Of some of the rows."""
-        return RowRequests(
-            self.draws.rows(chunk),
-            None if self.adjustments is None else self.adjustments.rows(chunk),
-            None if self.filtered is None else self.filtered.within(chunk),
-            None if self.reported is None else self.reported.within(chunk),
-        )
-
-    def kept(self) -> np.ndarray:
-        """[n], int64, ascending: rows that are looked at more than once."""
-        some = [part.index for part in (self.filtered, self.reported) if part is not None]
-        return np.unique(np.concatenate(some)) if some else np.empty(0, dtype=np.int64)
 
 
 def sample_rows(
@@ -193,44 +105,6 @@ def _whole_number(rows: float) -> int:
     return int(rows) // 16 * 16 or max(1, int(rows))
 
 
-class _KeptRows:
-    """Rows of a group whose projected logits are kept, and in which order.
-
-    First those that are only filtered, then those that are filtered and reported, then those that
-    are only reported, so that each of the two is a slice.
-
-    Attributes:
-        rows: [num_kept], int64: which rows of the group.
-        filtered: Those with filters among them.
-        filters: Of these, in this order; ``None`` if there are none.
-        reported: Those with log-probabilities.
-        request: Of these, in this order, with adjustments and temperatures; ``None`` if there are
-            none.
-    """
-
-    def __init__(
-        self,
-        filtered: FilteredRows | None,
-        reported: ReportedRows | None,
-        device: torch.device,
-    ) -> None:
-        nothing = np.empty(0, dtype=np.int64)
-        f = nothing if filtered is None else filtered.index
-        r = nothing if reported is None else reported.index
-        only_filtered = np.setdiff1d(f, r)
-        order = np.concatenate([only_filtered, np.intersect1d(f, r), np.setdiff1d(r, f)])
-        self.filtered = slice(0, len(f))
-        self.reported = slice(len(only_filtered), len(order))
-        places = (
-            np.searchsorted(f, order[self.filtered]),
-            np.searchsorted(r, order[self.reported]),
-        )
-        on_device = async_tensor_h2d(np.concatenate([order, *places]), device=device)
-        self.rows, in_filters, in_reports = on_device.split([len(order), len(f), len(r)])
-        self.filters = None if filtered is None else filtered.filters.rows(in_filters)
-        self.request = None if reported is None else reported.rows(in_reports)
-
-
 class _RowGroup:
     """Rows that go through the vocabulary together."""
 
@@ -239,9 +113,9 @@ class _RowGroup:
         self.rows = rows
         self.draws = requests.draws
         self.adjustments = requests.adjustments
-        self.kept: _KeptRows | None = None
+        self.kept: KeptRows | None = None
         if requests.filtered is not None or requests.reported is not None:
-            self.kept = _KeptRows(requests.filtered, requests.reported, rows.device)
+            self.kept = KeptRows(requests.filtered, requests.reported, rows.device)
 
     def sample(self, vocab_size: int, tile_size: int, float32_rows: int) -> RowResults:
         head, kept = self.head, self.kept
@@ -317,7 +191,7 @@ class _RowGroup:
         self,
         unfiltered: Tensor,
         projected: Tensor,
-        kept: _KeptRows,
+        kept: KeptRows,
         filters: CandidateFilters,
         vocab_size: int,
     ) -> Tensor:
@@ -337,7 +211,7 @@ class _RowGroup:
         return unfiltered.index_copy(0, some, filtered)
 
     def _logprobs(
-        self, selected: Tensor, projected: Tensor, kept: _KeptRows, float32_rows: int
+        self, selected: Tensor, projected: Tensor, kept: KeptRows, float32_rows: int
     ) -> LogprobsTensors:
         """Of all rows; those that nobody asks about report nothing."""
         assert kept.request is not None

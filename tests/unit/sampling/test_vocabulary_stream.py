@@ -29,13 +29,8 @@ from vllm_diffusion.sampling import vocabulary_stream
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.vocabulary_stream import (
-    FilteredRows,
-    ReportedRows,
-    RowRequests,
-    RowResults,
-    sample_rows,
-)
+from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
 
 def make_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = None) -> RowDraws:
