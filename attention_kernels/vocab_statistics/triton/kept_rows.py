@@ -103,13 +103,14 @@ def _weigh_kernel(
     # A row that is settled is not read again.
     if high - low > 1:
         row_ptr = projected_ptr + row * projected_stride
+        first, end = low.to(tl.int32), high.to(tl.int32)
         divisor, maximum = tl.load(divisor_ptr + row), tl.load(maximum_ptr + row)
         pivots = tl.load(pivots_ptr + row * P + tl.arange(0, P)).to(tl.int32)
         ids = tl.arange(0, B)
         for start in range(span, tl.minimum(span + SPAN, num_ids), B):
             x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, divisor)
             key = ordered_key(x)
-            counted = (start + ids < num_ids) & (key >= low) & (key < high)
+            counted = (start + ids < num_ids) & (key >= first) & (key < end)
             # After the first sweep most blocks hold nothing between the bounds.
             if tl.max(counted.to(tl.int32), axis=0) > 0:
                 weight = counted.to(tl.int64)
@@ -141,7 +142,7 @@ def _draw_kernel(
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
     row_ptr = projected_ptr + row * projected_stride
-    divisor, least = tl.load(divisor_ptr + row), tl.load(keys_ptr + row)
+    divisor, least = tl.load(divisor_ptr + row), tl.load(keys_ptr + row).to(tl.int32)
     ids = tl.arange(0, B)
     best = tl.full([B], float("-inf"), tl.float32)
     best_id = tl.full([B], _NO_ID, tl.int32)
