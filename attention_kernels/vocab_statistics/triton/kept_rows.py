@@ -17,10 +17,10 @@ from attention_kernels.vocab_statistics.running import RowDraws
 from attention_kernels.vocab_statistics.triton.logits import (
     aligned,
     aligned_draws,
+    kernel_rows,
     load_noise,
     load_x,
     ordered_key,
-    row_arguments,
 )
 
 # Chosen without a GPU: nothing spills on any chip (test_vocab_statistics_ahead_of_time.py).
@@ -34,12 +34,7 @@ _MASS_SCALE = tl.constexpr(MASS_SCALE)
 
 @triton.jit
 def _scaled_logits_kernel(
-    projected_ptr,
-    projected_stride,
-    num_ids,
-    first_id,
-    softcap,
-    tables,
+    rows,
     divisor_ptr,
     out_ptr,
     out_stride,
@@ -47,46 +42,34 @@ def _scaled_logits_kernel(
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
-    row_ptr = projected_ptr + row * projected_stride
     divisor = tl.load(divisor_ptr + row)
     ids = tl.arange(0, B)
-    for start in range(span, tl.minimum(span + SPAN, num_ids), B):
-        x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, divisor)
-        tl.store(out_ptr + row * out_stride + start + ids, x, mask=start + ids < num_ids)
+    for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
+        x = load_x(rows, row, start + ids, divisor)
+        tl.store(out_ptr + row * out_stride + start + ids, x, mask=start + ids < rows.num_ids)
 
 
 @triton.jit
 def _largest_logit_kernel(
-    projected_ptr,
-    projected_stride,
-    num_ids,
-    first_id,
-    softcap,
-    tables,
+    rows,
     divisor_ptr,
     out_ptr,
     SPAN: tl.constexpr,
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
-    row_ptr = projected_ptr + row * projected_stride
     divisor = tl.load(divisor_ptr + row)
     ids = tl.arange(0, B)
     top = tl.full([B], float("-inf"), tl.float32)
-    for start in range(span, tl.minimum(span + SPAN, num_ids), B):
-        x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, divisor)
+    for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
+        x = load_x(rows, row, start + ids, divisor)
         top = tl.maximum(top, x)
     tl.store(out_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(top, axis=0))
 
 
 @triton.jit
 def _weigh_kernel(
-    projected_ptr,
-    projected_stride,
-    num_ids,
-    first_id,
-    softcap,
-    tables,
+    rows,
     divisor_ptr,
     maximum_ptr,
     pivots_ptr,
@@ -102,15 +85,14 @@ def _weigh_kernel(
     weights = tl.zeros([P], tl.int64)
     # A row that is settled is not read again.
     if high - low > 1:
-        row_ptr = projected_ptr + row * projected_stride
         first, end = low.to(tl.int32), high.to(tl.int32)
         divisor, maximum = tl.load(divisor_ptr + row), tl.load(maximum_ptr + row)
         pivots = tl.load(pivots_ptr + row * P + tl.arange(0, P)).to(tl.int32)
         ids = tl.arange(0, B)
-        for start in range(span, tl.minimum(span + SPAN, num_ids), B):
-            x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, divisor)
+        for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
+            x = load_x(rows, row, start + ids, divisor)
             key = ordered_key(x)
-            counted = (start + ids < num_ids) & (key >= first) & (key < end)
+            counted = (start + ids < rows.num_ids) & (key >= first) & (key < end)
             # After the first sweep most blocks hold nothing between the bounds.
             if tl.max(counted.to(tl.int32), axis=0) > 0:
                 weight = counted.to(tl.int64)
@@ -126,12 +108,7 @@ def _weigh_kernel(
 
 @triton.jit
 def _draw_kernel(
-    projected_ptr,
-    projected_stride,
-    num_ids,
-    first_id,
-    softcap,
-    tables,
+    rows,
     divisor_ptr,
     keys_ptr,
     draws,
@@ -141,17 +118,18 @@ def _draw_kernel(
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
-    row_ptr = projected_ptr + row * projected_stride
     divisor, least = tl.load(divisor_ptr + row), tl.load(keys_ptr + row).to(tl.int32)
     ids = tl.arange(0, B)
     best = tl.full([B], float("-inf"), tl.float32)
     best_id = tl.full([B], _NO_ID, tl.int32)
-    for start in range(span, tl.minimum(span + SPAN, num_ids), B):
-        x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, divisor)
+    for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
+        x = load_x(rows, row, start + ids, divisor)
         kept = ordered_key(x) >= least
         # Most blocks hold nothing that a filter keeps, and need no noise.
         if tl.max(kept.to(tl.int32), axis=0) > 0:
-            score = tl.where(kept, x + load_noise(draws, row, first_id + start, B), float("-inf"))
+            score = tl.where(
+                kept, x + load_noise(draws, row, rows.first_id + start, B), float("-inf")
+            )
             higher = score > best
             best = tl.where(higher, score, best)
             best_id = tl.where(higher, start + ids, best_id)
@@ -160,14 +138,14 @@ def _draw_kernel(
     out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + out, top)
     # Where nothing is possible the id is never used, but it is an id.
-    candidate = tl.where(top == float("-inf"), 0, first_id + winner)
+    candidate = tl.where(top == float("-inf"), 0, rows.first_id + winner)
     tl.store(candidate_ptr + out, candidate.to(tl.int64))
 
 
 def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
     out = torch.empty(rows.projected.shape, dtype=torch.float32, device=divisor.device)
     _scaled_logits_kernel[_grid(rows)](
-        *row_arguments(rows),
+        kernel_rows(rows),
         aligned(divisor),
         out,
         out.stride(0),
@@ -181,7 +159,7 @@ def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
 def largest_logit(rows: RowLogits, divisor: Tensor) -> Tensor:
     out = torch.empty(_grid(rows), dtype=torch.float32, device=divisor.device)
     _largest_logit_kernel[_grid(rows)](
-        *row_arguments(rows), aligned(divisor), out, SPAN=SPAN, B=BLOCK, num_warps=NUM_WARPS
+        kernel_rows(rows), aligned(divisor), out, SPAN=SPAN, B=BLOCK, num_warps=NUM_WARPS
     )
     return out.amax(dim=1)
 
@@ -197,7 +175,7 @@ def weigh(
     num_pivots = pivots.shape[1]
     out = torch.empty(*_grid(rows), num_pivots, dtype=torch.int64, device=divisor.device)
     _weigh_kernel[_grid(rows)](
-        *row_arguments(rows),
+        kernel_rows(rows),
         aligned(divisor),
         maximum,
         pivots.contiguous(),
@@ -216,7 +194,7 @@ def draw(rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws) -> tup
     best = torch.empty(_grid(rows), dtype=torch.float32, device=divisor.device)
     candidate = torch.empty(_grid(rows), dtype=torch.int64, device=divisor.device)
     _draw_kernel[_grid(rows)](
-        *row_arguments(rows),
+        kernel_rows(rows),
         aligned(divisor),
         keys,
         aligned_draws(draws),

@@ -10,7 +10,7 @@ Legend: B ids at a time; x is a logit after all of that.
 # Device code is typed by its DSL: only its compile-time arguments carry annotations.
 # mypy: allow-incomplete-defs
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -57,8 +57,19 @@ def aligned_draws(draws: RowDraws) -> RowDraws:
     return RowDraws(*(aligned(values) for values in draws))
 
 
-def row_arguments(rows: RowLogits) -> tuple[Any, ...]:
-    """The leading arguments of every kernel: pointer, stride, ids, first id, cap, tables.
+class Rows(NamedTuple):
+    """:class:`RowLogits` as a kernel reads them; the same argument in every kernel."""
+
+    projected: Tensor
+    stride: int
+    num_ids: int
+    first_id: int
+    softcap: float | None
+    tables: _Tables | None
+
+
+def kernel_rows(rows: RowLogits) -> Rows:
+    """The argument for some rows.
 
     Raises:
         ValueError: If the ids of a row are not contiguous.
@@ -66,7 +77,7 @@ def row_arguments(rows: RowLogits) -> tuple[Any, ...]:
     projected = rows.projected
     if projected.stride(1) != 1:
         raise ValueError("The last dimension of projected must be contiguous.")
-    return (
+    return Rows(
         projected,
         projected.stride(0),
         projected.shape[1],
@@ -97,15 +108,16 @@ def _tables(a: LogitAdjustments) -> _Tables:
 
 
 @triton.jit
-def load_x(row_ptr, row, offset, num_ids, first_id, softcap, tables, divisor):
+def load_x(rows, row, offset, divisor):
     """[B] x of the ids at ``offset`` of a row; minus infinity outside."""
-    inside = offset < num_ids
-    x = tl.load(row_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    if softcap is not None:
+    inside = offset < rows.num_ids
+    x = tl.load(rows.projected + row * rows.stride + offset, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if rows.softcap is not None:
         # tanh(y) = 1 - 2 / (exp(2y) + 1), which is right at both ends.
-        x = softcap * (1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0))
-    if tables is not None:
-        x = _adjusted(x, row, first_id + offset, inside, tables)
+        x = rows.softcap * (1.0 - 2.0 / (tl.exp(2.0 * x / rows.softcap) + 1.0))
+    if rows.tables is not None:
+        x = _adjusted(x, row, rows.first_id + offset, inside, rows.tables)
     return tl.where(inside, x / divisor, float("-inf"))
 
 

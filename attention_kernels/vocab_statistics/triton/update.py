@@ -18,9 +18,9 @@ from attention_kernels.vocab_statistics.logits import RowLogits
 from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
 from attention_kernels.vocab_statistics.triton.logits import (
     aligned_draws,
+    kernel_rows,
     load_noise,
     load_x,
-    row_arguments,
 )
 
 # Chosen without a GPU: at most 64 registers a thread on every chip where nobody adjusts anything,
@@ -35,12 +35,7 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _update_statistics_kernel(
-    projected_ptr,
-    projected_stride,
-    num_ids,
-    first_id,
-    softcap,
-    tables,
+    rows,
     draws,
     maximum_ptr,
     total_ptr,
@@ -56,14 +51,13 @@ def _update_statistics_kernel(
     B: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = projected_ptr + row * projected_stride
     temperature = tl.load(draws.temperature + row)
     ids = tl.arange(0, B)
 
     top = tl.full([B], float("-inf"), tl.float32)
     top_id = tl.full([B], _NO_ID, tl.int32)
-    for start in range(0, num_ids, B):
-        x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, temperature)
+    for start in range(0, rows.num_ids, B):
+        x = load_x(rows, row, start + ids, temperature)
         higher = x > top
         top = tl.where(higher, x, top)
         top_id = tl.where(higher, start + ids, top_id)
@@ -72,7 +66,7 @@ def _update_statistics_kernel(
 
     before = tl.load(maximum_ptr + row)
     if tile_maximum > before:
-        tl.store(argmax_ptr + row, (first_id + tile_argmax).to(tl.int64))
+        tl.store(argmax_ptr + row, (rows.first_id + tile_argmax).to(tl.int64))
     maximum = tl.maximum(before, tile_maximum)
     # As long as nothing is possible, anything finite will do.
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
@@ -85,8 +79,8 @@ def _update_statistics_kernel(
     weighted = tl.zeros([B], tl.float32)
     best = tl.full([B], float("-inf"), tl.float32)
     best_id = tl.full([B], _NO_ID, tl.int32)
-    for start in range(0, num_ids, B):
-        x = load_x(row_ptr, row, start + ids, num_ids, first_id, softcap, tables, temperature)
+    for start in range(0, rows.num_ids, B):
+        x = load_x(rows, row, start + ids, temperature)
         distance = x - shift
         exponential = tl.exp(distance)
         total += exponential
@@ -96,9 +90,9 @@ def _update_statistics_kernel(
             tl.store(
                 weights_ptr + row * weights_stride + start + ids,
                 exponential.to(weights_ptr.dtype.element_ty),
-                mask=start + ids < num_ids,
+                mask=start + ids < rows.num_ids,
             )
-        score = x / rate + load_noise(draws, row, first_id + start, B)
+        score = x / rate + load_noise(draws, row, rows.first_id + start, B)
         higher = score > best
         best = tl.where(higher, score, best)
         best_id = tl.where(higher, start + ids, best_id)
@@ -115,7 +109,7 @@ def _update_statistics_kernel(
     if tile_best > tl.load(best_ptr + row):
         winner = tl.min(tl.where(best == tile_best, best_id, _NO_ID), axis=0)
         tl.store(best_ptr + row, tile_best)
-        tl.store(candidate_ptr + row, (first_id + winner).to(tl.int64))
+        tl.store(candidate_ptr + row, (rows.first_id + winner).to(tl.int64))
     # The first of these is decided when the kernel is compiled, the second when it runs.
     if product_ptr is not None:  # noqa: SIM102
         if rescale != 1.0:
@@ -136,7 +130,7 @@ def update_statistics(
         if tensor is not None and tensor.stride(1) != 1:
             raise ValueError(f"The last dimension of {name} must be contiguous.")
     _update_statistics_kernel[(running.maximum.shape[0],)](
-        *row_arguments(rows),
+        kernel_rows(rows),
         aligned_draws(draws),
         running.maximum,
         running.total,
