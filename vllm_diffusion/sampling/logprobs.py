@@ -63,7 +63,6 @@ def row_logprobs(
         Columns: the row's token, then the ids asked for or the likeliest ones; what a row has
         none of is id 0 at minus infinity.
     """
-
     parts = [slice(start, start + rows_at_once) for start in range(0, len(selected), rows_at_once)]
 
     def some_rows() -> Iterator[tuple[slice, Tensor]]:

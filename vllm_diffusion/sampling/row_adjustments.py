@@ -139,6 +139,8 @@ class RowAdjustments:
             input_batch: The batch.
             constraints: Of the scheduler.
         """
+        if not (self._penalised or self._offsets or constraints is not None):
+            return None
         layout = _Layout(input_batch)
         has_penalties = not self._penalised.isdisjoint(layout.slots)
         has_offsets = not self._offsets.keys().isdisjoint(layout.slots)

@@ -400,8 +400,10 @@ def _rows_of(input_batch: InputBatch, chosen: np.ndarray) -> tuple[np.ndarray, T
         chosen: [num_reqs], bool.
 
     Returns:
-        Nothing and ``None`` where the requests have no rows, since they are still at their prompts.
+        Nothing and ``None`` where there are no such requests or they are still at their prompts.
     """
+    if not chosen.any():
+        return np.empty(0, dtype=np.int64), None
     num_rows = np.diff(input_batch.cu_num_logits_np[: len(chosen) + 1])
     index = np.flatnonzero(np.repeat(chosen, num_rows))
     if index.size == 0:
