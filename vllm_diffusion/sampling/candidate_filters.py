@@ -39,17 +39,6 @@ class CandidateFilters(NamedTuple):
         """Of some of the rows."""
         return CandidateFilters(*(None if x is None else x[some] for x in self))
 
-    def in_use(self, vocab_size: int) -> Tensor:
-        """[num_rows], bool: rows that have any."""
-        used = []
-        if self.top_k is not None:
-            used.append(self.top_k < vocab_size)
-        if self.top_p is not None:
-            used.append(self.top_p < 1.0)
-        if self.min_p is not None:
-            used.append(self.min_p > 0.0)
-        return torch.stack(used).any(dim=0)
-
 
 def thresholds(
     rows: RowLogits,

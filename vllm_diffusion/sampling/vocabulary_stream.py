@@ -207,7 +207,6 @@ class _RowGroup:
         best, candidate = draw(logits, divisor, keys, draws)
         winner = head.gather(best).argmax(dim=0, keepdim=True)
         filtered = head.gather(candidate).gather(0, winner)[0]
-        filtered = torch.where(filters.in_use(vocab_size), filtered, unfiltered[some])
         return unfiltered.index_copy(0, some, filtered)
 
     def _logprobs(
