@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 
-from vllm_diffusion.config import environment_flags
+from vllm_diffusion.settings.plugin_settings import environment_flags
 from vllm_diffusion.upstream import INSTALL
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
-_MODEL_CLASS = "vllm_diffusion.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"
+_MODEL_CLASS = "vllm_diffusion.families.diffusion_gemma.model:DiffusionGemmaForBlockDiffusion"
 # vLLM's own for every other model.
-_TOOL_PARSER = "vllm_diffusion.tool_calls.gemma_parser:GemmaToolParser"
+_TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
 
 _failure: Exception | None = None
@@ -41,7 +41,7 @@ def register() -> None:
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-        from vllm_diffusion.engine_config import DiffusionGemmaEngineConfig
+        from vllm_diffusion.startup.engine_config import DiffusionGemmaEngineConfig
 
         # First, so that every later failure is told by our checks.
         MODELS_CONFIG_MAP[ARCHITECTURE] = DiffusionGemmaEngineConfig
@@ -50,7 +50,8 @@ def register() -> None:
         from vllm.model_executor.models import ModelRegistry
         from vllm.tool_parsers import ToolParserManager
 
-        from vllm_diffusion import request_capacity, validation
+        from vllm_diffusion.requests import validation
+        from vllm_diffusion.startup import request_capacity
 
         ModelRegistry.register_model(ARCHITECTURE, _MODEL_CLASS)
         validation.install()

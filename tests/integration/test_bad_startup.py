@@ -421,7 +421,7 @@ def test_max_num_seqs(given: int | None, tmp_path: Path) -> None:
 
 def test_max_num_seqs_short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A KV cache for few requests: stock's 8, since short ones fit; the log says so in one line."""
-    from vllm_diffusion import request_capacity
+    from vllm_diffusion.startup import request_capacity
 
     lines: list[str] = []
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
-from vllm_diffusion.request_capacity import slot_bytes
+from vllm_diffusion.startup.request_capacity import slot_bytes
 
 pytestmark = pytest.mark.engine
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_diffusion.canvas.slots import DenoisingDefaults
+from vllm_diffusion.canvas.step import Noise, mask_noise
 from vllm_diffusion.decoding.confidence_threshold import confidence_threshold_policy
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
-from vllm_diffusion.model_state.request_slots import DenoisingDefaults
-from vllm_diffusion.sampling.canvas_step import Noise, mask_noise
 
 pytestmark = pytest.mark.engine
 

@@ -163,7 +163,10 @@ def test_doctor() -> None:
     report = doctor(VLLM_DIFFUSION_CPU="1")
     assert report.returncode == 0, report.stdout + report.stderr
     assert "vllm_diffusion.platforms.cpu.DiffusionCpuPlatform" in report.stdout
-    assert "vllm_diffusion.models.diffusion_gemma.DiffusionGemmaForBlockDiffusion" in report.stdout
+    assert (
+        "vllm_diffusion.families.diffusion_gemma.model.DiffusionGemmaForBlockDiffusion"
+        in report.stdout
+    )
     assert "vllm_diffusion.attention.backend.CanvasAttentionBackend" in report.stdout
     assert "This machine can serve" in report.stdout
     assert "Traceback" not in report.stderr

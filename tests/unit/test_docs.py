@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_diffusion.config import PluginSettings
-from vllm_diffusion.request_params import _NAMES
+from vllm_diffusion.requests.params import _NAMES
+from vllm_diffusion.settings.plugin_settings import PluginSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -156,7 +156,7 @@ def test_stock_refuses() -> None:
         "import types\n"
         "from vllm import SamplingParams\n"
         "from vllm.exceptions import VLLMValidationError\n"
-        "from vllm_diffusion import validation\n"
+        "from vllm_diffusion.requests import validation\n"
         "model = types.SimpleNamespace(is_diffusion=True)\n"
         "def refused(**params):\n"
         "    try:\n"

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion import metrics, plugin, upstream, validation
-from vllm_diffusion.engine_config import DiffusionGemmaEngineConfig
+from vllm_diffusion import metrics, plugin, upstream
+from vllm_diffusion.requests import validation
+from vllm_diffusion.startup.engine_config import DiffusionGemmaEngineConfig
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +58,7 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
         plugin.register()
         assert MODELS_CONFIG_MAP[plugin.ARCHITECTURE] is DiffusionGemmaEngineConfig
         entry = ModelRegistry.models[plugin.ARCHITECTURE]
-        assert entry.module_name == "vllm_diffusion.models.diffusion_gemma"
+        assert entry.module_name == "vllm_diffusion.families.diffusion_gemma.model"
         assert SamplingParams._validate_diffusion is validation.validate_sampling_params
         assert (
             input_processor.validate_diffusion_sampling_params

@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import canvas_attention
-from vllm_diffusion.config import plugin_settings
+from vllm_diffusion.settings.plugin_settings import plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
 

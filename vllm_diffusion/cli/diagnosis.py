@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 from vllm_diffusion import upstream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.config import compile_backend, environment_flags
 from vllm_diffusion.platforms import detection
+from vllm_diffusion.settings.plugin_settings import compile_backend, environment_flags
 
 _GIB = 2**30
 # An API process, an engine and its cache on the shipped checkpoint.
@@ -193,7 +193,7 @@ def accelerator_facts() -> list[Fact]:
 
 
 def _compiler_fact() -> Fact:
-    from vllm_diffusion.config import has_cpp_compiler
+    from vllm_diffusion.settings.plugin_settings import has_cpp_compiler
 
     if has_cpp_compiler():
         return Fact("C++ compiler", "found; torch.compile can build code for the CPU")

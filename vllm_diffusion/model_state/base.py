@@ -23,16 +23,16 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.backend import bind_canvas
-from vllm_diffusion.config import compile_backend, fuses_encode, plugin_settings
-from vllm_diffusion.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
+from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
+from vllm_diffusion.canvas.step import Noise
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state import runner_seam
-from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
+from vllm_diffusion.model_state.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
 from vllm_diffusion.quantization.kernels import describe_kernels
-from vllm_diffusion.request_params import end_token_ids, parse_canvas_params
-from vllm_diffusion.sampling.canvas_step import Noise
+from vllm_diffusion.requests.params import end_token_ids, parse_canvas_params
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
+from vllm_diffusion.settings.plugin_settings import compile_backend, fuses_encode, plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -30,7 +30,7 @@ from vllm_diffusion.quantization.formats import (
     matches,
 )
 from vllm_diffusion.quantization.read_config import read_format
-from vllm_diffusion.weight_files import StoredTensor, stored_tensors
+from vllm_diffusion.quantization.weight_files import StoredTensor, stored_tensors
 
 # Scales of the KV cache may be there or not; without them vLLM uses 1.
 _OPTIONAL_ENDS = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")

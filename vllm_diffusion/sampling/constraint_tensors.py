@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_diffusion.constraints import CanvasConstraints
+from vllm_diffusion.canvas.constraints import CanvasConstraints
 
 
 @dataclass(frozen=True)

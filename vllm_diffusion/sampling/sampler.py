@@ -14,18 +14,18 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
-from vllm_diffusion.constraints import CanvasConstraints
-from vllm_diffusion.cuda_graphs import Capture, GraphedFunction
-from vllm_diffusion.decoding.policy import Policy
-from vllm_diffusion.model_state.request_slots import CanvasSlots
-from vllm_diffusion.sampling.candidate_filters import CandidateFilters
-from vllm_diffusion.sampling.canvas_step import (
+from vllm_diffusion.canvas.constraints import CanvasConstraints
+from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.canvas.step import (
     Noise,
     SlotStatistics,
     StepOutput,
     make_canvas_step,
     schedule_temperature,
 )
+from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.model_state.cuda_graphs import Capture, GraphedFunction
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
 from vllm_diffusion.sampling.output_head import OutputHead

@@ -18,13 +18,13 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_diffusion.config import fuses_encode
-from vllm_diffusion.constraints import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
-from vllm_diffusion.request_params import is_read_only
+from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas, is_constrained
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
+from vllm_diffusion.settings.plugin_settings import fuses_encode
 
 
 class WholeCanvasMixin(Scheduler):

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request
 
-from vllm_diffusion.constraints import CanvasConstraint
-from vllm_diffusion.request_params import end_token_ids
+from vllm_diffusion.canvas.constraints import CanvasConstraint
+from vllm_diffusion.requests.params import end_token_ids
 
 
 def is_constrained(request: Request) -> bool:

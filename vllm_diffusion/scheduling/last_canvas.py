@@ -15,8 +15,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_diffusion.config import plugin_settings
-from vllm_diffusion.request_params import is_read_only
+from vllm_diffusion.requests.params import is_read_only
+from vllm_diffusion.settings.plugin_settings import plugin_settings
 
 
 class LastCanvasMixin(Scheduler):

@@ -18,8 +18,8 @@ from vllm_diffusion.attention.backend import (
     CanvasAttentionMetadataBuilder,
     split_kv_cache,
 )
-from vllm_diffusion.config import PluginSettings
-from vllm_diffusion.engine_config import choose_attention
+from vllm_diffusion.settings.plugin_settings import PluginSettings
+from vllm_diffusion.startup.engine_config import choose_attention
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32

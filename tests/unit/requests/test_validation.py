@@ -19,7 +19,7 @@ def test_bias_that_is_no_number(bias: float) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.validation import validate_sampling_params
+    from vllm_diffusion.requests.validation import validate_sampling_params
 
     params = SamplingParams(logit_bias={5: bias})
     with pytest.raises(VLLMValidationError, match="logit_bias must hold finite numbers"):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_diffusion.request_params import CanvasParams
+from vllm_diffusion.requests.params import CanvasParams
 
 
 @dataclass(frozen=True)

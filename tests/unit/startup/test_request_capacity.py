@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.request_capacity import (
+from vllm_diffusion.startup.request_capacity import (
     FEWEST,
     Memory,
     RequestCost,

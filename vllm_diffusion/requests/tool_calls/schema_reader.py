@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_diffusion.tool_calls.argument_types import (
+from vllm_diffusion.requests.tool_calls.argument_types import (
     ANYTHING,
     Form,
     Items,

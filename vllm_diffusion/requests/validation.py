@@ -10,7 +10,7 @@ import inspect
 import math
 from typing import Any
 
-from vllm_diffusion.request_params import CanvasParams, RequestParamError, parse_canvas_params
+from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
 
 # Larger than any step cap: the worker lowers a request's cap to the server's.
 _NO_CAP = 2**31 - 1

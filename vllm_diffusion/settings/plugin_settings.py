@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_diffusion.request_params import PRESETS
+from vllm_diffusion.requests.params import PRESETS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_diffusion.model_state.request_slots import DenoisingDefaults
+    from vllm_diffusion.canvas.slots import DenoisingDefaults
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
 
@@ -180,7 +180,7 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
     Raises:
         ValueError: Naming the missing or malformed key, its file, and how to set it.
     """
-    from vllm_diffusion.model_state.request_slots import DenoisingDefaults
+    from vllm_diffusion.canvas.slots import DenoisingDefaults
 
     settings = plugin_settings(vllm_config)
     generation, source = _generation_config(vllm_config.model_config)

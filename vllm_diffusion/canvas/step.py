@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attention_kernels.noise import Purpose, uniform_tokens
+from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.decoding.policy import Policy, StepInputs
-from vllm_diffusion.model_state.request_slots import CanvasSlots
 
 # What fills positions that hold no decided token: (seed [R], canvas_idx [R], step [R], C,
 # purpose) -> [R, C], int64.

@@ -134,7 +134,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
 
     @staticmethod
     def get_model_state_cls() -> type:
-        from vllm_diffusion.model_state.diffusion_gemma import DiffusionGemmaModelState
+        from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
 
         return DiffusionGemmaModelState
 

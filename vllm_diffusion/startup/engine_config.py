@@ -12,13 +12,19 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion import plugin, request_capacity, upstream
-from vllm_diffusion.config import OPTION, diffusion_gemma_defaults, fuses_encode, plugin_settings
-from vllm_diffusion.cuda_graphs import choose_capture_sizes
+from vllm_diffusion import plugin, upstream
+from vllm_diffusion.model_state.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint
 from vllm_diffusion.quantization.platform_support import check_platform
-from vllm_diffusion.weight_files import check_weight_files
+from vllm_diffusion.quantization.weight_files import check_weight_files
+from vllm_diffusion.settings.plugin_settings import (
+    OPTION,
+    diffusion_gemma_defaults,
+    fuses_encode,
+    plugin_settings,
+)
+from vllm_diffusion.startup import request_capacity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
-from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
-from vllm_diffusion.request_params import CanvasParams
-from vllm_diffusion.sampling.canvas_step import (
+from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
+from vllm_diffusion.canvas.step import (
     SlotStatistics,
     make_canvas_step,
     uniform_noise,
 )
+from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
+from vllm_diffusion.requests.params import CanvasParams
 
 pytestmark = pytest.mark.engine
 
