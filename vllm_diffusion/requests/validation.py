@@ -7,9 +7,9 @@ it cannot honour is a 400 that names the field.
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
+from vllm_diffusion.requests import number_bounds
 from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
 
 # Larger than any step cap: the worker lowers a request's cap to the server's.
@@ -117,12 +117,8 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             "others, or leave min_tokens out.",
             params.allowed_token_ids,
         )
-    for token, bias in (params.logit_bias or {}).items():
-        if not math.isfinite(bias):
-            _refuse("logit_bias", f"must hold finite numbers; got {bias} for token {token}.")
-    for field in ("repetition_penalty", "min_p", "top_p"):
-        if not math.isfinite(getattr(params, field)):
-            _refuse(field, f"must be a finite number; got {getattr(params, field)}.")
+    for field, reason, value in number_bounds.sampling_problems(params):
+        _refuse(field, reason, value)
     if params.structured_outputs is not None:
         _check_constraint(params)
     _check_canvas_settings(params, model_config)

@@ -22,7 +22,7 @@ def test_bias_that_is_no_number(bias: float) -> None:
     from vllm_diffusion.requests.validation import validate_sampling_params
 
     params = SamplingParams(logit_bias={5: bias})
-    with pytest.raises(VLLMValidationError, match="logit_bias must hold finite numbers"):
+    with pytest.raises(VLLMValidationError, match="logit_bias of token 5 must be between"):
         validate_sampling_params(params, SimpleNamespace(is_diffusion=True))
 
 

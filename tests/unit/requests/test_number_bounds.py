@@ -1,0 +1,121 @@
+"""No number of a request that passes the door fails to fit the tensor, or the message, it goes to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_diffusion.requests.number_bounds import SAMPLING_PARAMS, sampling_problems
+
+INTEGERS = ("top_k", "max_tokens", "stream_interval", "min_tokens")
+FLOATS = tuple(field for field in SAMPLING_PARAMS if field not in INTEGERS)
+# Around every edge, and far beyond.
+EDGES = [
+    sign * 2**bits + near for sign in (1, -1) for bits in (30, 31, 63, 64) for near in (-1, 0, 1)
+]
+integers = st.one_of(st.sampled_from(EDGES), st.integers(), st.integers(-5, 5))
+floats = st.one_of(st.floats(), st.floats(-2, 2), st.sampled_from([1e-46, 1e39, -1e39]))
+
+
+def a_request(**fields: Any) -> SimpleNamespace:
+    """What a request's ``SamplingParams`` hold, without vLLM's checks of them."""
+    plain: dict[str, Any] = dict.fromkeys(INTEGERS, 1) | dict.fromkeys(FLOATS, 1.0)
+    others = {"seed": None, "n": 1, "logit_bias": None, "repetition_detection": None}
+    return SimpleNamespace(**(plain | others | fields))
+
+
+def problem_fields(**fields: Any) -> list[str]:
+    return [field for field, _, _ in sampling_problems(a_request(**fields))]
+
+
+@given(st.sampled_from(INTEGERS), integers)
+def test_integers_that_pass_fit(field: str, value: int) -> None:
+    """The message to the engine, and where the worker takes them as they are, int32."""
+    if problem_fields(**{field: value}):
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value)) == value
+    if field == "min_tokens":
+        longest_prompt = np.int64(2**30)
+        assert longest_prompt + value <= np.iinfo(np.int32).max
+
+
+@given(integers, st.integers(1, 16384))
+def test_seeds_that_pass_fit(seed: int, n: int) -> None:
+    """Every answer's, which vLLM counts up from the request's."""
+    if problem_fields(seed=seed, n=n):
+        return
+    for own in (seed, seed + n - 1):
+        np.zeros(1, dtype=np.int64)[0] = own
+
+
+@given(st.sampled_from(FLOATS), floats)
+def test_floats_that_pass_stay_finite(field: str, value: float) -> None:
+    """In float32, and with a capped logit of 30 and a bias in the place of the penalised one."""
+    if problem_fields(**{field: value}):
+        return
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        held = np.float32(value)
+        if field == "repetition_penalty":
+            for logit in np.array([30, -30, 1e4, -1e4], dtype=np.float32):
+                assert np.isfinite(logit / held)
+                assert np.isfinite(logit * held)
+
+
+@given(floats)
+def test_biases_that_pass_stay_finite(bias: float) -> None:
+    """In float32, where the worker adds them."""
+    if not problem_fields(logit_bias={5: bias}):
+        assert np.isfinite(np.float32(bias))
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("top_k", {"top_k": 10**30}),
+        ("stream_interval", {"stream_interval": 2**64}),
+        ("max_tokens", {"max_tokens": 2**63}),
+        ("min_tokens", {"min_tokens": 2**31}),
+        ("seed", {"seed": 2**63}),
+        ("seed", {"seed": 2**63 - 1, "n": 2}),
+        ("logit_bias", {"logit_bias": {5: 1e39}}),
+        ("logit_bias", {"logit_bias": {5: float("nan")}}),
+        *(
+            (field, {field: value})
+            for field in FLOATS
+            for value in (float("nan"), float("inf"), float("-inf"), 1e39)
+        ),
+        ("repetition_penalty", {"repetition_penalty": 1e-45}),
+    ],
+    ids=str,
+)
+def test_problem(field: str, fields: dict[str, Any]) -> None:
+    """Each is named, with what is allowed and what came."""
+    ((name, reason, value),) = sampling_problems(a_request(**fields))
+    assert name == field
+    assert "must be between" in reason
+    assert "got " in reason
+    assert reason.endswith(".")
+    assert value is not None
+
+
+def test_repetition_detection() -> None:
+    """Its numbers go to the engine in the same message."""
+    detection = SimpleNamespace(max_pattern_size=4, min_pattern_size=1, min_count=2)
+    assert not problem_fields(repetition_detection=detection)
+    for name in vars(detection):
+        beyond = SimpleNamespace(**(vars(detection) | {name: 10**30}))
+        ((field, reason, _),) = sampling_problems(a_request(repetition_detection=beyond))
+        assert field == "repetition_detection"
+        assert reason.startswith(f"{name} must be between")
+
+
+@pytest.mark.parametrize("value", [0.01, 0.5, 1.1, 2.0, 100.0])
+def test_penalties_in_use_pass(value: float) -> None:
+    """Bounds are for what the device cannot hold, and for nothing that anybody asks for."""
+    assert not problem_fields(repetition_penalty=value, seed=2**63 - 1, top_k=2**40)
