@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.diffusion_scheduler import (
     DiffusionAsyncScheduler,
     DiffusionScheduler,
     diffusion_canvas_width,
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -22,9 +25,17 @@ from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraint
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
 from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
-from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas, is_constrained
+from vllm_diffusion.scheduling.constrained_canvas import (
+    ConstrainedCanvas,
+    DeadEndError,
+    constraint_names,
+    is_constrained,
+)
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
+from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.settings.plugin_settings import fuses_encode
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class WholeCanvasMixin(Scheduler):
@@ -44,6 +55,39 @@ class WholeCanvasMixin(Scheduler):
         self._was_denoised: dict[str, bool] = {}
         # Prompt log-probabilities of requests that have not emitted a token yet.
         self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
+        self._stuck = StuckRequests(self)
+        # Whether the last pass left somebody waiting.
+        self._leaves_waiting = False
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._give_way()
+        output = super().schedule(throttle_prefills)
+        self._leaves_waiting = bool(self.waiting)
+        return output
+
+    def _give_way(self) -> None:
+        """Have constrained canvases past their step cap make room for requests that wait.
+
+        Without a constraint nobody holds a place for longer, so that a constraint which is slow to
+        satisfy keeps nobody waiting more than another request would. Such a canvas begins again
+        behind those that wait, and then runs to its end: its tokens are the same.
+        """
+        if not self._leaves_waiting or self.policy != SchedulingPolicy.FCFS:
+            return
+        overdue = [
+            request
+            for request in self.running
+            if (canvas := self._constrained.get(request.request_id))
+            and not canvas.has_given_way
+            and canvas.is_overdue(self._max_steps(request))
+        ]
+        for request in overdue[: len(self.waiting)]:
+            self._constrained[request.request_id].has_given_way = True
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # Which puts it before them.
+            self.waiting.remove_request(request)
+            self.waiting.add_request(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -89,12 +133,14 @@ class WholeCanvasMixin(Scheduler):
         self._constrained.pop(request.request_id, None)
         self._was_denoised.pop(request.request_id, None)
         self._held_prompt_logprobs.pop(request.request_id, None)
+        self._stuck.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
+        self._stuck.forget(request.request_id)
         if canvas := self._constrained.get(request.request_id):
-            canvas.begin()
+            canvas.begin_again()
             self._was_denoised.pop(request.request_id, None)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -147,14 +193,31 @@ class WholeCanvasMixin(Scheduler):
                 continue
             if self._was_denoised.pop(request_id, False):
                 canvas.denoised(tokens)
-            constraints[request_id] = canvas.constraint(
-                len(tokens), self._max_steps(self.requests[request_id])
+            constraints[request_id] = self._constraint(
+                self.requests[request_id], canvas, len(tokens)
             )
         if not constraints:
             return None
         return CanvasConstraints(
             list(constraints), np.empty((0, 0), np.int32), None, list(constraints.values())
         )
+
+    def _constraint(
+        self, request: Request, canvas: ConstrainedCanvas, width: int
+    ) -> CanvasConstraint:
+        """What holds for a request's canvas; one whose constraint fails ends, and no other."""
+        try:
+            return canvas.constraint(width, self._max_steps(request))
+        except DeadEndError:
+            reason = "allows no token here"
+        except Exception as error:
+            # Of a grammar's back end: each has its own, and the engine is not to end with them.
+            logger.warning(
+                "The constraint of request %s failed.", request.request_id, exc_info=True
+            )
+            reason = f"failed here ({type(error).__name__}: {error})"
+        self._stuck.stop(request, f"{constraint_names(request)} {reason}")
+        return CanvasConstraint((), None, restart=False, num_valid=0)
 
     def _max_steps(self, request: Request) -> int:
         """The request's step cap."""
@@ -168,7 +231,9 @@ class WholeCanvasMixin(Scheduler):
     ) -> Any:
         self._count_passes(scheduler_output, model_runner_output)
         self._hold_prompt_logprobs(model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._stuck.end(outputs)
+        return outputs
 
     def _count_passes(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -184,7 +249,11 @@ class WholeCanvasMixin(Scheduler):
             num_emitted = len(emitted[index]) if emitted else 0
             # A pass that was on its way when its request was preempted is no step of a canvas.
             is_running = request.status == RequestStatus.RUNNING
-            if is_running and (constrained := self._constrained.get(req_id)):
+            constrained = self._constrained.get(req_id)
+            if is_running and canvas:
+                num_settled = constrained.num_settled if constrained else 0
+                self._stuck.observe(request, num_settled, num_emitted, self._max_steps(request))
+            if is_running and constrained:
                 self._was_denoised[req_id] = bool(canvas) and not num_emitted
                 if num_emitted:
                     constrained.begin()

@@ -6,11 +6,11 @@ pinned, only tokens that the grammar allows there may be drawn at it, and the re
 model repeats its canvas (or reaches the step cap) without satisfying the constraint, its valid
 prefix is pinned, the frontier moves behind it, and what follows is denoised anew. The frontier
 moves by at least one position each time, so a canvas always comes to an end; past the step cap it
-moves in every step. A canvas is committed only in a step that repeats what was found valid.
+moves in every step. A canvas is committed only in a step that repeats what was found valid. Where
+no token at all may follow what is pinned, :class:`DeadEndError` is raised, and the request ends.
 
 All this is decided in the scheduler, which owns the grammars, from the canvas of the step before;
-:class:`CanvasConstraint` is what the
-sampler is told.
+:class:`CanvasConstraint` is what the sampler is told.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def is_constrained(request: Request) -> bool:
     return bool(request.use_structured_output or _bad_words(request))
 
 
+def constraint_names(request: Request) -> str:
+    """The request's fields that its canvases are held to."""
+    structured = ["structured_outputs"] if request.use_structured_output else []
+    return " with ".join([*structured, *(["bad_words"] if _bad_words(request) else [])])
+
+
 def _bad_words(request: Request) -> list[list[int]]:
     params = request.sampling_params
     return (params.bad_words_token_ids or []) if params is not None else []
@@ -47,6 +53,10 @@ def _may_name_tokens(params: Any) -> bool:
     """Whether the request's constraint is of a kind that can ask for a special token."""
     constraint = params.structured_outputs
     return constraint.structural_tag is not None or constraint.grammar is not None
+
+
+class DeadEndError(Exception):
+    """A request's constraint allows no token where its canvas stands."""
 
 
 class ConstrainedCanvas:
@@ -74,10 +84,24 @@ class ConstrainedCanvas:
 
     def begin(self) -> None:
         """A new canvas."""
+        self.has_given_way = False
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """The same canvas from its start, as after a preemption: its draws are the same again."""
         self._steps = 0
         self._pinned: list[int] = []
         self._tokens: list[int] | None = None
         self._previous: list[int] | None = None
+
+    @property
+    def num_settled(self) -> int:
+        """Leading positions of the canvas that will not change any more."""
+        return len(self._pinned)
+
+    def is_overdue(self, max_steps: int) -> bool:
+        """Whether the canvas takes more steps than one without a constraint may."""
+        return self._steps > max_steps
 
     def denoised(self, tokens: Sequence[int]) -> None:
         """A step's argmax canvas."""
@@ -90,6 +114,9 @@ class ConstrainedCanvas:
         Args:
             width: Positions of the canvas.
             max_steps: The request's step cap; from there on the frontier moves in every step.
+
+        Raises:
+            DeadEndError: If no token may stand at the frontier.
         """
         num_needed = width
         if self._params.max_tokens is not None:
@@ -110,6 +137,8 @@ class ConstrainedCanvas:
         mask = None
         if len(self._pinned) < (num_valid if is_complete else num_needed):
             mask = self._allowed_after(self._pinned)
+            if mask is not None and not mask.any():
+                raise DeadEndError
         return CanvasConstraint(tuple(self._pinned), mask, restart, num_valid if is_complete else 0)
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
@@ -120,12 +149,20 @@ class ConstrainedCanvas:
         before = self._last_output_tokens(longest - 1)
         for i in range(num_valid):
             read = (before + tokens[: i + 1])[-longest:]
-            if any(read[-len(word) :] == word for word in self._words):
+            said = any(read[-len(word) :] == word for word in self._words)
+            if said and not self._leaves_only(tokens[i], tokens[:i]):
                 return i, False
             if self._is_end(tokens[i], self._request.num_output_tokens + i + 1):
                 # An answer that ends before it has begun satisfies nothing.
                 return (i, False) if i < num_thought else (i + 1, True)
         return num_valid, num_needed == num_valid
+
+    def _leaves_only(self, token: int, before: list[int]) -> bool:
+        """Whether the grammar leaves nothing but words that must not occur, ``token`` among them."""
+        if not self._request.use_structured_output:
+            return False
+        mask = self._allowed_after(before)
+        return mask is not None and bool(mask[token >> 5] >> (token & 31) & 1)
 
     def _last_output_tokens(self, count: int) -> list[int]:
         output = self._request.output_token_ids
@@ -161,15 +198,24 @@ class ConstrainedCanvas:
         ]
         if not banned:
             return mask
-        without = self._without(banned, mask)
-        # A word that the grammar leaves no way around is what the request asked for.
-        return without if without.any() else mask
+        without = self._without(banned, self._readable if mask is None else mask)
+        if mask is not None and not without.any():
+            # A word that the grammar leaves no way around is what the request asked for.
+            return mask
+        return without
 
-    def _without(self, banned: Iterable[int], mask: np.ndarray | None = None) -> np.ndarray:
-        """``mask``, of all tokens if it is ``None``, less some tokens."""
+    @functools.cached_property
+    def _readable(self) -> np.ndarray:
+        """Bits of the tokens that may be said where no grammar decides."""
         vocab_size = self._manager.vllm_config.model_config.get_vocab_size()
-        everything = np.full((vocab_size + 31) // 32, -1, dtype=np.int32)
-        without = (everything if mask is None else mask).copy()
+        chosen = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+        chosen[self._params.allowed_token_ids or slice(vocab_size)] = True
+        return np.packbits(chosen, bitorder="little").view(np.int32)
+
+    @staticmethod
+    def _without(banned: Iterable[int], mask: np.ndarray) -> np.ndarray:
+        """``mask`` less some tokens."""
+        without = mask.copy()
         bits = without.view(np.uint32)
         for token in banned:
             bits[token >> 5] &= ~np.uint32(1 << (token & 31))
@@ -182,9 +228,8 @@ class ConstrainedCanvas:
         grammar = request.structured_output_request.grammar
         bounds = self._manager._get_constraint_bounds(request, pinned)
         if bounds.constraint_start > len(pinned):
-            return self._without(
-                {*self._end_tokens, *self._manager._masked_reasoning_ends(request)}
-            )
+            ends = {*self._end_tokens, *self._manager._masked_reasoning_ends(request)}
+            return self._without(ends, self._readable)
         behind = pinned[bounds.grammar_start :]
         if behind:
             grammar.accept_tokens(request.request_id, behind)

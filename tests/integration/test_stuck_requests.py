@@ -1,0 +1,251 @@
+"""Every request ends: what cannot be answered says why, and what is slow makes room for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.support.checkpoints import SHIPPED, random_checkpoint
+from tests.support.engine import TracedEngine
+from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
+
+pytestmark = pytest.mark.engine
+
+NUM_SLOTS, CAP = 4, 6
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+def engine(request):
+    engine = TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=NUM_SLOTS)
+    yield engine
+    engine.close()
+
+
+def constrained(engine: TracedEngine, constraint: dict[str, Any], **options: Any) -> Any:
+    """Parameters of a seeded request with few steps a canvas."""
+    options = {"seed": 3, "max_tokens": 48, "extra_args": {"diffusion_max_steps": CAP}, **options}
+    return engine.sampling_params(
+        structured_outputs=StructuredOutputsParams(**constraint) if constraint else None, **options
+    )
+
+
+def drain(engine: TracedEngine, most: int = 600) -> tuple[dict[str, Any], dict[str, int]]:
+    """Run the engine empty: each request's output, and the step that brought the last of it."""
+    core = engine.llm.llm_engine
+    outputs, ended = {}, {}
+    for step in range(most):
+        if not core.has_unfinished_requests():
+            return outputs, ended
+        for output in core.step():
+            if output.finished:
+                outputs[output.request_id] = output.outputs[0]
+                ended[output.request_id] = step
+    pytest.fail(f"after {most} steps {core.get_num_unfinished_requests()} requests are unfinished")
+
+
+def add(engine: TracedEngine, name: str, params: Any) -> None:
+    tokens = engine.llm.get_tokenizer().encode("What is 7+8?")
+    engine.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
+
+
+EMPTY = {
+    "a schema that is its own": {"json": {"$ref": "#"}},
+    "an expression without a string": {"regex": r"[^\s\S]"},
+    "a prefix, and then nothing": {"regex": r"ab[^\s\S]"},
+    "a grammar that never begins": {"grammar": 'root ::= root "a"'},
+}
+
+
+@pytest.mark.parametrize("constraint", EMPTY.values(), ids=EMPTY.keys())
+def test_empty_language(engine, constraint):
+    """Nothing can be said: the request ends with the reason, and its neighbour's tokens stay."""
+    plain = constrained(engine, {})
+    add(engine, "neighbour", plain)
+    add(engine, "stuck", constrained(engine, constraint))
+    outputs, _ = drain(engine)
+    stuck = outputs["stuck"]
+    assert stuck.finish_reason == "error"
+    assert stuck.stop_reason == "structured_outputs allows no token here"
+    assert not stuck.token_ids
+    add(engine, "alone", plain)
+    alone, _ = drain(engine)
+    assert list(outputs["neighbour"].token_ids) == list(alone["alone"].token_ids)
+
+
+def test_dead_end_behind_an_answer(engine):
+    """Where canvases were answered before, the answer ends there, with the reason."""
+    constraint = {"regex": r"[ab]{40}[^\s\S]"}
+    add(engine, "stuck", constrained(engine, constraint, max_tokens=96))
+    stuck = drain(engine)[0]["stuck"]
+    assert stuck.finish_reason == "length"
+    assert stuck.stop_reason == "structured_outputs allows no token here"
+    assert len(stuck.token_ids) == 32
+    assert set(stuck.text) <= set("ab")
+
+
+def test_grammar_wins_over_a_bad_word(engine):
+    """Where a grammar leaves nothing else, it is said."""
+    params = constrained(engine, {"regex": "a{5}"}, bad_words=["a"])
+    add(engine, "both", params)
+    both = drain(engine)[0]["both"]
+    assert (both.text, both.finish_reason) == ("aaaaa", "stop")
+    # Where there is a way around it, it is not.
+    params = constrained(engine, {"regex": "[ab]{5}"}, bad_words=["a"])
+    add(engine, "both", params)
+    assert drain(engine)[0]["both"].text == "bbbbb"
+
+
+def test_nothing_but_bad_words(engine):
+    """No grammar wins here, and nothing can be said."""
+    tokenizer = engine.llm.get_tokenizer()
+    (only,) = tokenizer.encode("a", add_special_tokens=False)
+    params = constrained(engine, {}, allowed_token_ids=[only], bad_words=["a"])
+    add(engine, "stuck", params)
+    stuck = drain(engine)[0]["stuck"]
+    assert stuck.finish_reason == "error"
+    assert stuck.stop_reason == "bad_words allows no token here"
+
+
+def test_bad_words_keep_to_allowed_ids(engine):
+    """At the frontier too, where the scheduler says what may be drawn."""
+    allowed = engine.llm.get_tokenizer().encode("abc", add_special_tokens=False)
+    params = constrained(engine, {}, allowed_token_ids=allowed, bad_words=["ab"], max_tokens=32)
+    add(engine, "both", params)
+    text = drain(engine)[0]["both"].text
+    assert set(text) <= set("abc")
+    assert "ab" not in text
+
+
+def test_canvas_that_never_settles(engine, monkeypatch):
+    """Whatever the cause, passes without a settled position are bounded; neighbours go on."""
+    plain = constrained(engine, {})
+    never = ConstrainedCanvas.constraint
+
+    def constraint(self, width, max_steps):
+        told = never(self, width, max_steps)
+        self._pinned = []
+        return type(told)((), told.frontier_mask, restart=False, num_valid=0)
+
+    monkeypatch.setattr(ConstrainedCanvas, "constraint", constraint)
+    add(engine, "stuck", constrained(engine, {"regex": "[a-z]{40}"}))
+    add(engine, "neighbour", plain)
+    outputs, ended = drain(engine)
+    assert "no position was settled" in outputs["stuck"].stop_reason
+    assert ended["stuck"] <= 2 * CAP + 8
+    assert outputs["neighbour"].finish_reason in ("stop", "length")
+
+
+def test_grammar_that_raises(engine, monkeypatch):
+    """What a back end raises ends the request whose grammar it is, and no other."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+    checks = XgrammarGrammar.validate_tokens
+
+    def validate_tokens(self, tokens):
+        if getattr(self, "is_broken", False):
+            raise RuntimeError("broken")
+        return checks(self, tokens)
+
+    monkeypatch.setattr(XgrammarGrammar, "validate_tokens", validate_tokens)
+    whole = constrained(engine, {"regex": "[a-z]{5}"})
+    for name in ("broken", "whole"):
+        add(engine, name, whole)
+    core = engine.llm.llm_engine
+    outputs = {}
+    while core.has_unfinished_requests():
+        for request in engine.scheduler.requests.values():
+            grammar = request.structured_output_request.grammar
+            if request.request_id.startswith("broken") and grammar is not None:
+                grammar.is_broken = True
+        outputs |= {o.request_id: o.outputs[0] for o in core.step() if o.finished}
+    assert outputs["broken"].stop_reason == "structured_outputs failed here (RuntimeError: broken)"
+    assert len(outputs["whole"].text) == 5
+
+
+def test_ended_requests_leave_nothing(engine):
+    """Slots, blocks and records of requests that were ended are free."""
+    for i in range(3 * NUM_SLOTS):
+        add(engine, f"stuck {i}", constrained(engine, {"regex": r"a[^\s\S]"}))
+    drain(engine)
+    scheduler = engine.scheduler
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert not scheduler._constrained
+    assert not scheduler._stuck._idle_passes
+    assert scheduler.kv_cache_manager.usage == 0
+
+
+HOSTILE: tuple[dict[str, Any], ...] = (
+    {"constraint": {"regex": "a{5}"}, "bad_words": ["a"]},
+    {"constraint": {"json": {"$ref": "#"}}},
+    {"constraint": {"regex": r"ab[^\s\S]"}},
+    {"constraint": {"grammar": 'root ::= root "a"'}},
+    {"constraint": {"regex": "([xyz]{3}-){40}"}},
+    {"constraint": {"regex": "[A-Z]{64}"}, "temperature": 2.0, "repetition_penalty": 100.0},
+    {"constraint": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 30}}},
+    {"constraint": {"regex": "[0-9]{64}"}, "presence_penalty": -2.0, "bad_words": ["1", "2"]},
+)
+
+
+def test_slow_constraint_makes_room(engine):
+    """Past its step cap a canvas lets those that wait go first, and its tokens are the same."""
+    slow = constrained(
+        engine, {"regex": "[xyz]{31}q"}, max_tokens=32, extra_args={"diffusion_max_steps": 2}
+    )
+    quick = constrained(engine, {})
+    for i in range(NUM_SLOTS):
+        add(engine, f"slow {i}", slow)
+    for i in range(2 * NUM_SLOTS):
+        add(engine, f"quick {i}", quick)
+    outputs, ended = drain(engine)
+    assert max(ended[f"quick {i}"] for i in range(2 * NUM_SLOTS)) < min(
+        ended[f"slow {i}"] for i in range(NUM_SLOTS)
+    )
+    add(engine, "alone", slow)
+    alone = list(drain(engine)[0]["alone"].token_ids)
+    assert all(list(outputs[f"slow {i}"].token_ids) == alone for i in range(NUM_SLOTS))
+
+
+@pytest.mark.parametrize(
+    ("num_others", "asynchronous"),
+    [
+        pytest.param(32, False, id="32 others"),
+        pytest.param(200, False, id="200 others", marks=pytest.mark.slow),
+        pytest.param(200, True, id="200 others, asynchronous", marks=pytest.mark.slow),
+    ],
+)
+def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_path_factory):
+    """Honest requests behind hostile ones wait at most twice as long as behind legal ones.
+
+    In engine steps, on weights that converge neither with a constraint nor without one. All of them
+    may take the same number of steps a canvas, and ask for as many tokens.
+    """
+    engine = TracedEngine(
+        random_checkpoint(tmp_path_factory.mktemp("random")),
+        async_scheduling=asynchronous,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+    )
+
+    def last_honest_step(others: list[dict[str, Any]]) -> int:
+        for i in range(num_others):
+            options = dict(others[i % len(others)])
+            constraint = options.pop("constraint")
+            params = constrained(engine, constraint, seed=i, max_tokens=64, **options)
+            add(engine, f"other {i}", params)
+        for i in range(8):
+            add(engine, f"honest {i}", constrained(engine, {}, seed=i, ignore_eos=True))
+        outputs, ended = drain(engine, most=20_000)
+        assert len(outputs) == num_others + 8
+        return max(step for name, step in ended.items() if name.startswith("honest"))
+
+    try:
+        legal = last_honest_step([{"constraint": {}, "ignore_eos": True}])
+        hostile = last_honest_step(list(HOSTILE))
+    finally:
+        engine.close()
+    print(f"honest requests end with step {legal} behind legal ones, {hostile} behind hostile ones")
+    assert hostile <= 2 * legal

@@ -1,0 +1,97 @@
+"""Requests that get nowhere are ended, with the reason: none keeps its slot for ever.
+
+Every canvas is done after its step cap, and one that is held to a constraint settles at least one
+more position in each step past it. So a request that settles nothing in as many passes as its cap
+will never settle anything, whatever its settings; one whose constraint allows no token where its
+canvas stands is known at once.
+"""
+
+from __future__ import annotations
+
+from vllm.outputs import RequestError
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+# Passes that a canvas may take beyond its cap: the scheduler hears of a step in the pass after it,
+# and with asynchronous scheduling the finished canvas is emitted by one more.
+SLACK = 4
+
+
+class StuckRequests:
+    """Watches over the progress of requests, and ends those that make none."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Watch over nobody yet.
+
+        Args:
+            scheduler: Of which the requests are ended.
+        """
+        self._scheduler = scheduler
+        # By request: passes since a position was settled, and how many of its canvas are.
+        self._idle_passes: dict[str, tuple[int, int]] = {}
+        self._reasons: dict[str, str] = {}
+        self.num_ended = 0
+
+    def observe(self, request: Request, num_settled: int, num_emitted: int, max_steps: int) -> None:
+        """A pass in which the request had a canvas.
+
+        Args:
+            request: The engine's request.
+            num_settled: Leading positions of its canvas that will not change any more.
+            num_emitted: Tokens that the pass emitted.
+            max_steps: Its step cap.
+        """
+        passes, before = self._idle_passes.get(request.request_id, (0, 0))
+        passes = 0 if num_emitted or num_settled > before else passes + 1
+        self._idle_passes[request.request_id] = (passes, 0 if num_emitted else num_settled)
+        if passes > max_steps + SLACK:
+            self.stop(request, f"no position was settled in {passes} passes")
+
+    def stop(self, request: Request, reason: str) -> None:
+        """End the request with the pass that is on its way.
+
+        Args:
+            request: The engine's request.
+            reason: Why it cannot go on, for its client.
+        """
+        self._reasons.setdefault(request.request_id, reason)
+
+    def forget(self, request_id: str) -> None:
+        """A preempted request begins its canvas again; a finished one has none."""
+        self._idle_passes.pop(request_id, None)
+        self._reasons.pop(request_id, None)
+
+    def end(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Called when vLLM's scheduler has done with a pass.
+
+        An answer ends where it is, with the finish reason "length" and the reason as stop reason. A
+        request that has no token yet is refused with it: the 400 that a constraint gets which
+        cannot be compiled.
+
+        Args:
+            outputs: What the pass tells each client; added to.
+        """
+        for request_id, reason in list(self._reasons.items()):
+            self.forget(request_id)
+            request = self._scheduler.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            status, error = RequestStatus.FINISHED_LENGTH_CAPPED, None
+            if request.num_output_tokens == 0:
+                status = RequestStatus.FINISHED_ERROR
+                error = RequestError("validation_error", f"The request has no answer: {reason}.")
+            self._scheduler.finish_requests(request_id, status)
+            self.num_ended += 1
+            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            told.outputs.append(
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=reason,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                    error=error,
+                )
+            )
