@@ -110,6 +110,7 @@ class PassTotals:
     projected_rows: int = 0
     denoise_steps: int = 0
     canvases: int = 0
+    stuck_requests: int = 0
 
 
 class PassCounters:
@@ -129,6 +130,10 @@ class PassCounters:
         totals.canvases += 1 if rows.num_emitted else 0
         if isinstance(record, CanvasRequestRecord):
             record.observe_pass(rows)
+
+    def observe_stuck_request(self) -> None:
+        """Count a request that was ended since it settled nothing."""
+        self._totals.stuck_requests += 1
 
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int
@@ -150,6 +155,7 @@ _HELP = {
     "projected_rows": "Rows projected to the vocabulary.",
     "denoise_steps": "Denoising steps of canvases.",
     "canvases": "Canvases emitted.",
+    "stuck_requests": "Requests that were ended since they settled nothing.",
 }
 
 

@@ -6,11 +6,12 @@ the worker (where the same values come in already checked).
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_diffusion.decoding.settings import QUALITY, REQUESTED_STEPS, Setting
 
 PREFIX = "diffusion_"
 
@@ -66,13 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quality": {"entropy_bound": 0.05, "confidence_threshold": 0.0025, "stability_threshold": 2},
 }
 
-_QUALITY_NAMES = (
-    "diffusion_entropy_bound",
-    "diffusion_confidence_threshold",
-    "diffusion_t_min",
-    "diffusion_t_max",
-)
-_NAMES = (
+_NAMES: tuple[str, ...] = (
     "diffusion_max_steps",
     "diffusion_canvas_length",
     "diffusion_seed_canvas",
@@ -80,8 +75,7 @@ _NAMES = (
     "diffusion_read_only",
     "diffusion_constrained",
     "diffusion_preset",
-    "diffusion_stability_threshold",
-    *_QUALITY_NAMES,
+    *(PREFIX + name for name in QUALITY),
 )
 
 
@@ -99,7 +93,7 @@ def parse_canvas_params(
         extra_args: ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
         canvas_length: The server's canvas width in tokens.
         vocab_size: Number of token ids.
-        max_denoising_steps: The server's step cap.
+        max_denoising_steps: The server's step cap, to which a request's is lowered.
         logprob_token_ids: ``SamplingParams.logprob_token_ids``, the allowed set of
             ``diffusion_constrained``.
 
@@ -113,7 +107,7 @@ def parse_canvas_params(
         if name not in _NAMES:
             raise RequestParamError(name, f"is not known; known are {', '.join(_NAMES)}.")
 
-    width = _int_in_range(args, "diffusion_canvas_length", 1, canvas_length)
+    width = _number(args, "diffusion_canvas_length", Setting(int, 1, canvas_length))
     seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
     expected = width or canvas_length
     if seed_canvas is not None and len(seed_canvas) != expected:
@@ -133,15 +127,15 @@ def parse_canvas_params(
             "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
         )
     quality = _preset(args)
-    for name in _QUALITY_NAMES:
-        if (number := _positive_number(args, name)) is not None:
-            quality[name.removeprefix(PREFIX)] = number
-    if (threshold := _int_in_range(args, "diffusion_stability_threshold", 0, None)) is not None:
-        quality["stability_threshold"] = threshold
+    for name, setting in QUALITY.items():
+        if (number := _number(args, PREFIX + name, setting)) is not None:
+            quality[name] = number
     return CanvasParams(
         **quality,
         # Stock lowers a cap above the server's to the server's; so do we.
-        max_steps=_capped(_int_in_range(args, "diffusion_max_steps", 1, None), max_denoising_steps),
+        max_steps=_capped(
+            _number(args, "diffusion_max_steps", REQUESTED_STEPS), max_denoising_steps
+        ),
         canvas_length=width,
         seed_canvas=seed_canvas,
         pinned=pinned or (),
@@ -163,7 +157,7 @@ def is_read_only(sampling_params: Any) -> bool:
     return bool((sampling_params.extra_args or {}).get("diffusion_read_only"))
 
 
-def _capped(value: int | None, cap: int) -> int | None:
+def _capped(value: Any, cap: int) -> int | None:
     return None if value is None else min(value, cap)
 
 
@@ -176,27 +170,14 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _int_in_range(args: Mapping[str, Any], name: str, low: int, high: int | None) -> int | None:
+def _number(args: Mapping[str, Any], name: str, setting: Setting) -> Any:
+    """The argument as what it is set to be; ``None`` where it is left out."""
     value = args.get(name)
     if value is None:
         return None
-    if not _is_int(value) or value < low or (high is not None and value > high):
-        upper = "" if high is None else f" and at most {high}"
-        raise RequestParamError(
-            name, f"must be an integer of at least {low}{upper}; got {_shown(value)}."
-        )
-    return int(value)
-
-
-def _positive_number(args: Mapping[str, Any], name: str) -> float | None:
-    value = args.get(name)
-    if value is None:
-        return None
-    is_number = _is_int(value) or isinstance(value, float)
-    # A NaN is above nothing.
-    if not is_number or not 0 < value < math.inf:
-        raise RequestParamError(name, f"must be a number above 0; got {_shown(value)}.")
-    return float(value)
+    if problem := setting.problem(value):
+        raise RequestParamError(name, problem)
+    return setting.kind(value)
 
 
 def _preset(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from vllm_diffusion.decoding.settings import REQUESTED_STEPS
 from vllm_diffusion.requests import number_bounds
 from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
 
-# Larger than any step cap: the worker lowers a request's cap to the server's.
-_NO_CAP = 2**31 - 1
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
 
@@ -173,7 +172,8 @@ def validate_diffusion_arguments(
             params.extra_args,
             canvas_length=canvas_length,
             vocab_size=vocab_size,
-            max_denoising_steps=_NO_CAP,
+            # The worker lowers a request's cap to the server's.
+            max_denoising_steps=int(REQUESTED_STEPS.high),
             logprob_token_ids=params.logprob_token_ids,
         )
     except RequestParamError as error:

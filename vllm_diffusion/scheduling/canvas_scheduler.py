@@ -55,7 +55,7 @@ class WholeCanvasMixin(Scheduler):
         self._was_denoised: dict[str, bool] = {}
         # Prompt log-probabilities of requests that have not emitted a token yet.
         self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
-        self._stuck = StuckRequests(self)
+        self._stuck = StuckRequests(self, self._counters)
         # Whether the last pass left somebody waiting.
         self._leaves_waiting = False
 

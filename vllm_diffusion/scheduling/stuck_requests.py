@@ -13,6 +13,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_diffusion.metrics import PassCounters
+
 # Passes that a canvas may take beyond its cap: the scheduler hears of a step in the pass after it,
 # and with asynchronous scheduling the finished canvas is emitted by one more.
 SLACK = 4
@@ -21,17 +23,18 @@ SLACK = 4
 class StuckRequests:
     """Watches over the progress of requests, and ends those that make none."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, counters: PassCounters) -> None:
         """Watch over nobody yet.
 
         Args:
-            scheduler: Of which the requests are ended.
+            scheduler: Whose requests are ended.
+            counters: Of the engine.
         """
         self._scheduler = scheduler
+        self._counters = counters
         # By request: passes since a position was settled, and how many of its canvas are.
         self._idle_passes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, str] = {}
-        self.num_ended = 0
 
     def observe(self, request: Request, num_settled: int, num_emitted: int, max_steps: int) -> None:
         """A pass in which the request had a canvas.
@@ -55,7 +58,9 @@ class StuckRequests:
             request: The engine's request.
             reason: Why it cannot go on, for its client.
         """
-        self._reasons.setdefault(request.request_id, reason)
+        if request.request_id not in self._reasons:
+            self._reasons[request.request_id] = reason
+            self._counters.observe_stuck_request()
 
     def forget(self, request_id: str) -> None:
         """A preempted request begins its canvas again; a finished one has none."""
@@ -82,7 +87,6 @@ class StuckRequests:
                 status = RequestStatus.FINISHED_ERROR
                 error = RequestError("validation_error", f"The request has no answer: {reason}.")
             self._scheduler.finish_requests(request_id, status)
-            self.num_ended += 1
             told = outputs.setdefault(request.client_index, EngineCoreOutputs())
             told.outputs.append(
                 EngineCoreOutput(

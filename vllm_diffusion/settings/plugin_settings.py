@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from vllm_diffusion.decoding.settings import MAX_STEPS, QUALITY
 from vllm_diffusion.requests.params import PRESETS
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def environment_flags() -> EnvironmentFlags:
     )
 
 
+_NUMBERS = {"max_denoising_steps": MAX_STEPS, **QUALITY}
+
+
 @dataclass(frozen=True)
 class PluginSettings:
     """What the operator sets with ``--additional-config '{"diffusion": {...}}'``.
@@ -49,8 +52,8 @@ class PluginSettings:
     ``None`` leaves a setting to the checkpoint's ``generation_config.json``.
 
     Attributes:
-        max_denoising_steps: N, the step cap of every canvas, at least 1.
-        t_min: Temperature after the last step, above 0.
+        max_denoising_steps: N, the step cap of every canvas, 1 to 10,000.
+        t_min: Temperature after the last step, 1e-4 to 1e4.
         t_max: Temperature at the first step, at least ``t_min``.
         entropy_bound: Nats, above 0.
         confidence_threshold: Mean entropy in nats, above 0.
@@ -85,10 +88,10 @@ class PluginSettings:
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
 
-        for name in ("max_denoising_steps", "stability_threshold"):
-            _check_number(name, getattr(self, name), int, low=0 if name[0] == "s" else 1)
-        for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
-            _check_number(name, getattr(self, name), float, low=0.0)
+        for name, setting in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None and (problem := setting.problem(value)):
+                raise ValueError(f"{name} {problem}")
         choices = {
             "window_anchor": get_args(WindowAnchor),
             "attention": get_args(Impl),
@@ -103,22 +106,6 @@ class PluginSettings:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "fused_encode"):
                 raise ValueError(f"{name}={value!r} must be true or false.")
-
-
-def _check_number(name: str, value: object, kind: type, low: float) -> None:
-    """Raise a ``ValueError`` unless ``value`` is ``None`` or a finite number in range.
-
-    Integers start at ``low``; floats must be above it.
-    """
-    if value is None:
-        return
-    # JSON's true and false are integers to Python.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        if not isinstance(value, int) or not is_number or value < low:
-            raise ValueError(f"{name}={value!r} must be an integer of at least {int(low)}.")
-    elif not isinstance(value, (int, float)) or not is_number or not low < value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a number above {low:g}.")
 
 
 def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
@@ -161,14 +148,8 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
     return False
 
 
-# Keys of generation_config.json, with the type that each must have.
-_GENERATION_KEYS: dict[str, type] = {
-    "max_denoising_steps": int,
-    "t_min": float,
-    "t_max": float,
-    "confidence_threshold": float,
-    "stability_threshold": int,
-}
+# Keys of generation_config.json.
+_GENERATION_KEYS = tuple(name for name in _NUMBERS if name != "entropy_bound")
 _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
 
 
@@ -186,7 +167,7 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
     generation, source = _generation_config(vllm_config.model_config)
     preset = PRESETS[settings.preset] if settings.preset is not None else {}
     values: dict[str, Any] = {}
-    for name, kind in _GENERATION_KEYS.items():
+    for name in _GENERATION_KEYS:
         value = getattr(settings, name)
         if value is None:
             value = preset.get(name)
@@ -199,10 +180,8 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
                 f"{source} has no {name}, which DiffusionGemma's denoising needs. Add it there, "
                 f'or set it with --additional-config \'{{"diffusion": {{"{name}": ...}}}}\'.'
             )
-        try:
-            _check_number(name, value, kind, low=0 if kind is float or name[0] == "s" else 1)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        if problem := _NUMBERS[name].problem(value):
+            raise ValueError(f"{source}: {name} {problem}")
         values[name] = value
     if values["t_max"] < values["t_min"]:
         raise ValueError(
@@ -233,10 +212,8 @@ def _entropy_bound(chosen: float | None, generation: Mapping[str, Any], source: 
             f"{source} has no sampler_config.entropy_bound. Add it there, or set entropy_bound "
             f"with {OPTION}."
         )
-    try:
-        _check_number("sampler_config.entropy_bound", bound, float, low=0.0)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+    if problem := QUALITY["entropy_bound"].problem(bound):
+        raise ValueError(f"{source}: sampler_config.entropy_bound {problem}")
     return float(bound)
 
 

@@ -1,0 +1,60 @@
+"""The numbers that steer denoising, and what they may be.
+
+A server sets them under these names, a request with ``diffusion_`` before them. The bounds are
+those of the element of a tensor that holds the number on the device: what an integer of 32 bits or
+float32 does not hold would be another number there, or none.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_INT32_MAX = 2**31 - 1
+# Smaller numbers lose their digits in float32, or are 0.
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, 3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A number.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        low: The least.
+        high: The largest.
+    """
+
+    kind: type[int] | type[float]
+    low: float
+    high: float
+
+    def problem(self, value: object) -> str | None:
+        """``None`` if ``value`` is one, else what to say of it behind its name."""
+        kinds = (int,) if self.kind is int else (int, float)
+        # JSON's true and false are integers to Python, and a NaN is within nothing.
+        if isinstance(value, kinds) and not isinstance(value, bool):
+            number: float = value
+            if self.low <= number <= self.high:
+                return None
+        noun = "an integer" if self.kind is int else "a number"
+        low, high = (f"{bound:.10g}" for bound in (self.low, self.high))
+        return f"must be {noun} of at least {low} and at most {high}; got {reprlib.repr(value)}."
+
+
+# Each step is a pass: more of them end no canvas that is not a mistake.
+MAX_STEPS = Setting(int, 1, 10_000)
+# A request's is lowered to the server's.
+REQUESTED_STEPS = Setting(int, 1, _INT32_MAX)
+# Logits are divided by it: they stay apart, and finite.
+_TEMPERATURE = Setting(float, 1e-4, 1e4)
+
+# What a request and a server may set of a canvas, by name.
+QUALITY: Mapping[str, Setting] = {
+    "entropy_bound": Setting(float, _FLOAT32_MIN, _FLOAT32_MAX),
+    "confidence_threshold": Setting(float, _FLOAT32_MIN, _FLOAT32_MAX),
+    "stability_threshold": Setting(int, 0, _INT32_MAX),
+    "t_min": _TEMPERATURE,
+    "t_max": _TEMPERATURE,
+}
