@@ -69,6 +69,21 @@ TABLE: tuple[Symbol, ...] = (
         "Stock refuses temperature, seed and min_p, which our sampler honours.",
     ),
     Symbol(
+        "vllm.sampling_params:SamplingParams._verify_args",
+        Use.REPLACED,
+        "Calls the original, and names the field of a refusal that names it in words only.",
+    ),
+    Symbol(
+        "vllm.multimodal.registry:MultiModalRegistry.create_processor",
+        Use.CALLED,
+        "Knows the images and videos that a server takes.",
+    ),
+    Symbol(
+        "vllm.model_executor.models.gemma4_mm:Gemma4ProcessingInfo.get_mm_max_tokens_per_item",
+        Use.CALLED,
+        "The largest of them, which a pass must hold.",
+    ),
+    Symbol(
         "vllm.v1.engine.input_processor:validate_diffusion_sampling_params",
         Use.REPLACED,
         "diffusion_* arguments are refused at the door, each by its name.",

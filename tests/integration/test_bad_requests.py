@@ -244,6 +244,32 @@ BAD_SAMPLING_PARAMETERS = [
     # What a sampler of whole canvases cannot do.
     ("thinking_token_budget", {"thinking_token_budget": 20}),
 ]
+# Numbers that the engine's message, an integer or a float32 does not hold. The first of them ended
+# the engine, the next three were a 500.
+NUMBERS_OUT_OF_BOUNDS = [
+    ("seed", {"seed": 2**63 - 1, "n": 2}),
+    ("top_k", {"top_k": 10**30}),
+    ("stream_interval", {"stream_interval": 10**30}),
+    (
+        "repetition_detection",
+        {"repetition_detection": {"max_pattern_size": 4, "min_count": 10**30}},
+    ),
+    *(
+        (field, {field: value})
+        for field in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        )
+        for value in (1e39, float("inf"), float("nan"))
+    ),
+    ("repetition_penalty", {"repetition_penalty": 1e-45}),
+    ("n", {"n": 10**6}),
+    ("min_tokens", {"min_tokens": 10**30}),
+]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +290,24 @@ def test_bad_sampling_parameter(field: str, fields: dict[str, Any], server: Serv
         timeout=300,
     )
     _assert_refused(response, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    NUMBERS_OUT_OF_BOUNDS,
+    ids=lambda value: value if isinstance(value, str) else str(value),
+)
+def test_number_out_of_bounds(field: str, fields: dict[str, Any], server: Server) -> None:
+    """A number that is none of the field's is refused with the field where a client looks for it."""
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        # Python's own encoder, as above.
+        content=json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, **fields}),
+        headers={"content-type": "application/json"},
+        timeout=300,
+    )
+    _assert_refused(response, field)
+    assert response.json()["error"]["param"] == field
 
 
 def test_refused_stream(server: Server) -> None:

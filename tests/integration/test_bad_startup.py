@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,11 +206,43 @@ def test_diffusion_config_option(config: dict[str, Any], word: str, tmp_path: Pa
 def test_budget_below_two_canvases(tmp_path: Path) -> None:
     """A token budget in which canvases starve is refused with the least that will do."""
     checkpoint = copy_checkpoint(tmp_path, config={"canvas_length": 32})
-    message = refusal(checkpoint, max_num_batched_tokens=63, max_num_seqs=1)
+    text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    message = refusal(checkpoint, max_num_batched_tokens=63, max_num_seqs=1, **text_only)
     assert "max_num_batched_tokens=63" in message
     assert "--max-num-batched-tokens" in message
     assert "64" in message
-    configure(checkpoint, max_num_batched_tokens=64, max_num_seqs=1)
+    configure(checkpoint, max_num_batched_tokens=64, max_num_seqs=1, **text_only)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1, "max_model_len": 1024},
+        # Two canvases, which is enough without images and videos.
+        {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+    ],
+    ids=str,
+)
+def test_budget_below_a_video(options: dict[str, Any], tmp_path: Path) -> None:
+    """A pass that cannot hold a video is refused with both ways out, and each of them is one."""
+    checkpoint = copy_checkpoint(tmp_path)
+    message = refusal(checkpoint, **options)
+    (least,) = re.findall(r"set --max-num-batched-tokens to at least (\d+)", message)
+    (limits,) = re.findall(r"--limit-mm-per-prompt '(.*)'", message)
+    configure(checkpoint, **options | {"max_num_batched_tokens": int(least)})
+    assert "video" in refusal(checkpoint, **options | {"max_num_batched_tokens": int(least) - 1})
+    configure(checkpoint, **options, limit_mm_per_prompt=json.loads(limits))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sliding_window", -4), ("hidden_size", -4), ("hidden_size", 0), ("vocab_size", -1)],
+)
+def test_number_of_the_checkpoint(key: str, value: int, tmp_path: Path) -> None:
+    """Refused before anything is made of it, also where no weights are read."""
+    checkpoint = copy_checkpoint(tmp_path, text_config={key: value})
+    for options in ({}, {"load_format": "dummy"}):
+        assert f"text_config.{key}={value} in config.json" in refusal(checkpoint, **options)
 
 
 def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +445,9 @@ def test_keep_last_canvas_retention(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [None, 3, 8, 128, 256])
 def test_max_num_seqs(given: int | None, tmp_path: Path) -> None:
     """What memory carries, up to the canvases of a pass; an operator's number whatever it is."""
-    options = {} if given is None else {"max_num_seqs": given}
+    options: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    if given is not None:
+        options["max_num_seqs"] = given
     config = configure(copy_checkpoint(tmp_path), max_num_batched_tokens=640, **options)
     expected = 640 // config.diffusion_config.canvas_length if given is None else given
     assert expected != 8 or given == 8

@@ -18,6 +18,7 @@ from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.weight_files import check_weight_files
+from vllm_diffusion.requests import refused_fields
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     diffusion_gemma_defaults,
@@ -25,6 +26,8 @@ from vllm_diffusion.settings.plugin_settings import (
     plugin_settings,
 )
 from vllm_diffusion.startup import request_capacity
+from vllm_diffusion.startup.config_numbers import check_config_numbers
+from vllm_diffusion.startup.media_budget import check_media_budget
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -48,6 +51,7 @@ class DiffusionGemmaEngineConfig:
         plugin_settings(vllm_config)
         _check_constraint_back_end(vllm_config)
         _check_canvas_length(vllm_config.model_config)
+        check_config_numbers(vllm_config.model_config.hf_config)
         _check_logits_processors(vllm_config.model_config)
         choose_attention(vllm_config)
 
@@ -59,10 +63,12 @@ class DiffusionGemmaEngineConfig:
         # Known wherever the configuration goes: at the door and in the scheduler.
         vllm_config.model_config.canvas_defaults = diffusion_gemma_defaults(vllm_config)
         _check_sizes(vllm_config)
+        check_media_budget(vllm_config)
         _check_weights(vllm_config)
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
+        refused_fields.install()
 
 
 def _check_weights(vllm_config: VllmConfig) -> None:

@@ -1,0 +1,132 @@
+"""A number of ``config.json`` that no model can be made of is named, and every other one passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tests.support.checkpoints import SHIPPED
+from vllm_diffusion.startup.config_numbers import check_config_numbers
+
+TEXT_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "num_experts",
+    "top_k_experts",
+    "vocab_size",
+    "sliding_window",
+    "max_position_embeddings",
+)
+VISION_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "patch_size",
+    "pooling_kernel_size",
+    "position_embedding_size",
+    "default_output_length",
+)
+
+
+def changed(folder: Path, section: str | None, **changes: Any) -> Any:
+    """The shipped checkpoint's configuration, as transformers reads it."""
+    content = json.loads((SHIPPED / "config.json").read_text())
+    (content[section] if section else content).update(changes)
+    (folder / "config.json").write_text(json.dumps(content))
+    return AutoConfig.from_pretrained(folder)
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(ValueError, match="in config.json of the checkpoint must") as raised:
+        check_config_numbers(config)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+@pytest.mark.parametrize("value", [-4, 0, 10**12])
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        *(("text_config", key) for key in TEXT_SIZES),
+        *(("vision_config", key) for key in VISION_SIZES),
+    ],
+)
+def test_size(section: str, key: str, value: int, tmp_path: Path) -> None:
+    """A size is at least 1, and none that a product of two sizes overflows with."""
+    assert f"{section}.{key}" in refusal(changed(tmp_path, section, **{key: value}))
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "boi_token_id", "eoi_token_id"])
+@pytest.mark.parametrize("value", [-1, 320])
+def test_image_token(key: str, value: int, tmp_path: Path) -> None:
+    """They are ids of the vocabulary."""
+    assert refusal(changed(tmp_path, None, **{key: value})).startswith(f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("final_logit_softcapping", 0.0),
+        ("final_logit_softcapping", -30.0),
+        ("final_logit_softcapping", float("inf")),
+        ("final_logit_softcapping", "30"),
+    ],
+)
+def test_number(key: str, value: Any, tmp_path: Path) -> None:
+    """Divisors and roots are numbers that one can divide by and draw a root of."""
+    assert f"text_config.{key}={value!r}" in refusal(
+        changed(tmp_path, "text_config", **{key: value})
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rope_theta", -1.0), ("rope_theta", 0), ("partial_rotary_factor", 2.0)]
+)
+def test_rotary_embedding(key: str, value: float, tmp_path: Path) -> None:
+    """The same of positions."""
+    config = changed(tmp_path, None)
+    config.text_config.rope_parameters["full_attention"][key] = value
+    assert f"rope_parameters.full_attention.{key}={value}" in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
+        (
+            {"num_global_key_value_heads": 3},
+            ["num_global_key_value_heads", "num_attention_heads=4"],
+        ),
+        ({"top_k_experts": 5}, ["top_k_experts=5", "num_experts=4"]),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_go_together(
+    changes: dict[str, int], words: list[str], tmp_path: Path
+) -> None:
+    """Both are named."""
+    message = refusal(changed(tmp_path, "text_config", **changes))
+    for word in words:
+        assert word in message
+
+
+def test_published_numbers_pass(tmp_path: Path) -> None:
+    """Those of the shipped checkpoint, and of the classes' defaults, which are real models'."""
+    check_config_numbers(changed(tmp_path, None))
+    check_config_numbers(type(AutoConfig.from_pretrained(SHIPPED))())

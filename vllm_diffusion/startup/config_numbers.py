@@ -1,0 +1,133 @@
+"""The numbers of a checkpoint's ``config.json`` that tensors, kernels and masks are made by.
+
+transformers refuses what is of another type, by its name. A number of the right type that is none
+of a size would otherwise be served (a negative sliding window), or end in the middle of an
+allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Far beyond any model, and far below what overflows when a few of them are multiplied.
+_LARGEST_SIZE = 2**20
+_INT32_MAX = 2**31 - 1
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_TEXT_SIZES = (*_SIZES, "moe_intermediate_size", "num_experts", "top_k_experts")
+_VISION_SIZES = (
+    *_SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "patch_size",
+    "pooling_kernel_size",
+    "position_embedding_size",
+    "default_output_length",
+)
+_IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
+# Numbers of a layer, and what a full-attention layer's own is called in the file.
+_GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number of ``config.json``, and what it may be.
+
+    Attributes:
+        name: As a reader of the file knows it.
+        value: What it is; ``None`` where it may be left out.
+        low: The least.
+        high: The largest.
+    """
+
+    name: str
+    value: Any
+    low: float = 1
+    high: float = _LARGEST_SIZE
+
+    def check(self) -> None:
+        if self.value is None:
+            return
+        kind = "an integer" if isinstance(self.low, int) else "a number"
+        wanted = int if isinstance(self.low, int) else (int, float)
+        is_number = isinstance(self.value, wanted) and not isinstance(self.value, bool)
+        # A NaN is within nothing.
+        if is_number and self.low <= self.value <= self.high:
+            return
+        raise ValueError(
+            f"{self.name}={self.value!r} in config.json of the checkpoint must be {kind} between "
+            f"{self.low} and {self.high}; correct it, or copy the checkpoint again."
+        )
+
+
+def check_config_numbers(hf_config: Any) -> None:
+    """Raise unless a model can be made by what a checkpoint says of itself.
+
+    Args:
+        hf_config: transformers' configuration of a DiffusionGemma checkpoint.
+
+    Raises:
+        ValueError: Naming the number, what it is and what it may be.
+    """
+    for number in _numbers(hf_config):
+        number.check()
+    _check_divisions(hf_config)
+
+
+def _numbers(hf_config: Any) -> Iterator[_Number]:
+    text = hf_config.text_config
+    for name in _TEXT_SIZES:
+        yield _Number(f"text_config.{name}", getattr(text, name, None))
+    # 64 times the largest in use; a table of a number for each id is still 64 MiB.
+    yield _Number("text_config.vocab_size", text.vocab_size, high=2**24)
+    for name in ("sliding_window", "max_position_embeddings"):
+        yield _Number(f"text_config.{name}", getattr(text, name, None), high=_INT32_MAX)
+    for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
+        for name in _GLOBAL:
+            yield _Number(_layer_name(name, kind), getattr(layer, name))
+    yield _Number("text_config.rms_norm_eps", text.rms_norm_eps, low=0.0, high=1.0)
+    # Logits are divided by it.
+    cap = getattr(text, "final_logit_softcapping", None)
+    yield _Number("text_config.final_logit_softcapping", cap, low=1e-3, high=1e6)
+    for kind, rope in (text.rope_parameters or {}).items():
+        if isinstance(rope, dict):
+            name = f"text_config.rope_parameters.{kind}."
+            yield _Number(f"{name}rope_theta", rope.get("rope_theta"), low=1.0, high=1e12)
+            factor = rope.get("partial_rotary_factor")
+            yield _Number(f"{name}partial_rotary_factor", factor, low=0.0, high=1.0)
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is None:
+        return
+    for name in _VISION_SIZES:
+        yield _Number(f"vision_config.{name}", getattr(vision, name, None))
+    for name in _IMAGE_TOKENS:
+        yield _Number(name, getattr(hf_config, name, None), low=0, high=text.vocab_size - 1)
+
+
+def _layer_name(name: str, kind: str) -> str:
+    """What the file calls a number of a layer of this kind."""
+    own = f"{_GLOBAL[name]} (or {name})" if kind == "full_attention" else name
+    return f"text_config.{own}"
+
+
+def _check_divisions(hf_config: Any) -> None:
+    """Heads share key-value heads evenly, and a token has no more experts than there are."""
+    text = hf_config.text_config
+    for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
+        if text.num_attention_heads % layer.num_key_value_heads:
+            name = _layer_name("num_key_value_heads", kind)
+            raise ValueError(
+                f"{name}={layer.num_key_value_heads} in config.json of the checkpoint must divide "
+                f"num_attention_heads={text.num_attention_heads}; correct one of them."
+            )
+    if text.num_experts is not None and text.top_k_experts > text.num_experts:
+        raise ValueError(
+            f"text_config.top_k_experts={text.top_k_experts} in config.json of the checkpoint must "
+            f"be at most num_experts={text.num_experts}; correct one of them."
+        )
