@@ -41,11 +41,13 @@ def register() -> None:
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+        from vllm_diffusion.startup import refusals
         from vllm_diffusion.startup.engine_config import DiffusionGemmaEngineConfig
 
         # First, so that every later failure is told by our checks.
         MODELS_CONFIG_MAP[ARCHITECTURE] = DiffusionGemmaEngineConfig
         can_check = True
+        refusals.install()
 
         from vllm.model_executor.models import ModelRegistry
         from vllm.tool_parsers import ToolParserManager

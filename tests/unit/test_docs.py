@@ -35,15 +35,16 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
-def test_compatibility_table() -> None:
-    """The table of private symbols is that of ``upstream.py``; docs/update_compatibility.py writes it."""
+@pytest.mark.parametrize("name", ["compatibility.md", "options.md"])
+def test_tables(name: str) -> None:
+    """The tables are those of the package; docs/update_compatibility.py writes them."""
     spec = importlib.util.spec_from_file_location("update", ROOT / "docs/update_compatibility.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = text_of("docs/compatibility.md")
-    assert module.with_table(page) == page, "run python docs/update_compatibility.py"
+    page = text_of(f"docs/{name}")
+    assert module.with_table(name, page) == page, "run python docs/update_compatibility.py"
 
 
 def test_settings_are_documented() -> None:

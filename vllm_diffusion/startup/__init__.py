@@ -1,0 +1,1 @@
+"""What is refused before a model is loaded, and how the user is told."""

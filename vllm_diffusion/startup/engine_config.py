@@ -28,6 +28,7 @@ from vllm_diffusion.settings.plugin_settings import (
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.config_numbers import check_config_numbers
 from vllm_diffusion.startup.media_budget import check_media_budget
+from vllm_diffusion.startup.unsupported_options import check_options
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -62,6 +63,7 @@ class DiffusionGemmaEngineConfig:
         request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
         # Known wherever the configuration goes: at the door and in the scheduler.
         vllm_config.model_config.canvas_defaults = diffusion_gemma_defaults(vllm_config)
+        check_options(vllm_config)
         _check_sizes(vllm_config)
         check_media_budget(vllm_config)
         _check_weights(vllm_config)

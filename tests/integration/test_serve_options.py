@@ -1,0 +1,69 @@
+"""Options of ``vllm serve``: refused by name before anything is loaded, or served as without them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.robustness.serve_options import configure
+from tests.support.checkpoints import SHIPPED
+from vllm_diffusion.startup.option_table import OptionRow, read_rows
+from vllm_diffusion.startup.refusals import refusal_in
+
+pytestmark = pytest.mark.engine
+
+REFUSED = [row for row in read_rows() if row.state == "refused"]
+# Of each kind one: what the scheduler does, when a canvas is emitted, what a client is sent.
+SAMPLE = ("--scheduling-policy", "--max-num-active-seqs", "--stream-interval")
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.names[0])
+def test_refused(row: OptionRow) -> None:
+    """With the line of the table, and where values differ, not with one that is served."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        configure(row.probe)
+    line = refusal_in(raised.value)
+    assert line is not None, raised.value
+    assert row.explains(line), line
+    for options in row.works:
+        configure(options)
+
+
+def trial(*arguments: str) -> None:
+    command = [sys.executable, "-m", "tests.robustness.serve_options", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def test_sample() -> None:
+    """A few options, with the same tokens as without them."""
+    trial(*(word for name in SAMPLE for word in ("--only", name)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_all() -> None:
+    """Everything that the table has tried."""
+    trial()
+
+
+def test_one_line() -> None:
+    """vLLM's command ends with the sentence, where it would print a trace."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]
+    command += ["--host", "127.0.0.1", "--pipeline-parallel-size", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm-diffusion: --pipeline-parallel-size")
+    assert re.search(r"leave it out.*\.$", last)
+
+
+def test_trace_of_others() -> None:
+    """What vLLM refuses by itself is its own to tell."""
+    with pytest.raises(ValueError, match="Sleep mode") as raised:
+        configure("--enable-sleep-mode")
+    assert refusal_in(raised.value) is None

@@ -1,0 +1,125 @@
+"""Options of ``vllm serve`` that a diffusion model cannot honour, refused by name before it loads.
+
+``serve_options.toml`` says of every option what is known of it, and holds the sentence with which
+one is refused; the conditions are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.startup.option_table import read_rows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_options(vllm_config: VllmConfig) -> None:
+    """Refuse what would fail later, or would be ignored in silence.
+
+    Raises:
+        ValueError: The option's sentence.
+    """
+    for name, is_set in CONDITIONS.items():
+        if is_set(vllm_config):
+            (line,) = [row.line for row in read_rows() if name in row.names]
+            raise ValueError(line.format(**_values(vllm_config)))
+
+
+def _values(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What the sentences name."""
+    from vllm_diffusion.attention.backend import CanvasAttentionBackend
+
+    scheduler = vllm_config.scheduler_config
+    return {
+        "canvas_length": _canvas_length(vllm_config),
+        "two_canvases": 2 * _canvas_length(vllm_config),
+        "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
+        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
+        "scheduler_cls": scheduler.scheduler_cls,
+        "runner": vllm_config.model_config.runner_type,
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "kv_cache_dtypes": " or ".join(CanvasAttentionBackend.supported_kv_cache_dtypes),
+    }
+
+
+def _canvas_length(vllm_config: VllmConfig) -> int:
+    return vllm_config.diffusion_config.canvas_length
+
+
+def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if scheduler_cls is None:
+        return False
+    from vllm_diffusion.scheduling.canvas_scheduler import WholeCanvasMixin
+
+    chosen = vllm_config.scheduler_config.get_scheduler_cls()
+    return not (isinstance(chosen, type) and issubclass(chosen, WholeCanvasMixin))
+
+
+def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
+    from vllm_diffusion.attention.backend import CanvasAttentionBackend
+
+    is_ours = vllm_config.attention_config.backend.name == "CUSTOM"
+    formats = CanvasAttentionBackend.supported_kv_cache_dtypes
+    return is_ours and vllm_config.cache_config.cache_dtype not in formats
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _cuts_canvases(vllm_config: VllmConfig) -> bool:
+    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
+    return 0 < threshold < _canvas_length(vllm_config)
+
+
+def _schedules_too_little(vllm_config: VllmConfig) -> bool:
+    budget = vllm_config.scheduler_config.max_num_scheduled_tokens
+    return budget is not None and budget < 2 * _canvas_length(vllm_config)
+
+
+# In the order in which they are looked at: the option that asks for most first.
+CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
+    "--speculative-config": lambda config: config.speculative_config,
+    "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size > 1,
+    "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size > 1,
+    "--decode-context-parallel-size": (
+        lambda config: config.parallel_config.decode_context_parallel_size > 1
+    ),
+    "--prefill-context-parallel-size": (
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "--enable-dbo": lambda config: config.parallel_config.use_ubatching,
+    "--enable-lora": lambda config: config.lora_config,
+    "--enable-prompt-embeds": lambda config: config.model_config.enable_prompt_embeds,
+    "--watermark-config": lambda config: config.watermark_config,
+    "--return-sampling-mask": lambda config: config.model_config.return_sampling_mask,
+    "--enable-trace-replay": lambda config: config.model_config.enable_trace_replay,
+    "--use-fp64-gumbel": lambda config: config.model_config.use_fp64_gumbel,
+    "--per-request-spec-decode-metrics": (
+        lambda config: config.observability_config.per_request_spec_decode_metrics != "none"
+    ),
+    "--runner": lambda config: config.model_config.runner_type != "generate",
+    "--mm-encoder-only": lambda config: config.is_mm_encoder_only,
+    "--enable-return-routed-experts": lambda config: config.aux_output_config.enabled,
+    "--kv-sharing-fast-prefill": lambda config: config.cache_config.kv_sharing_fast_prefill,
+    "--kv-offloading-size": (
+        lambda config: config.cache_config.kv_offloading_size is not None and _is_cpu()
+    ),
+    "--offload-group-size": (
+        lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
+    ),
+    "--enable-sleep-mode": lambda config: config.model_config.enable_sleep_mode,
+    "--enable-eplb": lambda config: config.parallel_config.enable_eplb,
+    "--attention-config.backend_per_kind": (
+        lambda config: config.attention_config.backend_per_kind
+    ),
+    "--kv-cache-dtype": _is_foreign_cache,
+    "--scheduler-cls": _is_foreign_scheduler,
+    "--max-num-scheduled-tokens": _schedules_too_little,
+    "--long-prefill-token-threshold": _cuts_canvases,
+}
