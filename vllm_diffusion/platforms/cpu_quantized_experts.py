@@ -8,7 +8,6 @@ some token chose.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +37,7 @@ from vllm_diffusion.platforms.cpu_quantization import (
     value_dtype,
 )
 from vllm_diffusion.platforms.cpu_quantized_linear import log_emulation
+from vllm_diffusion.replacement import replace
 
 
 def register() -> None:
@@ -52,16 +52,13 @@ def register() -> None:
 
 
 def _stand_behind(oracle: Any, name: Any, experts: list[type]) -> None:
-    stock: Callable[..., list[type]] = oracle.backend_to_kernel_cls
-    if stock.__module__ == __name__:
-        return
+    def ours_first(stock: Callable[..., list[type]]) -> Callable[..., list[type]]:
+        def backend_to_kernel_cls(backend: Any) -> list[type]:
+            return experts if backend == name else stock(backend)
 
-    def backend_to_kernel_cls(backend: Any) -> list[type]:
-        return experts if backend == name else stock(backend)
+        return backend_to_kernel_cls
 
-    # So that the check of vLLM's signatures still sees what was there.
-    backend_to_kernel_cls.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
-    oracle.backend_to_kernel_cls = backend_to_kernel_cls
+    replace(oracle, "backend_to_kernel_cls", ours_first)
 
 
 class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
+
+from vllm_diffusion.replacement import replace
 
 
 def install() -> None:
@@ -13,12 +14,14 @@ def install() -> None:
     for. So this is put in place in a process that configures a diffusion model, and in no other.
     Safe to call twice.
     """
-    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    stock_check = SamplingParams._verify_args
-    if stock_check.__module__ == __name__:
-        return
+    replace(SamplingParams, "_verify_args", _naming_fields)
+
+
+def _naming_fields(stock_check: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
 
     def verify_args(self: Any) -> None:
         """Stock's checks of each parameter by itself."""
@@ -32,6 +35,4 @@ def install() -> None:
             value = getattr(self, field)
             raise VLLMValidationError(message, parameter=field, value=value) from None
 
-    # So that the check of vLLM's signatures still sees what was there.
-    verify_args.__signature__ = inspect.signature(stock_check)  # type: ignore[attr-defined]
-    SamplingParams._verify_args = verify_args
+    return verify_args

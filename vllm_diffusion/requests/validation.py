@@ -6,10 +6,10 @@ it cannot honour is a 400 that names the field.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from vllm_diffusion.decoding.settings import REQUESTED_STEPS
+from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests import number_bounds
 from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
 
@@ -19,11 +19,20 @@ _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids"
 
 def install() -> None:
     """Put our checks in place of vLLM's, for diffusion models only. Safe to call twice."""
-    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import input_processor
 
-    stock_check = SamplingParams._validate_structured_outputs
+    replace(SamplingParams, "_validate_diffusion", lambda stock: validate_sampling_params)
+    replace(SamplingParams, "_validate_structured_outputs", _constraints_of_canvases)
+    replace(
+        input_processor,
+        "validate_diffusion_sampling_params",
+        lambda stock: validate_diffusion_arguments,
+    )
+
+
+def _constraints_of_canvases(stock_check: Any) -> Any:
+    from vllm.exceptions import VLLMClientError
 
     def validate_structured_outputs(
         self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
@@ -45,17 +54,7 @@ def install() -> None:
                 )
             _refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
 
-    replacements: tuple[tuple[Any, str, Any], ...] = (
-        (SamplingParams, "_validate_diffusion", validate_sampling_params),
-        (SamplingParams, "_validate_structured_outputs", validate_structured_outputs),
-        (input_processor, "validate_diffusion_sampling_params", validate_diffusion_arguments),
-    )
-    for owner, name, ours in replacements:
-        stock = getattr(owner, name)
-        if stock.__module__ != __name__:
-            # So that the check of vLLM's signatures still sees what was there.
-            ours.__signature__ = inspect.signature(stock)
-            setattr(owner, name, ours)
+    return validate_structured_outputs
 
 
 class _NotDiffusion:

@@ -7,19 +7,20 @@ many as there are draft tokens, which a diffusion model's canvas is but is not c
 from __future__ import annotations
 
 import copy
-import inspect
 from types import SimpleNamespace
 from typing import Any
+
+from vllm_diffusion.replacement import replace
 
 
 def install() -> None:
     """Put our compilation in place of vLLM's, for diffusion models only. Safe to call twice."""
     from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 
-    stock = OutlinesBackend.compile_grammar
-    if stock.__module__ == __name__:
-        return
+    replace(OutlinesBackend, "compile_grammar", _remembering)
 
+
+def _remembering(stock: Any) -> Any:
     def compile_grammar(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock's compilation, told of the canvas as of draft tokens."""
         if not self.vllm_config.model_config.is_diffusion:
@@ -31,6 +32,4 @@ def install() -> None:
         )
         return stock(backend, *args, **kwargs)
 
-    # So that the check of vLLM's signatures still sees what was there.
-    compile_grammar.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
-    OutlinesBackend.compile_grammar = compile_grammar
+    return compile_grammar

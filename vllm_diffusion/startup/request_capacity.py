@@ -8,13 +8,12 @@ made before anything is loaded; what the KV cache really holds is in vLLM's own 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.platforms.memory import checkpoint_bytes
+from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +34,6 @@ RESERVED_BYTES = 4 * 1024**3
 _POSITION_BYTES = 3 * 8 + 1 + 2 * 8 + 2 * 4 + 8
 # Per slot: the request's end tokens and its settings.
 _REQUEST_BYTES = 128 * 8 + 64
-_MARK = "_remembers_whether_max_num_seqs_is_set"
 
 
 @dataclass(frozen=True)
@@ -143,19 +141,16 @@ def install() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    stock = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
-    if getattr(stock, _MARK, False):
-        return
+    replace(EngineArgs, "_set_default_max_num_seqs_and_batched_tokens_args", _remembering)
 
-    @functools.wraps(stock)
+
+def _remembering(stock: Any) -> Any:
     def remember(self: Any, usage_context: Any, model_config: Any, parallel_config: Any) -> None:
         if model_config.is_diffusion:
             model_config.max_num_seqs_is_set = self.max_num_seqs is not None
         stock(self, usage_context, model_config, parallel_config)
 
-    setattr(remember, _MARK, True)
-    remember.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
-    EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = remember
+    return remember
 
 
 def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
