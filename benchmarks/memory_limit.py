@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.quantization.check import expected_specs
-from vllm_diffusion.quantization.expected_tensors import split_experts, tensor_shapes
 from vllm_diffusion.quantization.read_config import read_format
+from vllm_diffusion.quantization.tensor_rules import split_experts
 
 _BYTES = {"F8_E4M3": 1, "U8": 1}
 # Published scales and everything else that is not quantised.
@@ -60,9 +61,9 @@ def pass_bytes(
     """
     quantized = None if quantization is None else read_format(quantization)
     sizes = {"dense": 0, "experts": 0, "head": 0, "self_conditioning": 0}
-    for name, (dtypes, shapes) in expected_specs(
-        split_experts(tensor_shapes(config)), quantized
-    ).items():
+    rules = DiffusionGemmaTensors()
+    specs = expected_specs(split_experts(rules.shapes(config)), quantized, rules)
+    for name, (dtypes, shapes) in specs.items():
         size = math.prod(shapes[0]) * _BYTES.get(dtypes[0], _OTHER_BYTES)
         if "embed_tokens" in name:
             sizes["head"] += size

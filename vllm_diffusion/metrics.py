@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_diffusion.settings.plugin_settings import environment_flags
+from vllm_diffusion.settings.environment import environment_flags
 
 
 @dataclass(frozen=True)

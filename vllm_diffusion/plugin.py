@@ -6,67 +6,87 @@ for models that are not ours. What does not fit is said when a diffusion checkpo
 
 from __future__ import annotations
 
+import importlib
 import logging
+from typing import Any
 
-from vllm_diffusion.settings.plugin_settings import environment_flags
+from vllm_diffusion.families.registry import FAMILIES, Family
+from vllm_diffusion.settings.environment import environment_flags
 from vllm_diffusion.upstream import INSTALL
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
-_MODEL_CLASS = "vllm_diffusion.families.diffusion_gemma.model:DiffusionGemmaForBlockDiffusion"
 # vLLM's own for every other model.
 _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
 
-_failure: Exception | None = None
-
-
-def failure() -> Exception | None:
-    """Why :func:`register` did not finish in this process; ``None`` if it did."""
-    return _failure
-
-
 def register() -> None:
-    """Register our start-up checks, our model class, our request validation and our tool parser.
+    """Register the start-up checks and model class of every family, and what they share.
 
-    Safe to call twice. What does not fit is kept for :func:`failure`, which the start-up checks
-    ask when a diffusion checkpoint is configured.
+    Safe to call twice. What does not fit is kept by the family's start-up checks, which tell it when
+    one of its checkpoints is configured.
     """
-    global _failure
     if environment_flags().disabled:
         return
-    _failure = None
-    can_check = False
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-        from vllm_diffusion.startup import refusals
-        from vllm_diffusion.startup.engine_config import DiffusionGemmaEngineConfig
-
+        from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
+    except Exception as error:
+        # Where nothing can check, stock's class serves unnoticed unless this is said aloud.
+        _log(logging.ERROR, "any diffusion checkpoint", error)
+        return
+    shared_failure = _register_shared()
+    for family in FAMILIES:
+        entry, failure = _engine_config(family, BlockDiffusionEngineConfig), shared_failure
         # First, so that every later failure is told by our checks.
-        MODELS_CONFIG_MAP[ARCHITECTURE] = DiffusionGemmaEngineConfig
-        can_check = True
-        refusals.install()
+        MODELS_CONFIG_MAP[family.architecture] = entry
+        try:
+            from vllm.model_executor.models import ModelRegistry
 
-        from vllm.model_executor.models import ModelRegistry
+            ModelRegistry.register_model(family.architecture, family.model)
+        except Exception as error:
+            failure = failure or error
+        entry.registration_failure = entry.registration_failure or failure
+        if entry.registration_failure is not None:
+            _log(logging.DEBUG, family.architecture, entry.registration_failure)
+
+
+def _register_shared() -> Exception | None:
+    """What all families need; why it could not be registered, ``None`` if it could."""
+    try:
         from vllm.tool_parsers import ToolParserManager
 
         from vllm_diffusion.requests import validation
-        from vllm_diffusion.startup import request_capacity
+        from vllm_diffusion.startup import refusals, request_capacity
 
-        ModelRegistry.register_model(ARCHITECTURE, _MODEL_CLASS)
+        refusals.install()
         validation.install()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         request_capacity.install()
     except Exception as error:
-        _failure = error
-        # Where nothing can check, stock's class serves unnoticed unless this is said aloud.
-        logger.log(
-            logging.DEBUG if can_check else logging.ERROR,
-            "vllm-diffusion could not register itself with this vLLM (%s: %s), so it serves no "
-            "diffusion checkpoint here; run %s.",
-            type(error).__name__,
-            error,
-            INSTALL,
-        )
+        return error
+    return None
+
+
+def _engine_config(family: Family, base: Any) -> Any:
+    """The family's start-up checks; where they cannot be imported, checks that say why."""
+    module, _, name = family.engine_config.partition(":")
+    try:
+        entry = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        return type(name, (base,), {"registration_failure": error})
+    entry.registration_failure = None
+    return entry
+
+
+def _log(level: int, what: str, error: Exception) -> None:
+    logger.log(
+        level,
+        "vllm-diffusion could not register itself with this vLLM (%s: %s), so it does not serve "
+        "%s here; run %s.",
+        type(error).__name__,
+        error,
+        what,
+        INSTALL,
+    )

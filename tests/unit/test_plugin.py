@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from vllm_diffusion import metrics, plugin, upstream
+from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
+from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.requests import validation
-from vllm_diffusion.startup.engine_config import DiffusionGemmaEngineConfig
 
 pytestmark = pytest.mark.engine
+
+(ARCHITECTURE,) = (family.architecture for family in FAMILIES)
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(SamplingParams, "_validate_diffusion", SamplingParams._validate_diffusion)
     name = "validate_diffusion_sampling_params"
     monkeypatch.setattr(input_processor, name, getattr(input_processor, name))
-    monkeypatch.setattr(plugin, "_failure", None)
+    monkeypatch.setattr(DiffusionGemmaEngineConfig, "registration_failure", None)
     return monkeypatch
 
 
@@ -56,15 +59,15 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
 
     for _ in range(2):
         plugin.register()
-        assert MODELS_CONFIG_MAP[plugin.ARCHITECTURE] is DiffusionGemmaEngineConfig
-        entry = ModelRegistry.models[plugin.ARCHITECTURE]
+        assert MODELS_CONFIG_MAP[ARCHITECTURE] is DiffusionGemmaEngineConfig
+        entry = ModelRegistry.models[ARCHITECTURE]
         assert entry.module_name == "vllm_diffusion.families.diffusion_gemma.model"
         assert SamplingParams._validate_diffusion is validation.validate_sampling_params
         assert (
             input_processor.validate_diffusion_sampling_params
             is validation.validate_diffusion_arguments
         )
-        assert plugin.failure() is None
+        assert DiffusionGemmaEngineConfig.registration_failure is None
 
 
 def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
@@ -73,7 +76,7 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     def others() -> tuple[dict[str, Any], dict[str, Any]]:
-        ours = plugin.ARCHITECTURE
+        ours = ARCHITECTURE
         return (
             {name: value for name, value in MODELS_CONFIG_MAP.items() if name != ours},
             {name: value for name, value in ModelRegistry.models.items() if name != ours},
@@ -125,8 +128,7 @@ def test_register_never_raises(
     """A vLLM without the tables that we use still starts, and what happened is kept."""
     remove(tables)
     plugin.register()
-    assert plugin.failure() is not None
-    assert "vllm-diffusion" in plugin_log.text
+    assert "vllm-diffusion could not register itself" in plugin_log.text
 
 
 def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
@@ -139,7 +141,7 @@ def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
     plugin.register()
     tables.setattr(upstream, "problem", lambda: None)
     with pytest.raises(ValueError, match="could not register.*_validate_diffusion.*pip install"):
-        MODELS_CONFIG_MAP[plugin.ARCHITECTURE].verify_and_update_config(object())
+        MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
 
 
 def test_register_says_aloud_where_no_check_could_be_put(
@@ -158,10 +160,10 @@ def test_register_disabled(tables: pytest.MonkeyPatch) -> None:
     """VLLM_DIFFUSION_DISABLE=1 leaves the tables alone."""
     from vllm.model_executor.models import config as models_config
 
-    tables.setitem(models_config.MODELS_CONFIG_MAP, plugin.ARCHITECTURE, "stock")
+    tables.setitem(models_config.MODELS_CONFIG_MAP, ARCHITECTURE, "stock")
     tables.setenv("VLLM_DIFFUSION_DISABLE", "1")
     plugin.register()
-    assert models_config.MODELS_CONFIG_MAP[plugin.ARCHITECTURE] == "stock"
+    assert models_config.MODELS_CONFIG_MAP[ARCHITECTURE] == "stock"
 
 
 @pytest.mark.parametrize("installed", ["0.32.1", "0.34.0", "0.330.0", "1.33.0", None])
@@ -173,9 +175,9 @@ def test_unsupported_vllm_is_an_error_of_a_diffusion_checkpoint(
 
     tables.setattr(upstream, "installed_version", lambda: installed)
     plugin.register()
-    assert plugin.failure() is None
+    assert DiffusionGemmaEngineConfig.registration_failure is None
     with pytest.raises(ValueError, match="pip install") as error:
-        MODELS_CONFIG_MAP[plugin.ARCHITECTURE].verify_and_update_config(object())
+        MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
     message = str(error.value)
     assert "0.33" in message
     assert (installed or "no vLLM") in message

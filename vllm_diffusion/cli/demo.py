@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
-from vllm_diffusion.settings.plugin_settings import environment_flags
+from vllm_diffusion.settings.environment import environment_flags
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands

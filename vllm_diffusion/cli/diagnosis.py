@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from vllm_diffusion import upstream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.platforms import detection
-from vllm_diffusion.settings.plugin_settings import compile_backend, environment_flags
+from vllm_diffusion.settings.compilation import compile_backend
+from vllm_diffusion.settings.environment import environment_flags
 
 _GIB = 2**30
 # An API process, an engine and its cache on the shipped checkpoint.
@@ -193,7 +194,7 @@ def accelerator_facts() -> list[Fact]:
 
 
 def _compiler_fact() -> Fact:
-    from vllm_diffusion.settings.plugin_settings import has_cpp_compiler
+    from vllm_diffusion.settings.compilation import has_cpp_compiler
 
     if has_cpp_compiler():
         return Fact("C++ compiler", "found; torch.compile can build code for the CPU")
@@ -305,15 +306,13 @@ def serving_facts() -> list[Fact]:
 
     facts.append(Fact("platform", _path(type(current_platform))))
     config = EngineArgs(model=str(checkpoint), max_model_len=1024).create_engine_config()
-    return [*facts, _model_fact(), *_choice_facts(config)]
+    return [*facts, _model_fact(config.model_config.architecture), *_choice_facts(config)]
 
 
-def _model_fact() -> Fact:
+def _model_fact(architecture: str) -> Fact:
     from vllm.model_executor.models import ModelRegistry
 
-    from vllm_diffusion.plugin import ARCHITECTURE
-
-    registered = ModelRegistry.models[ARCHITECTURE]
+    registered = ModelRegistry.models[architecture]
     path = f"{getattr(registered, 'module_name', '?')}.{getattr(registered, 'class_name', '?')}"
     if path.startswith("vllm_diffusion."):
         return Fact("model class", path)

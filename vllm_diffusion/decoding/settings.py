@@ -58,3 +58,11 @@ QUALITY: Mapping[str, Setting] = {
     "t_min": _TEMPERATURE,
     "t_max": _TEMPERATURE,
 }
+
+# Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
+# they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
+PRESETS: Mapping[str, Mapping[str, float]] = {
+    "fast": {"entropy_bound": 0.1, "confidence_threshold": 0.01, "stability_threshold": 0},
+    "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},
+    "quality": {"entropy_bound": 0.05, "confidence_threshold": 0.0025, "stability_threshold": 2},
+}

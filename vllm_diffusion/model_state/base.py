@@ -23,16 +23,17 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.backend import bind_canvas
+from vllm_diffusion.canvas.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
 from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
 from vllm_diffusion.canvas.step import Noise
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state import runner_seam
-from vllm_diffusion.model_state.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
 from vllm_diffusion.quantization.kernels import describe_kernels
 from vllm_diffusion.requests.params import end_token_ids, parse_canvas_params
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
-from vllm_diffusion.settings.plugin_settings import compile_backend, fuses_encode, plugin_settings
+from vllm_diffusion.settings.compilation import compile_backend
+from vllm_diffusion.settings.plugin_settings import fuses_encode, plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -56,19 +57,15 @@ class BlockDiffusionModelState(ModelState):
         self.settings = plugin_settings(vllm_config)
         self.canvas_length: int = vllm_config.diffusion_config.canvas_length
         self.vocab_size: int = self.model_config.get_vocab_size()
-        self.slots = CanvasSlots(
-            self.max_num_reqs, self.canvas_length, self.denoising_defaults(), device
-        )
+        # Put there at start-up.
+        defaults: DenoisingDefaults = self.model_config.canvas_defaults
+        self.slots = CanvasSlots(self.max_num_reqs, self.canvas_length, defaults, device)
         self._slot_of_request: dict[str, int] = {}
         # At fixed addresses, so that a replayed graph sees each step's values.
         self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._causal_flags = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
 
     # What a family says of itself.
-
-    def denoising_defaults(self) -> DenoisingDefaults:
-        """Settings of requests that bring none."""
-        raise NotImplementedError
 
     def policy(self) -> Policy:
         """The rule that decides what to keep of a canvas."""

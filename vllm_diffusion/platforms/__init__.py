@@ -17,7 +17,7 @@ def cpu_platform_plugin() -> str | None:
     ``None`` when disabled (``VLLM_DIFFUSION_DISABLE=1``), when vLLM is itself a CPU build, and when
     any accelerator works. ``VLLM_DIFFUSION_CPU=1`` chooses the CPU whatever is there.
     """
-    from vllm_diffusion.settings.plugin_settings import environment_flags
+    from vllm_diffusion.settings.environment import environment_flags
 
     flags = environment_flags()
     if flags.disabled:

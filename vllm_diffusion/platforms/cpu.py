@@ -103,7 +103,7 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm_diffusion.platforms import detection
-        from vllm_diffusion.settings.plugin_settings import environment_flags
+        from vllm_diffusion.settings.environment import environment_flags
 
         problem = None if environment_flags().force_cpu else detection.nvidia_problem()
         if problem is not None:

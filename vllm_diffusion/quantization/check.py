@@ -10,17 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm_diffusion.quantization.expected_tensors import (
-    DECODER,
-    ENCODER,
-    Shape,
-    canonical_name,
-    has_split_experts,
-    linear_modules,
-    module_names,
-    split_experts,
-    tensor_shapes,
-)
 from vllm_diffusion.quantization.formats import (
     FLOATS,
     GROUP_SIZE,
@@ -30,6 +19,13 @@ from vllm_diffusion.quantization.formats import (
     matches,
 )
 from vllm_diffusion.quantization.read_config import read_format
+from vllm_diffusion.quantization.tensor_rules import (
+    Shape,
+    TensorRules,
+    has_split_experts,
+    linear_modules,
+    split_experts,
+)
 from vllm_diffusion.quantization.weight_files import StoredTensor, stored_tensors
 
 # Scales of the KV cache may be there or not; without them vLLM uses 1.
@@ -39,12 +35,15 @@ _CUT_ACROSS_INPUT = ("o_proj", "down_proj")
 _NAMED = 3
 
 
-def check_checkpoint(model: str, config: Any, quantization: dict[str, Any] | None, tp: int) -> None:
+def check_checkpoint(
+    model: str, config: Any, rules: TensorRules, quantization: dict[str, Any] | None, tp: int
+) -> None:
     """Compare a local checkpoint's tensors with its config; nothing for one that is not local.
 
     Args:
         model: The checkpoint's folder.
-        config: Its ``DiffusionGemmaConfig``.
+        config: transformers' configuration of it.
+        rules: Names and shapes of its tensors.
         quantization: Its quantization config, or ``None``.
         tp: Ranks of tensor parallelism.
 
@@ -55,36 +54,38 @@ def check_checkpoint(model: str, config: Any, quantization: dict[str, Any] | Non
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     if not files:
         return
-    shapes = tensor_shapes(config)
-    stored = _by_canonical_name(stored_tensors(files))
+    shapes = rules.shapes(config)
+    stored = _by_canonical_name(stored_tensors(files), rules)
     if has_split_experts(stored):
         shapes = split_experts(shapes)
     quantized = None
     if quantization is not None:
         quantized = read_format(quantization)
-        _check_ignored(quantization, shapes)
+        _check_ignored(quantization, shapes, rules)
         if quantized is None:
             return
-        _check_groups(quantized, shapes, tp)
-    _check_tensors(stored, expected_specs(shapes, quantized), files[0])
+        _check_groups(quantized, shapes, rules, tp)
+    _check_tensors(stored, expected_specs(shapes, quantized, rules), rules, files[0])
 
 
-def expected_specs(shapes: dict[str, Shape], quantized: Format | None) -> dict[str, Spec]:
+def expected_specs(
+    shapes: dict[str, Shape], quantized: Format | None, rules: TensorRules
+) -> dict[str, Spec]:
     """Canonical name to what the tensor must be, for every tensor of the checkpoint."""
     specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
     if quantized is None:
         return specs
     for name, shape in linear_modules(shapes).items():
-        if quantized.quantizes(name):
+        if quantized.quantizes(rules.all_names(name)):
             del specs[f"{name}.weight"]
             specs |= {f"{name}.{end}": spec for end, spec in quantized.tensors(shape).items()}
     return specs
 
 
-def _by_canonical_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
+def _by_canonical_name(tensors: list[StoredTensor], rules: TensorRules) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        name = canonical_name(tensor.name)
+        name = rules.canonical_name(tensor.name)
         if name in found:
             other = found[name]
             raise ValueError(
@@ -95,8 +96,10 @@ def _by_canonical_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
     return found
 
 
-def _check_tensors(stored: dict[str, StoredTensor], specs: dict[str, Spec], file: Path) -> None:
-    missing = [name for name in specs if name not in stored and _other(name) not in stored]
+def _check_tensors(
+    stored: dict[str, StoredTensor], specs: dict[str, Spec], rules: TensorRules, file: Path
+) -> None:
+    missing = [name for name in specs if name not in stored and rules.copy_of(name) not in stored]
     if missing:
         raise ValueError(
             f"{_listed(missing)} should be in {file.parent}, by its config.json, but "
@@ -127,27 +130,18 @@ def _check_tensors(stored: dict[str, StoredTensor], specs: dict[str, Spec], file
             )
 
 
-def _other(name: str) -> str:
-    """A layer's scalar is the encoder's and the decoder's; one of the two is enough."""
-    if not name.endswith(".layer_scalar"):
-        return name
-    if name.startswith(DECODER):
-        return ENCODER + name.removeprefix(DECODER)
-    return DECODER + name.removeprefix(ENCODER)
-
-
 def _listed(names: list[str]) -> str:
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
 
 
-def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape]) -> None:
+def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape], rules: TensorRules) -> None:
     method = str(settings.get("quant_method", ""))
-    names = module_names(shapes) | module_names(split_experts(shapes))
+    names = rules.module_names(shapes) | rules.module_names(split_experts(shapes))
     unmatched = [
         entry
         for entry in ignored_entries(settings)
-        if not any(matches(method, entry, name) for name in names)
+        if not any(matches(method, entry, (name,)) for name in names)
     ]
     if unmatched:
         raise ValueError(
@@ -156,11 +150,11 @@ def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape]) -> None:
         )
 
 
-def _check_groups(quantized: Format, shapes: dict[str, Shape], tp: int) -> None:
+def _check_groups(quantized: Format, shapes: dict[str, Shape], rules: TensorRules, tp: int) -> None:
     if not quantized.is_fp4:
         return
     for name, (_, in_size) in linear_modules(shapes).items():
-        if not quantized.quantizes(name):
+        if not quantized.quantizes(rules.all_names(name)):
             continue
         ranks = tp if name.endswith(_CUT_ACROSS_INPUT) and ".layers." in name else 1
         if "vision_tower" in name or "self_conditioning" in name:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from vllm_diffusion.quantization.expected_tensors import Shape, both_names
+from vllm_diffusion.quantization.tensor_rules import Shape
 
 # Numbers that share a scale in NVFP4.
 GROUP_SIZE = 16
@@ -30,13 +30,13 @@ class Format:
     Attributes:
         name: As the checkpoint's config has it.
         is_fp4: Whether weights are NVFP4.
-        quantizes: A module's canonical name -> whether it is quantised.
+        quantizes: Every name of a module -> whether it is quantised.
         tensors: A module's [out_features, in_features] -> its tensors, by the end of their names.
     """
 
     name: str
     is_fp4: bool
-    quantizes: Callable[[str], bool]
+    quantizes: Callable[[tuple[str, ...]], bool]
     tensors: Callable[[Shape], dict[str, Spec]]
 
 
@@ -70,24 +70,23 @@ def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict
     return tensors | ({} if input_scale is None else {input_scale: _ONE_NUMBER})
 
 
-def matches_compressed_tensors(entry: str, name: str) -> bool:
-    """Whether an entry of ``ignore`` or ``targets`` means a module (either name of a shared one)."""
-    names = both_names(name)
+def matches_compressed_tensors(entry: str, names: tuple[str, ...]) -> bool:
+    """Whether an entry of ``ignore`` or ``targets`` means a module, by any of its names."""
     if entry.startswith("re:"):
         return any(re.match(entry.removeprefix("re:"), one) for one in names)
     return entry in names
 
 
-def matches_modelopt(entry: str, name: str) -> bool:
+def matches_modelopt(entry: str, names: tuple[str, ...]) -> bool:
     """vLLM's reading: a wildcard, or a part of the name."""
-    return any(fnmatch.fnmatch(one, entry) or entry.strip("*") in one for one in both_names(name))
+    return any(fnmatch.fnmatch(one, entry) or entry.strip("*") in one for one in names)
 
 
-def matches(method: str, entry: str, name: str) -> bool:
-    """Whether an entry of the ignore list of ``method`` means a module."""
+def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
+    """Whether an entry of the ignore list of ``method`` means a module, by any of its names."""
     if method == "compressed-tensors":
-        return matches_compressed_tensors(entry, name)
-    return matches_modelopt(entry, name)
+        return matches_compressed_tensors(entry, names)
+    return matches_modelopt(entry, names)
 
 
 def ignored_entries(settings: dict[str, Any]) -> list[str]:

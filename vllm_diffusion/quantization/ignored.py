@@ -5,15 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vllm_diffusion.quantization.expected_tensors import (
-    both_names,
-    linear_modules,
-    split_experts,
-    tensor_shapes,
-)
+from vllm_diffusion.quantization.tensor_rules import TensorRules, linear_modules, split_experts
 
 
-def spell_out_patterns(quant_config: Any, config: Any, mapper: Any) -> None:
+def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mapper: Any) -> None:
     """Add what each pattern of an ignore list matches, under vLLM's names.
 
     vLLM renames the plain entries of the list, and matches patterns with its own module names: one
@@ -23,7 +18,8 @@ def spell_out_patterns(quant_config: Any, config: Any, mapper: Any) -> None:
     Args:
         quant_config: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are
             left alone.
-        config: The checkpoint's ``DiffusionGemmaConfig``.
+        config: transformers' configuration of the checkpoint.
+        rules: Names of its tensors.
         mapper: The model's ``WeightsMapper``.
     """
     if quant_config is None or quant_config.get_name() != "compressed-tensors":
@@ -31,9 +27,9 @@ def spell_out_patterns(quant_config: Any, config: Any, mapper: Any) -> None:
     patterns = [entry[3:] for entry in quant_config.ignore if entry.startswith("re:")]
     if not patterns:
         return
-    names = linear_modules(split_experts(tensor_shapes(config)))
+    names = linear_modules(split_experts(rules.shapes(config)))
     quant_config.ignore += [
         mapper.map_name(name)
         for name in names
-        if any(re.match(pattern, one) for pattern in patterns for one in both_names(name))
+        if any(re.match(pattern, one) for pattern in patterns for one in rules.all_names(name))
     ]

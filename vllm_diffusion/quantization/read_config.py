@@ -65,9 +65,9 @@ def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     ignored, targets = ignored_entries(settings), group.get("targets") or []
 
-    def quantizes(module: str) -> bool:
-        return not any(matches_compressed_tensors(entry, module) for entry in ignored) and any(
-            target == "Linear" or matches_compressed_tensors(target, module) for target in targets
+    def quantizes(names: tuple[str, ...]) -> bool:
+        return not any(matches_compressed_tensors(entry, names) for entry in ignored) and any(
+            target == "Linear" or matches_compressed_tensors(target, names) for target in targets
         )
 
     if weights.get("type") != "float":
@@ -114,10 +114,10 @@ def _read_modelopt(settings: dict[str, Any]) -> Format | None:
     algorithm = str(inner.get("quant_algo", "")).upper()
     ignored = ignored_entries(settings)
 
-    def quantizes(module: str) -> bool:
+    def quantizes(names: tuple[str, ...]) -> bool:
         # vLLM never quantises a vision tower under modelopt.
-        return "vision_tower" not in module and not any(
-            matches("modelopt", entry, module) for entry in ignored
+        return not any("vision_tower" in name for name in names) and not any(
+            matches("modelopt", entry, names) for entry in ignored
         )
 
     if algorithm in ("NVFP4", "W4A16_NVFP4"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.decoding.settings import QUALITY, REQUESTED_STEPS, Setting
+from vllm_diffusion.decoding.settings import PRESETS, QUALITY, REQUESTED_STEPS, Setting
 
 PREFIX = "diffusion_"
 
@@ -58,14 +58,6 @@ class CanvasParams:
     t_min: float | None = None
     t_max: float | None = None
 
-
-# Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
-# they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
-PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {"entropy_bound": 0.1, "confidence_threshold": 0.01, "stability_threshold": 0},
-    "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},
-    "quality": {"entropy_bound": 0.05, "confidence_threshold": 0.0025, "stability_threshold": 2},
-}
 
 _NAMES: tuple[str, ...] = (
     "diffusion_max_steps",

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.constraints import CanvasConstraints
+from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import (
     Noise,
@@ -24,7 +25,6 @@ from vllm_diffusion.canvas.step import (
     schedule_temperature,
 )
 from vllm_diffusion.decoding.policy import Policy
-from vllm_diffusion.model_state.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash

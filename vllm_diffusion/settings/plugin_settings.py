@@ -1,45 +1,18 @@
-"""Start-up settings, validated once. The only reader of this package's environment variables."""
+"""What the operator sets with ``--additional-config``, validated once."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
-from vllm_diffusion.decoding.settings import MAX_STEPS, QUALITY
-from vllm_diffusion.requests.params import PRESETS
+from vllm_diffusion.decoding.settings import MAX_STEPS, PRESETS, QUALITY
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
-    from vllm_diffusion.canvas.slots import DenoisingDefaults
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
-
-
-@dataclass(frozen=True)
-class EnvironmentFlags:
-    """The package's environment variables.
-
-    Attributes:
-        disabled: ``VLLM_DIFFUSION_DISABLE=1``: both entry points do nothing; stock vLLM serves.
-        force_cpu: ``VLLM_DIFFUSION_CPU=1``: use the CPU even where there is a GPU.
-    """
-
-    disabled: bool
-    force_cpu: bool
-
-
-def environment_flags() -> EnvironmentFlags:
-    """Read the environment now; child processes inherit it, so every process sees the same."""
-    return EnvironmentFlags(
-        disabled=os.environ.get("VLLM_DIFFUSION_DISABLE", "") == "1",
-        force_cpu=os.environ.get("VLLM_DIFFUSION_CPU", "") == "1",
-    )
 
 
 _NUMBERS = {"max_denoising_steps": MAX_STEPS, **QUALITY}
@@ -146,114 +119,3 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
     if chosen:
         raise ValueError(f"{OPTION}: fused_encode cannot be true: {reason}; leave one of them out.")
     return False
-
-
-# Keys of generation_config.json.
-_GENERATION_KEYS = tuple(name for name in _NUMBERS if name != "entropy_bound")
-_SAMPLER_CLASS = "EntropyBoundSamplerConfig"
-
-
-def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
-    """Denoising settings: start-up option, preset, ``--diffusion-config``, the checkpoint's file.
-
-    Each comes before those after it.
-
-    Raises:
-        ValueError: Naming the missing or malformed key, its file, and how to set it.
-    """
-    from vllm_diffusion.canvas.slots import DenoisingDefaults
-
-    settings = plugin_settings(vllm_config)
-    generation, source = _generation_config(vllm_config.model_config)
-    preset = PRESETS[settings.preset] if settings.preset is not None else {}
-    values: dict[str, Any] = {}
-    for name in _GENERATION_KEYS:
-        value = getattr(settings, name)
-        if value is None:
-            value = preset.get(name)
-        if value is None and name == "max_denoising_steps" and vllm_config.diffusion_config:
-            value = vllm_config.diffusion_config.max_denoising_steps
-        if value is None:
-            value = generation.get(name)
-        if value is None:
-            raise ValueError(
-                f"{source} has no {name}, which DiffusionGemma's denoising needs. Add it there, "
-                f'or set it with --additional-config \'{{"diffusion": {{"{name}": ...}}}}\'.'
-            )
-        if problem := _NUMBERS[name].problem(value):
-            raise ValueError(f"{source}: {name} {problem}")
-        values[name] = value
-    if values["t_max"] < values["t_min"]:
-        raise ValueError(
-            f"t_max={values['t_max']} is below t_min={values['t_min']}; the temperature falls from "
-            "t_max to t_min."
-        )
-    bound = settings.entropy_bound
-    if bound is None:
-        bound = preset.get("entropy_bound")
-    values["entropy_bound"] = _entropy_bound(bound, generation, source)
-    return DenoisingDefaults(**values)
-
-
-def _entropy_bound(chosen: float | None, generation: Mapping[str, Any], source: str) -> float:
-    sampler = generation.get("sampler_config")
-    if not isinstance(sampler, Mapping):
-        sampler = {}
-    name = sampler.get("_cls_name", _SAMPLER_CLASS)
-    if name != _SAMPLER_CLASS:
-        raise ValueError(
-            f"{source}: sampler_config is a {name}; only {_SAMPLER_CLASS} is implemented."
-        )
-    if chosen is not None:
-        return chosen
-    bound = sampler.get("entropy_bound")
-    if bound is None:
-        raise ValueError(
-            f"{source} has no sampler_config.entropy_bound. Add it there, or set entropy_bound "
-            f"with {OPTION}."
-        )
-    if problem := QUALITY["entropy_bound"].problem(bound):
-        raise ValueError(f"{source}: sampler_config.entropy_bound {problem}")
-    return float(bound)
-
-
-def _generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str]:
-    """The checkpoint's generation settings, and a name for where they come from."""
-    folder = model_config.generation_config
-    if folder in ("auto", "vllm"):
-        folder = model_config.hf_config_path or model_config.model
-    path = Path(folder) / "generation_config.json"
-    if path.is_file():
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is not valid JSON ({error}); mend it, or copy the checkpoint again."
-            ) from None
-        if not isinstance(content, dict):
-            raise ValueError(
-                f"{path} must hold a JSON object of generation settings; copy the checkpoint again."
-            )
-        return content, str(path)
-    # A checkpoint on the hub: vLLM knows how to find it.
-    return model_config.try_get_generation_config(), f"generation_config.json of {folder}"
-
-
-def compile_backend(vllm_config: VllmConfig) -> str | None:
-    """Backend of ``torch.compile`` for the decision step, ``None`` to run it eagerly.
-
-    Eager where the operator asked for it, and on a CPU without a C++ compiler.
-    """
-    from vllm.platforms import current_platform
-
-    if vllm_config.model_config.enforce_eager:
-        return None
-    if current_platform.is_cpu():
-        return "inductor" if has_cpp_compiler() else None
-    return str(current_platform.simple_compile_backend)
-
-
-def has_cpp_compiler() -> bool:
-    """Whether ``torch.compile`` can build CPU code here: it needs a C++ compiler."""
-    compiler = os.environ.get("CXX", "g++")
-    return shutil.which(compiler) is not None or shutil.which("clang++") is not None

@@ -1,32 +1,30 @@
-"""What is checked and chosen when a DiffusionGemma checkpoint is configured, before it is loaded.
+"""What is checked and chosen when a diffusion checkpoint is configured, before it is loaded.
 
-vLLM calls :meth:`DiffusionGemmaEngineConfig.verify_and_update_config` for our architecture only.
+vLLM calls :meth:`BlockDiffusionEngineConfig.verify_and_update_config` for our architectures only.
 Every ``ValueError`` here reaches the user before a weight is read.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from vllm_diffusion import plugin, upstream
-from vllm_diffusion.model_state.cuda_graphs import choose_capture_sizes
+from vllm_diffusion import upstream
+from vllm_diffusion.canvas.cuda_graphs import choose_capture_sizes
+from vllm_diffusion.canvas.slots import DenoisingDefaults
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint
 from vllm_diffusion.quantization.platform_support import check_platform
+from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
 from vllm_diffusion.requests import refused_fields
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
-    diffusion_gemma_defaults,
     fuses_encode,
     plugin_settings,
 )
 from vllm_diffusion.startup import request_capacity
-from vllm_diffusion.startup.config_numbers import check_config_numbers
 from vllm_diffusion.startup.media_budget import check_media_budget
 from vllm_diffusion.startup.unsupported_options import check_options
 
@@ -38,42 +36,74 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 
 
-class DiffusionGemmaEngineConfig:
-    """Our entry in vLLM's table of architecture-specific configuration."""
+class BlockDiffusionEngineConfig:
+    """What is checked and chosen for any block-diffusion checkpoint.
 
-    @staticmethod
-    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+    vLLM calls the two class methods of the entry in its table of architectures; a family's entry
+    derives from this class and says what is particular to it.
+    """
+
+    # Why the family could not be registered; told when one of its checkpoints is configured.
+    registration_failure: ClassVar[Exception | None] = None
+
+    # What a family says of itself.
+
+    @classmethod
+    def check_model(cls, model_config: ModelConfig) -> None:
+        """Refuse a configuration by which no model can be made; the canvas length among it."""
+        raise NotImplementedError
+
+    @classmethod
+    def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
+        """What vLLM itself chooses for the architecture, and the canvas length."""
+        raise NotImplementedError
+
+    @classmethod
+    def denoising_defaults(cls, vllm_config: VllmConfig) -> DenoisingDefaults:
+        """Settings of requests that bring none."""
+        raise NotImplementedError
+
+    @classmethod
+    def tensor_rules(cls) -> TensorRules:
+        """Names and shapes of a checkpoint's tensors."""
+        raise NotImplementedError
+
+    # What vLLM calls.
+
+    @classmethod
+    def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
         """Nothing: all that is ours needs the whole configuration."""
 
-    @staticmethod
-    def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        _check_upstream()
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Check everything that can be before a weight is read, and choose what is unset.
+
+        Raises:
+            ValueError: Naming what is wrong, and the remedy.
+        """
+        _check_upstream(cls.registration_failure)
         _check_platform()
         plugin_settings(vllm_config)
         _check_constraint_back_end(vllm_config)
-        _check_canvas_length(vllm_config.model_config)
-        check_config_numbers(vllm_config.model_config.hf_config)
+        cls.check_model(vllm_config.model_config)
         _check_logits_processors(vllm_config.model_config)
         choose_attention(vllm_config)
-
-        from vllm.model_executor.models.config import DiffusionGemmaModelForBlockDiffusionConfig
-
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+        cls.apply_stock_defaults(vllm_config)
         request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
-        # Known wherever the configuration goes: at the door and in the scheduler.
-        vllm_config.model_config.canvas_defaults = diffusion_gemma_defaults(vllm_config)
+        # Known wherever the configuration goes: at the door, in the scheduler and in the workers.
+        vllm_config.model_config.canvas_defaults = cls.denoising_defaults(vllm_config)
         check_options(vllm_config)
         _check_sizes(vllm_config)
         check_media_budget(vllm_config)
-        _check_weights(vllm_config)
+        _check_weights(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         refused_fields.install()
 
 
-def _check_weights(vllm_config: VllmConfig) -> None:
+def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
     model_config = vllm_config.model_config
     quantization = model_config.model_arch_config.quantization_config
     check_platform(model_config.model, quantization)
@@ -83,14 +113,14 @@ def _check_weights(vllm_config: VllmConfig) -> None:
     check_checkpoint(
         model_config.model,
         model_config.hf_config,
+        rules,
         quantization,
         vllm_config.parallel_config.tensor_parallel_size,
     )
 
 
-def _check_upstream() -> None:
+def _check_upstream(failure: Exception | None) -> None:
     problem = upstream.problem()
-    failure = plugin.failure()
     if problem is None and failure is not None:
         problem = (
             f"vllm-diffusion could not register itself with vLLM {upstream.installed_version()} "
@@ -120,25 +150,6 @@ def _check_constraint_back_end(vllm_config: VllmConfig) -> None:
             'structured_outputs_config backend="lm-format-enforcer" is not supported: the released '
             "lm-format-enforcer does not load with this vLLM, which is about to drop it; leave "
             'backend unset, or set it to "xgrammar", "guidance" or "outlines".'
-        )
-
-
-def _check_canvas_length(model_config: ModelConfig) -> None:
-    canvas_length = getattr(model_config.hf_config, "canvas_length", None)
-    overrides = model_config.hf_overrides
-    path = Path(model_config.hf_config_path or model_config.model) / "config.json"
-    if path.is_file() and not (isinstance(overrides, dict) and "canvas_length" in overrides):
-        # Where the file is silent, its class has a default that need not be the model's.
-        canvas_length = json.loads(path.read_text(encoding="utf-8")).get("canvas_length")
-    if canvas_length is None:
-        raise ValueError(
-            "config.json of the checkpoint has no canvas_length; add the number of positions that "
-            "it denoises together (256 for DiffusionGemma-26B)."
-        )
-    if not isinstance(canvas_length, int) or isinstance(canvas_length, bool) or canvas_length < 1:
-        raise ValueError(
-            f"canvas_length={canvas_length!r} in config.json of the checkpoint must be an integer "
-            "of at least 1 (256 for DiffusionGemma-26B)."
         )
 
 
@@ -192,7 +203,7 @@ def choose_attention(vllm_config: VllmConfig) -> None:
     chosen = vllm_config.attention_config.backend or AttentionBackendEnum.CUSTOM
     if chosen not in able:
         raise ValueError(
-            f"--attention-backend {chosen.name} cannot serve DiffusionGemma, whose batches mix "
+            f"--attention-backend {chosen.name} cannot serve a diffusion model, whose batches mix "
             f"causal and bidirectional sequences; leave it unset or set it to "
             f"{' or '.join(backend.name for backend in able)}."
         )

@@ -16,16 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.quantized import quantized_checkpoint
+from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.quantization.check import check_checkpoint, expected_specs
-from vllm_diffusion.quantization.expected_tensors import (
-    canonical_name,
-    split_experts,
-    tensor_shapes,
-)
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.read_config import read_format
+from vllm_diffusion.quantization.tensor_rules import split_experts
 
 CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"
+RULES = DiffusionGemmaTensors()
 FORMATS = ("fp8-dynamic", "nvfp4", "nvfp4-weights", "nvfp4-modelopt")
 BYTES = {"F8_E4M3": 1, "U8": 1, "F32": 4, "BF16": 2}
 
@@ -38,7 +36,7 @@ def config_of(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def big_shapes():
-    return tensor_shapes(config_of(CONFIGS / "26b.json"))
+    return RULES.shapes(config_of(CONFIGS / "26b.json"))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,11 @@ def quantized(tmp_path_factory):
 def check(folder: Path, tp: int = 1) -> None:
     settings = json.loads((folder / "config.json").read_text())
     check_checkpoint(
-        str(folder), config_of(folder / "config.json"), settings.get("quantization_config"), tp
+        str(folder),
+        config_of(folder / "config.json"),
+        RULES,
+        settings.get("quantization_config"),
+        tp,
     )
 
 
@@ -94,7 +96,7 @@ def test_good_checkpoints(quantized):
     for folder in quantized.values():
         check(folder)
         check(folder, tp=2)
-    check_checkpoint("somebody/on-the-hub", None, None, 1)
+    check_checkpoint("somebody/on-the-hub", None, RULES, None, 1)
 
 
 def test_number_of_tensors(big_shapes):
@@ -120,7 +122,7 @@ def test_every_name_pattern_is_one_that_loads(big_shapes):
     """Each pattern behind the 1,047 names is one of the shipped checkpoint, which is served."""
     patterns = {pattern_of(name) for name in big_shapes}
     shipped = {
-        pattern_of(canonical_name(name)) for name in load_file(SHIPPED / "model.safetensors")
+        pattern_of(RULES.canonical_name(name)) for name in load_file(SHIPPED / "model.safetensors")
     }
     assert patterns == shipped
 
@@ -138,7 +140,9 @@ def test_sizes_of_the_published_checkpoints(name, scale_bytes, gigabytes, big_sh
     quantized = read_format(json.loads((CONFIGS / f"{name}.json").read_text()))
     assert quantized is not None
     total = 0
-    for tensor, (dtypes, shapes) in expected_specs(split_experts(big_shapes), quantized).items():
+    for tensor, (dtypes, shapes) in expected_specs(
+        split_experts(big_shapes), quantized, RULES
+    ).items():
         if len(dtypes) == 1:
             size = BYTES[dtypes[0]]
         else:
@@ -153,11 +157,13 @@ def test_each_module_is_as_the_config_says(name, big_shapes):
     quantized = read_format(json.loads((CONFIGS / f"{name}.json").read_text()))
     assert quantized is not None
     layer = "model.decoder.layers.3."
-    assert quantized.quantizes(layer + "experts.7.up_proj")
-    assert quantized.quantizes(layer + "self_attn.q_proj") == (name != "nvfp4-modelopt")
+    assert quantized.quantizes(RULES.all_names(layer + "experts.7.up_proj"))
+    assert quantized.quantizes(RULES.all_names(layer + "self_attn.q_proj")) == (
+        name != "nvfp4-modelopt"
+    )
     kept = ("model.decoder.self_conditioning.gate_proj", layer + "router.proj", "lm_head")
     tower = "model.encoder.vision_tower.encoder.layers.0.mlp.up_proj.linear"
-    assert not any(quantized.quantizes(module) for module in (*kept, tower))
+    assert not any(quantized.quantizes(RULES.all_names(module)) for module in (*kept, tower))
 
 
 SCALE = "model.decoder.layers.1.experts.2.up_proj.weight_scale"

@@ -34,6 +34,7 @@ from vllm.model_executor.models.transformers.utils import recursive_replace_line
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.quantization.ignored import spell_out_patterns
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.
@@ -150,7 +151,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         config = vllm_config.model_config.hf_config
         text_config = vllm_config.model_config.hf_text_config
         quant_config = vllm_config.quant_config
-        spell_out_patterns(quant_config, config, self.hf_to_vllm_mapper)
+        spell_out_patterns(quant_config, config, DiffusionGemmaTensors(), self.hf_to_vllm_mapper)
         self.config = config
         self.model_dtype = vllm_config.model_config.dtype
         # Read by the borrowed image methods.

@@ -12,14 +12,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_diffusion.canvas.slots import DenoisingDefaults
+from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.step import Noise, uniform_noise
 from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
-from vllm_diffusion.model_state.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.settings.plugin_settings import diffusion_gemma_defaults
 
 
 class DiffusionGemmaModelState(BlockDiffusionModelState):
@@ -49,9 +47,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self.supports_mm_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
-
-    def denoising_defaults(self) -> DenoisingDefaults:
-        return diffusion_gemma_defaults(self.vllm_config)
 
     def policy(self) -> Policy:
         return entropy_bound_policy

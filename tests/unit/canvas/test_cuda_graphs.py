@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.graphs import emulated_capture
-from vllm_diffusion.model_state.cuda_graphs import (
+from vllm_diffusion.canvas.cuda_graphs import (
     MAX_CANVASES,
     GraphedFunction,
     capture_sizes,

@@ -1,0 +1,31 @@
+"""The families that are served. A new one is a line here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_ROOM = "vllm_diffusion.families."
+
+
+class Family(NamedTuple):
+    """A family of block-diffusion models, by names: nothing of it is imported to register it.
+
+    Attributes:
+        architecture: As ``architectures`` of its checkpoints' ``config.json`` says.
+        model: ``"module:Class"``: layers and weight names; its ``get_model_state_cls`` names the
+            state.
+        engine_config: ``"module:Class"``, a :class:`BlockDiffusionEngineConfig`.
+    """
+
+    architecture: str
+    model: str
+    engine_config: str
+
+
+FAMILIES = (
+    Family(
+        "DiffusionGemmaForBlockDiffusion",
+        _ROOM + "diffusion_gemma.model:DiffusionGemmaForBlockDiffusion",
+        _ROOM + "diffusion_gemma.startup:DiffusionGemmaEngineConfig",
+    ),
+)
