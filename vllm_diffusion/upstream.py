@@ -74,6 +74,11 @@ TABLE: tuple[Symbol, ...] = (
         "Calls the original, and names the field of a refusal that names it in words only.",
     ),
     Symbol(
+        "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token",
+        Use.SUBCLASSED,
+        "An optional guard asks for the key at every path, where vLLM asks at four prefixes.",
+    ),
+    Symbol(
         "vllm.multimodal.registry:MultiModalRegistry.create_processor",
         Use.CALLED,
         "Knows the images and videos that a server takes.",

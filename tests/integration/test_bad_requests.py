@@ -269,6 +269,11 @@ NUMBERS_OUT_OF_BOUNDS = [
     ("repetition_penalty", {"repetition_penalty": 1e-45}),
     ("n", {"n": 10**6}),
     ("min_tokens", {"min_tokens": 10**30}),
+    # No number, and a 500 as well.
+    *(
+        ("kv_transfer_params", {"vllm_xargs": {"kv_transfer_params": value}})
+        for value in ("text", 5, ["text"])
+    ),
 ]
 
 
@@ -298,7 +303,7 @@ def test_bad_sampling_parameter(field: str, fields: dict[str, Any], server: Serv
     ids=lambda value: value if isinstance(value, str) else str(value),
 )
 def test_number_out_of_bounds(field: str, fields: dict[str, Any], server: Server) -> None:
-    """A number that is none of the field's is refused with the field where a client looks for it."""
+    """What no field of the engine holds is refused, with the field where a client looks for it."""
     response = httpx.post(
         f"{server.url}/v1/completions",
         # Python's own encoder, as above.

@@ -44,7 +44,7 @@ class Server:
     Attributes:
         url: ``http://127.0.0.1:<port>``.
         checkpoint: Folder of the checkpoint that it serves.
-        canvas_length: Its canvas width in tokens.
+        canvas_length: Its canvas width in tokens; 0 of a model without canvases.
         vocab_size: Number of token ids.
         process: The API process.
         log: What the server printed, a file.
@@ -141,7 +141,7 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
     server = Server(
         f"http://127.0.0.1:{port}",
         checkpoint,
-        config["canvas_length"],
+        config.get("canvas_length", 0),
         config["text_config"]["vocab_size"],
         process,
         log,

@@ -6,6 +6,8 @@ it cannot honour is a 400 that names the field.
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_diffusion.decoding.settings import REQUESTED_STEPS
@@ -115,6 +117,11 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             "others, or leave min_tokens out.",
             params.allowed_token_ids,
         )
+    for field in ("kv_transfer_params", "ec_transfer_params"):
+        value = (params.extra_args or {}).get(field)
+        # vLLM's protocol checks its own fields of these names, and not those within vllm_xargs.
+        if value is not None and not isinstance(value, Mapping):
+            _refuse(field, f"must be a mapping; got {reprlib.repr(value)}.")
     for field, reason, value in number_bounds.sampling_problems(params):
         _refuse(field, reason, value)
     if params.structured_outputs is not None:

@@ -1,0 +1,57 @@
+"""With the middleware nothing but health and metrics is answered without the key."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+pytestmark = pytest.mark.engine
+
+KEY = {"Authorization": "Bearer the key"}
+
+
+def client() -> TestClient:
+    """A server that answers every path."""
+    from vllm_diffusion.requests.require_key import RequireKey
+
+    answer = Route("/{path:path}", lambda _: PlainTextResponse("answer"), methods=["GET", "POST"])
+    app = Starlette(routes=[answer])
+    app.add_middleware(RequireKey)
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        "/invocations",
+        "/tokenize",
+        "/generative_scoring",
+        "/docs",
+        "/",
+        "//health",
+    ],
+)
+def test_guarded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever vLLM guards and whatever it does not."""
+    monkeypatch.setenv("VLLM_API_KEY", "the key")
+    assert client().post(path).status_code == 401
+    assert client().post(path, headers={"Authorization": "Bearer another"}).status_code == 401
+    assert client().post(path, headers=KEY).text == "answer"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/metrics"])
+def test_open(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What load balancers and Prometheus ask."""
+    monkeypatch.setenv("VLLM_API_KEY", "the key")
+    assert client().get(path).text == "answer"
+
+
+def test_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard without a key would let nobody in, or everybody."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="VLLM_API_KEY"):
+        client().get("/health")

@@ -1,0 +1,51 @@
+"""A server's key for everything it answers, for those who want it.
+
+vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. Requests that generate are also
+answered at ``/invocations`` and ``/generative_scoring``, and ``/tokenize``, ``/scale_elastic_ep`` and
+the documentation answer without the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+# What load balancers and Prometheus ask, who have no key.
+_OPEN = ("/health", "/ping", "/metrics")
+
+
+class RequireKey(AuthenticationMiddleware):
+    """``vllm serve --middleware vllm_diffusion.requests.require_key.RequireKey``.
+
+    The key is that of ``VLLM_API_KEY``, which vLLM reads as well: middleware is given no options.
+    """
+
+    def __init__(self, app: Any) -> None:
+        """Wrap vLLM's application.
+
+        Raises:
+            ValueError: If there is no key.
+        """
+        from vllm import envs
+
+        if not envs.VLLM_API_KEY:
+            raise ValueError(
+                "--middleware vllm_diffusion.requests.require_key.RequireKey needs the key in the "
+                "environment variable VLLM_API_KEY; set it, in place of --api-key."
+            )
+        super().__init__(app, tokens=[envs.VLLM_API_KEY])
+
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        """Answer 401 where the key is missing; an ASGI application."""
+        from starlette.datastructures import Headers
+        from starlette.responses import JSONResponse
+
+        is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if is_request and path not in _OPEN and not self.verify_token(Headers(scope=scope)):
+            response = JSONResponse(content={"error": "Unauthorized"}, status_code=401)
+            return response(scope, receive, send)
+        wrapped: Awaitable[None] = self.app(scope, receive, send)
+        return wrapped
