@@ -117,6 +117,14 @@ def test_json_regex_choice_and_grammar(engine):
         assert isinstance(json.loads(any_answer.text), dict)
 
 
+def test_allowed_ids_and_a_constraint(engine):
+    """The constraint wins where it leaves none of the allowed ids, and only there."""
+    (allowed,) = engine.llm.get_tokenizer().encode("a", add_special_tokens=False)
+    for expression, text in (("b{3}", "bbb"), ("(a|b){3}", "aaa")):
+        (answer,) = ask(engine, [{"regex": expression}], allowed_token_ids=[allowed])
+        assert (answer.text, answer.finish_reason) == (text, "stop")
+
+
 def test_longer_than_a_canvas(engine):
     """The grammar goes on where the last canvas ended, and max_tokens may cut it anywhere."""
     expression = "([a-z]{5} ){12}[0-9]{7}"

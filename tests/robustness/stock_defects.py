@@ -71,11 +71,6 @@ def requests() -> Iterator[tuple[str, str, dict[str, Any]]]:
         completion,
         {"prompt": "a", "repetition_detection": {"max_pattern_size": 4, "min_count": _HUGE}},
     )
-    yield (
-        "`repetition_penalty: 1e-45`, `logprobs: 1`",
-        completion,
-        {"prompt": "a", "repetition_penalty": 1e-45, "logprobs": 1},
-    )
     for penalty in (1e39, -1e39):
         beam = {"prompt": "a", "use_beam_search": True, "n": 2, "length_penalty": penalty}
         yield f"`use_beam_search`, `length_penalty: {penalty:g}`", completion, beam

@@ -26,6 +26,23 @@ def test_bias_that_is_no_number(bias: float) -> None:
         validate_sampling_params(params, SimpleNamespace(is_diffusion=True))
 
 
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("value", ["text", 5, ["a"], "x" * 10**6])
+def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
+    """vLLM asks them for their keys, wherever they come from."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests.validation import validate_sampling_params
+
+    model_config = SimpleNamespace(is_diffusion=True)
+    with pytest.raises(VLLMValidationError, match=f"{field} must be a mapping") as raised:
+        validate_sampling_params(SamplingParams(extra_args={field: value}), model_config)
+    assert raised.value.parameter == field
+    assert len(str(raised.value)) < 200
+    validate_sampling_params(SamplingParams(extra_args={field: {"a": 1}}), model_config)
+
+
 @pytest.mark.parametrize("back_end", ["guidance", "outlines"])
 def test_tools_with_a_back_end_that_knows_no_tags(back_end: str) -> None:
     """Refused with the back end that they need."""
