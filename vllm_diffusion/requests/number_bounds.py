@@ -41,16 +41,17 @@ class NumberBounds:
         )
 
 
-_TRANSPORT = "the engine is sent numbers of 64 bits"
-_MESSAGE = NumberBounds(INT64_MIN, INT64_MAX, _TRANSPORT)
+def _sent(low: int) -> NumberBounds:
+    """What the message to the engine holds; the worker lowers it to what it has."""
+    return NumberBounds(low, INT64_MAX, "the engine is sent numbers of 64 bits")
+
 
 # Of vLLM's SamplingParams. Fields that vLLM bounds more tightly itself are here for those who set
 # them past its checks, as vllm.LLM lets them.
 SAMPLING_PARAMS: Mapping[str, NumberBounds] = {
-    # The worker lowers these to the vocabulary and to the model's length.
-    "top_k": _MESSAGE,
-    "max_tokens": _MESSAGE,
-    "stream_interval": _MESSAGE,
+    "top_k": _sent(-1),
+    "max_tokens": _sent(1),
+    "stream_interval": _sent(1),
     # Added to the length of the prompt, in int32.
     "min_tokens": NumberBounds(0, 2**30 - 1, "no answer is that long"),
     "temperature": NumberBounds(0.0, 2.0, "vLLM defines it there"),
@@ -66,9 +67,9 @@ SAMPLING_PARAMS: Mapping[str, NumberBounds] = {
 # As far as a bias can push an id: a constraint's masks keep what it allows above the negative.
 LOGIT_BIAS = NumberBounds(-1e4, 1e4, "an id is certain or impossible by then")
 REPETITION_DETECTION: Mapping[str, NumberBounds] = {
-    "max_pattern_size": _MESSAGE,
-    "min_pattern_size": _MESSAGE,
-    "min_count": _MESSAGE,
+    "max_pattern_size": _sent(0),
+    "min_pattern_size": _sent(0),
+    "min_count": _sent(0),
 }
 
 
