@@ -12,6 +12,7 @@ from tests.robustness.serve_options import configure
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.startup.option_table import OptionRow, read_rows
 from vllm_diffusion.startup.refusals import refusal_in
+from vllm_diffusion.startup.unsupported_options import check_options
 
 pytestmark = pytest.mark.engine
 
@@ -30,6 +31,22 @@ def test_refused(row: OptionRow) -> None:
     assert row.explains(line), line
     for options in row.works:
         configure(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "setting"),
+    [
+        ("--enable-sleep-mode", "model_config", "enable_sleep_mode"),
+        ("--enable-eplb", "parallel_config", "enable_eplb"),
+    ],
+)
+def test_refused_where_vllm_offers_it(name: str, part: str, setting: str) -> None:
+    """On a CPU vLLM refuses these before this package is asked."""
+    config = configure("")
+    check_options(config)
+    setattr(getattr(config, part), setting, True)
+    with pytest.raises(ValueError, match=f"^{name} is not supported"):
+        check_options(config)
 
 
 def trial(*arguments: str) -> None:

@@ -49,13 +49,15 @@ def _canvas_length(vllm_config: VllmConfig) -> int:
 
 
 def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
-    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
-    if scheduler_cls is None:
+    scheduler_config = vllm_config.scheduler_config
+    if scheduler_config.scheduler_cls is None:
         return False
-    from vllm_diffusion.scheduling.canvas_scheduler import WholeCanvasMixin
+    from vllm_diffusion.scheduling.canvas_scheduler import WholeCanvasMixin, canvas_scheduler
 
-    chosen = vllm_config.scheduler_config.get_scheduler_cls()
-    return not (isinstance(chosen, type) and issubclass(chosen, WholeCanvasMixin))
+    chosen: Any = scheduler_config.get_scheduler_cls()
+    if isinstance(chosen, type):
+        return not issubclass(chosen, WholeCanvasMixin)
+    return chosen is not canvas_scheduler
 
 
 def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
@@ -105,6 +107,13 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     ),
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--mm-encoder-only": lambda config: config.is_mm_encoder_only,
+    "--enable-mm-embeds": (
+        lambda config: (
+            config.model_config.multimodal_config is not None
+            and config.model_config.multimodal_config.enable_mm_embeds
+        )
+    ),
+    "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
     "--enable-return-routed-experts": lambda config: config.aux_output_config.enabled,
     "--kv-sharing-fast-prefill": lambda config: config.cache_config.kv_sharing_fast_prefill,
     "--kv-offloading-size": (
