@@ -38,6 +38,7 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
         "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
         "scheduler_cls": scheduler.scheduler_cls,
+        "quantization": vllm_config.model_config.quantization,
         "runner": vllm_config.model_config.runner_type,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "kv_cache_dtypes": " or ".join(CanvasAttentionBackend.supported_kv_cache_dtypes),
@@ -58,6 +59,12 @@ def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     if isinstance(chosen, type):
         return not issubclass(chosen, WholeCanvasMixin)
     return chosen is not canvas_scheduler
+
+
+def _quantises_while_loading(vllm_config: VllmConfig) -> bool:
+    model_config = vllm_config.model_config
+    is_quantised = model_config.model_arch_config.quantization_config is not None
+    return model_config.quantization is not None and not is_quantised
 
 
 def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
@@ -105,6 +112,7 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--per-request-spec-decode-metrics": (
         lambda config: config.observability_config.per_request_spec_decode_metrics != "none"
     ),
+    "--quantization": _quantises_while_loading,
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--mm-encoder-only": lambda config: config.is_mm_encoder_only,
     "--enable-mm-embeds": (
