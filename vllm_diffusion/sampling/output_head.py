@@ -104,8 +104,12 @@ class OutputHead:
         return tensor_model_parallel_all_gather(values[None].contiguous(), dim=0)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks."""
-        return values if self.num_shards == 1 else tensor_model_parallel_all_reduce(values)
+        """The sum over the ranks; ``values`` may be lost."""
+        if self.num_shards == 1:
+            return values
+        # gloo adds up as much memory as there are elements, from the first on: of a view with gaps
+        # the last rows would stay this rank's own.
+        return tensor_model_parallel_all_reduce(values.contiguous())
 
 
 def head_of(model: nn.Module) -> OutputHead:
