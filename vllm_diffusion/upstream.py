@@ -304,6 +304,11 @@ TABLE: tuple[Symbol, ...] = (
     Symbol("vllm.platforms.cpu:CpuPlatform", Use.SUBCLASSED, "The CPU platform."),
     Symbol("vllm.v1.worker.cpu_worker:CPUWorker", Use.SUBCLASSED, "Its worker."),
     Symbol(
+        "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+        Use.SUBCLASSED,
+        "Its sums over ranks, so that a row rounds alike wherever it lies in a batch.",
+    ),
+    Symbol(
         "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
         Use.CALLED,
         "Its worker's process groups.",

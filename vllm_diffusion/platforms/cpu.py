@@ -59,6 +59,10 @@ class DiffusionCpuPlatform(CpuPlatform):
             pieces.register()
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_diffusion.platforms.cpu_communicator.OrderedCpuCommunicator"
+
+    @classmethod
     def get_attn_backend_cls(
         cls,
         selected_backend: AttentionBackendEnum,

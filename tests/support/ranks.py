@@ -1,0 +1,60 @@
+"""Tensor-parallel ranks that are threads of the test's process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroupGloo
+
+
+class ThreadRanks:
+    """Ranks with gloo between them, as between the processes of a server.
+
+    Collectives read and write memory in its order, whatever a tensor's strides say.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._store = HashStore()
+        self._of_thread = threading.local()
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """What ``work`` returns on each rank, which is its argument."""
+        results: list[Any] = [None] * self.num_ranks
+
+        def run_rank(rank: int) -> None:
+            options = ProcessGroupGloo._Options()
+            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=120)
+            try:
+                group = ProcessGroupGloo(self._store, rank, self.num_ranks, options)
+                self._of_thread.group = group
+                results[rank] = work(rank)
+            except BaseException as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(results))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in place; called by each of them."""
+        self._of_thread.group.allreduce([values]).wait()
+        return values
+
+    def all_gather(self, values: Tensor, dim: int) -> Tensor:
+        """Every rank's ``values``, concatenated; called by each of them."""
+        assert dim == 0
+        gathered = values.new_empty(self.num_ranks * values.shape[0], *values.shape[1:])
+        self._of_thread.group._allgather_base(gathered, values).wait()
+        return gathered
