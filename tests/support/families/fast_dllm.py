@@ -61,7 +61,7 @@ def generate(
     """
     run = Run()
     prompt_length = len(prompt_ids)
-    x = torch.tensor(prompt_ids)
+    x = torch.tensor(prompt_ids, dtype=torch.long)
     revealed = torch.full_like(x, -1)
     prefilled = prompt_length // block_size * block_size
     if prefilled:

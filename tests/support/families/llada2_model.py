@@ -207,12 +207,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, weights = self.gate(x)
-        routed = torch.stack(
-            [
-                sum(weight * self.experts[i](row) for i, weight in zip(ids, w, strict=True))
-                for row, ids, w in zip(x, chosen.tolist(), weights, strict=True)
-            ]
-        )
+        routed = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows, place = (chosen == i).nonzero(as_tuple=True)
+            routed[rows] += weights[rows, place, None] * expert(x[rows])
         return routed + self.shared_experts(x)
 
 

@@ -81,7 +81,7 @@ def generate(
             f"max_new_tokens={max_new_tokens} is no multiple of block_length={block_length}"
         )
     run = Run()
-    x = torch.tensor(prompt_ids)
+    x = torch.tensor(prompt_ids, dtype=torch.long)
     run.passes.append(Pass("prefill", 0, 0))
     logits = model(x, causal(len(x)))
     for canvas in range(max_new_tokens // block_length):
@@ -138,7 +138,7 @@ def ar_generate(
     Differs from the publisher's: the thinking budget is left out.
     """
     run = Run()
-    x = torch.tensor(prompt_ids)
+    x = torch.tensor(prompt_ids, dtype=torch.long)
     run.passes.append(Pass("prefill", 0, 0))
     for i in range(max_new_tokens):
         if i:
@@ -184,7 +184,7 @@ def linear_spec_generate(
     ``draft_sample``, a generator of their own.
     """
     run = Run()
-    x = torch.tensor(prompt_ids)
+    x = torch.tensor(prompt_ids, dtype=torch.long)
     run.passes.append(Pass("prefill", 0, 0))
     token = _next_tokens(model(x, causal(len(x)))[-1:], len(x), temperature, sample)
     generated = token.tolist()

@@ -69,7 +69,7 @@ def generate(
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
     x = torch.full((num_blocks * block_length,), mask_id)
-    x[:prompt_length] = torch.tensor(prompt_ids)
+    x[:prompt_length] = torch.tensor(prompt_ids, dtype=torch.long)
     revealed = torch.full_like(x, -1)
     schedule = even_schedule(block_length, denoising_steps)
     run = Run()

@@ -68,7 +68,7 @@ def generate_block(
     steps_per_block = steps // (gen_length // block_length)
     prompt_length = len(prompt_ids)
     total = prompt_length + gen_length
-    x = torch.cat([torch.tensor(prompt_ids), torch.full((gen_length,), mask_id)])
+    x = torch.cat([torch.tensor(prompt_ids, dtype=torch.long), torch.full((gen_length,), mask_id)])
     revealed = torch.full_like(x, -1)
     run = Run()
 
