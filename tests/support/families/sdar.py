@@ -61,6 +61,9 @@ def generate(
       there it is an index out of range.
     - ``entropy_bounded`` is left out: it uses a name that was never assigned.
 
+    The publisher's evaluation (``opencompass/models/huggingface_bd3.py`` in the same commit) differs
+    in one point from this function: its probability is that before ``top_k`` and ``top_p``.
+
     Raises:
         ValueError: If the strategy is not known, or masks are left.
     """

@@ -1,7 +1,8 @@
 """Stable-DiffCoder: block diffusion over a Llama.
 
 Source: ``modeling_stable_diffcoder.py`` of ByteDance-Seed/Stable-DiffCoder-8B-Instruct, as found in a
-public copy, ``generate_block``.
+public copy, ``generate_block``. Its README (ByteDance-Seed/Stable-DiffCoder at ece1ffb) calls it with
+``threshold=None``, as many steps as tokens, and an end token.
 """
 
 from __future__ import annotations
