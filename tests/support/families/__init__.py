@@ -1,0 +1,7 @@
+"""What the masked families are tested against: tiny models and their publishers' loops.
+
+``model`` and ``llada2_model`` hold random-weight models with each family's exact blocks; ``sdar``,
+``nemotron``, ``llada2``, ``fast_dllm`` and ``stable_diffcoder`` the published generation loops;
+``published_tensors`` the tensors of the published checkpoints. Everything is float32 on the CPU, for
+one request, without a KV cache: whole sequences under a dense mask.
+"""

@@ -1,0 +1,215 @@
+"""What the reference loops share: their record, their draws, their choice of positions.
+
+A loop asks its model for the logits of a whole sequence, ``model(ids, visible)``, where ``visible``
+says which position sees which. Scripted functions stand in for a model in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attention_kernels.noise import gumbel_noise, random_words
+
+
+class Model(Protocol):
+    """A whole sequence at once.
+
+    ``ids`` is [T], int64; ``visible`` [T, T], bool, true where a row sees a column; what comes back
+    is [T, V], float32.
+    """
+
+    def __call__(self, ids: Tensor, visible: Tensor) -> Tensor: ...
+
+
+class Pass(NamedTuple):
+    """One forward pass of the published loop, as it runs with a KV cache.
+
+    Attributes:
+        kind: ``prefill``, ``denoise``, ``commit``, ``decode``, ``draft`` or ``verify``.
+        start: Position of the first token that the pass is about.
+        num_masked: Masks that its input held.
+    """
+
+    kind: str
+    start: int
+    num_masked: int
+
+
+@dataclass
+class Run:
+    """One generation.
+
+    Attributes:
+        tokens: What the loop returned behind the prompt.
+        passes: Every forward pass, in order.
+        revealed: Per position of ``tokens`` the step of its block, from 0, that wrote it last; -1
+            where no denoising step did (a seed, a drafted token, a mask that was left).
+        rewritten: How often a decided position was given another token.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    revealed: list[int] = field(default_factory=list)
+    rewritten: int = 0
+
+    def count(self, *kinds: str) -> int:
+        """Passes of these kinds."""
+        return sum(one.kind in kinds for one in self.passes)
+
+
+class Draws(NamedTuple):
+    """What each drawn row is keyed by: three int64 tensors, [rows].
+
+    Attributes:
+        canvas: 0 for the first block that is generated. For tokens that are drawn one after another
+            (a seed, an autoregressive token, a verified one) always 0.
+        step: Denoising step of the block, from 0; 0 for those tokens.
+        position: In the block; for those tokens, in the sequence.
+    """
+
+    canvas: Tensor
+    step: Tensor
+    position: Tensor
+
+
+# Tokens [rows] from logits [rows, V] that are already divided by the temperature and filtered
+# (``-inf`` where a token is excluded). Called at temperatures above 0 only.
+Sample = Callable[[Tensor, Draws], Tensor]
+
+
+def multinomial(logits: Tensor, draws: Draws) -> Tensor:
+    """Torch's generator decides, as in the publishers' loops."""
+    return torch.multinomial(logits.double().softmax(-1), 1)[:, 0]
+
+
+def keyed_sample(seed: int) -> Sample:
+    """This package's keyed noise decides: the same request, block, step and position, the same draw."""
+
+    def sample(logits: Tensor, draws: Draws) -> Tensor:
+        rows, vocab_size = logits.shape
+        words = random_words(torch.full((rows,), seed), *draws, vocab_size)
+        return (logits + gumbel_noise(words)).argmax(-1)
+
+    return sample
+
+
+def block_draws(canvas: int, step: int, positions: Iterable[int]) -> Draws:
+    """The keys of rows of one block."""
+    position = torch.tensor(list(positions))
+    return Draws(torch.full_like(position, canvas), torch.full_like(position, step), position)
+
+
+def token_draws(positions: Iterable[int]) -> Draws:
+    """The keys of tokens that are drawn one after another."""
+    return block_draws(0, 0, positions)
+
+
+def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """``logits`` with ``-inf`` outside of the top k and of the smallest set that exceeds ``top_p``.
+
+    Ties with the k-th are kept; among ties at the edge of ``top_p`` the lower id is.
+    """
+    if top_k > 0:
+        kth = logits.topk(top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(descending=True, stable=True)
+        accumulated = ordered.softmax(-1).cumsum(-1)
+        behind = torch.zeros_like(order, dtype=torch.bool)
+        behind[..., 1:] = accumulated[..., :-1] > top_p
+        removed = torch.empty_like(behind).scatter(-1, order, behind)
+        logits = logits.masked_fill(removed, float("-inf"))
+    return logits
+
+
+def draw(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    sample: Sample,
+    draws: Draws,
+) -> tuple[Tensor, Tensor]:
+    """Tokens [rows], and their probability under what they were drawn from, [rows].
+
+    At temperature 0 the most likely token, and its probability under the plain softmax.
+    """
+    if temperature > 0:
+        logits = filtered(logits / temperature, top_k, top_p)
+        tokens = sample(logits, draws)
+    else:
+        tokens = logits.argmax(-1)
+    return tokens, probability(logits, tokens)
+
+
+def probability(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[rows]: the softmax of ``logits`` at ``tokens``."""
+    return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+def most_confident(confidence: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """[rows], bool: the ``count`` candidates of highest confidence, all where there are fewer.
+
+    Among equals the leftmost wins; the publishers' ``topk`` leaves that open.
+    """
+    order = confidence.masked_fill(~candidates, -1.0).argsort(descending=True, stable=True)
+    chosen = torch.zeros_like(candidates)
+    chosen[order[:count]] = True
+    return chosen & candidates
+
+
+def even_schedule(num_masked: int, steps: int) -> list[int]:
+    """How many positions each step reveals: as even as can be, the larger numbers first."""
+    base, remainder = divmod(num_masked, steps)
+    return [base + (step < remainder) for step in range(steps)]
+
+
+def causal(length: int) -> Tensor:
+    """[length, length]: each position sees itself and the earlier ones."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def block_causal(length: int, block_length: int) -> Tensor:
+    """[length, length]: each position sees its whole block and the earlier ones.
+
+    Blocks are counted from position 0 of the sequence.
+    """
+    block = torch.arange(length) // block_length
+    return block[:, None] >= block[None, :]
+
+
+def causal_then_block(context: int, block_length: int) -> Tensor:
+    """A causal context, and behind it one block that sees all of it and of itself."""
+    visible = causal(context + block_length)
+    visible[context:] = True
+    return visible
+
+
+def suppress(model: Model, ids: Iterable[int]) -> Model:
+    """The same model, but these ids can never be drawn.
+
+    No published loop does it; every engine must, for the mask token at least: a drawn mask stays a
+    mask, and the loops do not end.
+    """
+    banned = list(ids)
+
+    def forward(tokens: Tensor, visible: Tensor, **kwargs: object) -> Tensor:
+        logits = model(tokens, visible, **kwargs).clone()
+        logits[:, banned] = float("-inf")
+        return logits
+
+    return forward
+
+
+def cut(tokens: list[int], ends: Iterable[int]) -> list[int]:
+    """``tokens`` up to and including the first that is in ``ends``."""
+    ends = set(ends)
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: i + 1]
+    return tokens

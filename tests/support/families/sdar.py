@@ -1,0 +1,117 @@
+"""SDAR, SDAR-MoE and TraDo: block diffusion with a block-causal cache.
+
+Source: JetAstra/SDAR ``generate.py`` at c2041a8, ``block_diffusion_generate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tests.support.families.run import (
+    Model,
+    Pass,
+    Run,
+    Sample,
+    block_causal,
+    block_draws,
+    draw,
+    even_schedule,
+    most_confident,
+    multinomial,
+)
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt_ids: Sequence[int],
+    *,
+    mask_id: int = 151669,
+    gen_length: int = 128,
+    block_length: int = 8,
+    denoising_steps: int = 8,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    remasking_strategy: str = "low_confidence_dynamic",
+    confidence_threshold: float = 0.85,
+    stopping_criteria_idx: Sequence[int] | None = None,
+    sample: Sample = multinomial,
+) -> Run:
+    """Blocks from position 0; the first one generated holds the prompt's remainder.
+
+    Prompt and ``gen_length`` together are rounded up to whole blocks. Step ``s`` of a block reveals
+    ``n[s]`` positions (the block's length spread over the steps): with
+    ``low_confidence_static`` the most confident, with ``sequential`` the leftmost, with
+    ``low_confidence_dynamic`` every one whose probability is above the threshold if these are at
+    least ``n[s]``, else the ``n[s]`` most confident. A block without masks is forwarded once more:
+    that pass writes its KV. End tokens are looked for after that, behind the prompt; what stands
+    behind them in the block is returned too.
+
+    Differs from the publisher's:
+
+    - Temperature 0 takes the most likely token at its plain probability; there it divides by zero.
+    - A step reveals masked positions only. There, where ``n[s]`` exceeds the masks left (a prompt's
+      remainder, or dynamic steps before it, with fewer steps than the block is long), ``topk`` over
+      ``-inf`` also picks decided positions, of the prompt too, and overwrites them.
+    - Among equally confident positions the leftmost is taken first.
+    - A block that still has masks after all its steps, which takes a drawn mask token, is an error;
+      there it is an index out of range.
+    - ``entropy_bounded`` is left out: it uses a name that was never assigned.
+
+    The publisher's evaluation (``opencompass/models/huggingface_bd3.py`` in the same commit) differs
+    in one point from this function: its probability is that before ``top_k`` and ``top_p``.
+
+    Raises:
+        ValueError: If the strategy is not known, or masks are left.
+    """
+    if remasking_strategy not in ("low_confidence_dynamic", "low_confidence_static", "sequential"):
+        raise ValueError(f"unknown remasking_strategy {remasking_strategy!r}")
+    prompt_length = len(prompt_ids)
+    num_blocks = -(-(prompt_length + gen_length) // block_length)
+    x = torch.full((num_blocks * block_length,), mask_id)
+    x[:prompt_length] = torch.tensor(prompt_ids, dtype=torch.long)
+    revealed = torch.full_like(x, -1)
+    schedule = even_schedule(block_length, denoising_steps)
+    run = Run()
+
+    first_block = prompt_length // block_length
+    if first_block:
+        run.passes.append(Pass("prefill", 0, 0))
+    end = first_block * block_length
+    for block in range(first_block, num_blocks):
+        start, end = block * block_length, (block + 1) * block_length
+        visible = block_causal(end, block_length)
+        current = x[start:end]
+        for step in range(denoising_steps + 1):
+            masked = current == mask_id
+            if not masked.any():
+                run.passes.append(Pass("commit", start, 0))
+                break
+            if step == denoising_steps:
+                raise ValueError("masks are left after the last step: a mask token was drawn")
+            run.passes.append(Pass("denoise", start, int(masked.sum())))
+            logits = model(x[:end], visible)[start:end]
+            draws = block_draws(block - first_block, step, range(block_length))
+            tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
+            confident = masked & (p > confidence_threshold)
+            if remasking_strategy == "sequential":
+                reveal = masked & (masked.cumsum(0) <= schedule[step])
+            elif (
+                remasking_strategy == "low_confidence_dynamic"
+                and int(confident.sum()) >= schedule[step]
+            ):
+                reveal = confident
+            else:
+                reveal = most_confident(p, masked, schedule[step])
+            current[reveal] = tokens[reveal]
+            revealed[start:end][reveal] = step
+        if stopping_criteria_idx and set(x[prompt_length:end].tolist()) & set(
+            stopping_criteria_idx
+        ):
+            break
+    run.tokens = x[prompt_length:end].tolist()
+    run.revealed = revealed[prompt_length:end].tolist()
+    return run
