@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from typing import Any
 
 import httpx
 import psutil
+import torch
 
 from tests.robustness.client import Outcome, answers, send
 from tests.robustness.minimise import minimise
@@ -45,6 +47,9 @@ DEADLINE_SECONDS = 60.0
 # Alone, a request of the grammar takes a second or two.
 ALONE_SECONDS = 30.0
 COMPARED_A_ROUND = 12
+# One process of the server may have no more address space, where nothing needs more: a request that
+# wants all memory ends that process, and not others of the machine.
+ADDRESS_SPACE_BYTES = 12 * 1024**3
 # What allocators and caches of compiled grammars may take between the first quarter and the end.
 ALLOWED_GROWTH_BYTES = 96 * 1024**2
 SORTS = ("answered", "refused", "aborted", "vLLM's own", "failed")
@@ -298,6 +303,8 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {arguments.seed}, {arguments.order}, TP {arguments.tp}, logs in {folder}")
+    if not torch.cuda.is_available():
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     own = OwnServer(folder, options_of(arguments.order, arguments.tp))
     begun = time.monotonic()
     try:

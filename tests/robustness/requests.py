@@ -96,7 +96,7 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 )
 GRAMMARS = ('root ::= "a" | "b" root', 'root ::= [0-9]+ ("," [0-9]+)*')
 CHOICES = (["yes", "no"], ["one"], ["a", "ab", "abc"])
-WORDS = (["e"], ["th", "15"], [" "], ["a", "b", "c"])
+WORDS = (["e"], ["th", "15"], ["a", "b", "c"])
 TOOL = {
     "type": "function",
     "function": {
@@ -252,6 +252,9 @@ def valid(served: Served, rng: random.Random) -> Posted:
     if "min_tokens" in body and "allowed_token_ids" in body:
         # What is allowed may be what ends it.
         body.pop("stop_token_ids", None)
+    if "stream" in body:
+        # Refused together by vLLM.
+        body.pop("prompt_logprobs", None)
     return path, {**body, "vllm_xargs": xargs}
 
 
@@ -286,6 +289,33 @@ NUMERIC_XARGS = (
 )
 
 
+# Where, which field, and values that are allowed there or might be.
+_TINY = (1e-45, 1e-39, 1e-38, 5e-324, 1e-7)
+_HUGE = (1e30, 3.4e38, 3.5e38, 1e39, 1e308)
+EXTREMES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("body", "temperature", (*_TINY, *_HUGE, 0.0, -0.0)),
+    ("body", "top_p", (*_TINY, 1.0, 0.999999999)),
+    ("body", "min_p", (*_TINY, 0.0, 1.0, 0.999999999)),
+    ("body", "top_k", (1, 0, -1, 315, 316, 317, 2**31 - 1, 2**31)),
+    ("body", "repetition_penalty", (*_TINY, *_HUGE, 1, 1e-30)),
+    ("body", "presence_penalty", (-2, 2, 1e-45, -0.0)),
+    ("body", "frequency_penalty", (-2, 2, 1e-45, -0.0)),
+    ("body", "seed", (0, -1, 2**31, 2**32, 2**63 - 1, -(2**63))),
+    ("body", "min_tokens", (0, 1, 2, 31, 32, 33)),
+    ("body", "max_tokens", (1, 31, 32, 33, 600, None)),
+    ("body", "n", (1, 4, 9)),
+    ("body", "logprobs", (0, 1, 20, 21, True)),
+    ("body", "stream_interval", (1, 2**31, 2**63)),
+    ("vllm_xargs", "diffusion_max_steps", (1, 48, 2**31 - 1, 2**31, 2**63, 10**40)),
+    ("vllm_xargs", "diffusion_canvas_length", (1, 2, 31, 32)),
+    ("vllm_xargs", "diffusion_stability_threshold", (0, 1, 48, 2**31 - 1, 2**31, 2**63, 10**40)),
+    ("vllm_xargs", "diffusion_entropy_bound", (*_TINY, *_HUGE)),
+    ("vllm_xargs", "diffusion_confidence_threshold", (*_TINY, *_HUGE)),
+    ("vllm_xargs", "diffusion_t_max", _HUGE),
+    ("vllm_xargs", "diffusion_t_min", _TINY),
+)
+
+
 def _id_list(served: Served, rng: random.Random) -> list[Any]:
     last = served.vocab_size - 1
     return rng.choice(
@@ -300,7 +330,10 @@ def _edge_change(served: Served, rng: random.Random) -> tuple[str, str, Any]:
     """Where (the body or its ``vllm_xargs``), which field, and its value."""
     texts = (*TEXTS, "", "\x00", "\ud800", "é" * 500, "<|tool_call>", "a" * 5000)
     draw = rng.random()
-    if draw < 0.35:
+    if draw < 0.3:
+        place, field, values = rng.choice(EXTREMES)
+        return place, field, rng.choice(values)
+    if draw < 0.45:
         return "body", rng.choice(NUMERIC_FIELDS), rng.choice(NUMBERS + OTHERS)
     if draw < 0.6:
         return "vllm_xargs", rng.choice(NUMERIC_XARGS), rng.choice(NUMBERS + OTHERS)
