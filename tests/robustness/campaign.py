@@ -52,6 +52,8 @@ COMPARED_A_ROUND = 12
 ADDRESS_SPACE_BYTES = 12 * 1024**3
 # What allocators and caches of compiled grammars may take between the first quarter and the end.
 ALLOWED_GROWTH_BYTES = 96 * 1024**2
+# A connection for each request: one that is kept may be closed by the server as it is used again.
+UNSHARED = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 SORTS = ("answered", "refused", "aborted", "vLLM's own", "failed")
 
 
@@ -117,7 +119,7 @@ def resident_bytes(server: Server) -> int:
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
     """Send requests from ``CLIENTS`` clients, each of which takes the next when it is free."""
     with (
-        httpx.Client(base_url=server.url, limits=httpx.Limits(max_connections=None)) as client,
+        httpx.Client(base_url=server.url, limits=UNSHARED) as client,
         ThreadPoolExecutor(CLIENTS) as pool,
     ):
         return list(pool.map(lambda r: send(client, r, DEADLINE_SECONDS), requests))
@@ -125,7 +127,7 @@ def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
 
 def send_alone(server: Server, request: Request) -> Outcome:
     """Send one request to an idle server, by a client that waits for it."""
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, limits=UNSHARED) as client:
         return send(client, dataclasses.replace(request, leaves_after=None), ALONE_SECONDS)
 
 
@@ -140,8 +142,9 @@ def run_round(
         sort, what = outcome.sort, ""
         if sort == "failed":
             what = f"{outcome.ending}, status {outcome.status}"
-            if outcome.ending == "answer" and (reason := outcome.vllms_own(request)):
-                tally.own[reason] += 1
+            own = outcome.vllms_own(request)
+            if own and (not own.heals or send_alone(server, request).sort != "failed"):
+                tally.own[own.reason] += 1
                 sort, what = "vLLM's own", ""
         elif request.kind == "valid" and sort == "refused":
             sort, what = "failed", "a valid request was refused"
@@ -162,6 +165,8 @@ def run_round(
     for number, request, outcome in chosen:
         tally.num_compared += 1
         alone = send_alone(server, request)
+        if (own := alone.vllms_own(request)) and own.heals:
+            alone = send_alone(server, request)
         if alone.sort != "answered" or answers(request, alone) != answers(request, outcome):
             tally.failures.append(Failure("another answer alone", request, number, outcome))
     tally.rss.append(resident_bytes(server))
@@ -252,9 +257,9 @@ def _keep(folder: Path, failure: Failure, request: Request) -> None:
 
 
 def options_of(order: str, num_ranks: int) -> list[str]:
-    """Of ``vllm serve``: images, and a KV cache that two long requests fill."""
+    """Of ``vllm serve``: images, and a KV cache that one request of the longest kind fills."""
     options = [*PARSERS, "--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
-    options += ["--kv-cache-memory-bytes", str(4 * 1024**2)]
+    options += ["--kv-cache-memory-bytes", str(9 * 1024**2 // 4)]
     options += ["--async-scheduling" if order == "async" else "--no-async-scheduling"]
     return [*options, "--tensor-parallel-size", str(num_ranks)]
 

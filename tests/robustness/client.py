@@ -12,8 +12,53 @@ import httpx
 
 from tests.robustness.requests import CHAT, COMPLETIONS, Request
 
-# Requests whose 5xx is vLLM's own, with any model: a path, what its message says, and why.
-VLLMS_OWN: tuple[tuple[str, str, str], ...] = ()
+
+@dataclass(frozen=True)
+class VllmsOwn:
+    """A 5xx that vLLM answers with any model.
+
+    Attributes:
+        body: What the request's JSON holds, a regular expression.
+        message: What its answer says, the same.
+        reason: Why.
+        heals: Whether the same request is answered when it is sent again, which is then checked.
+    """
+
+    body: str
+    message: str
+    reason: str
+    heals: bool = False
+
+
+VLLMS_OWN = (
+    VllmsOwn(
+        '"structured_outputs": (["0-9\\[-]|true|false|NaN|-?Infinity)',
+        "object has no attribute 'get'|is not iterable",
+        "structured_outputs that is no mapping is asked for its keys",
+    ),
+    VllmsOwn(
+        r'"url": "data:,"',
+        "Only base64 data URLs are supported",
+        "a data URL that is not base64: 501",
+    ),
+    VllmsOwn(
+        '"(kv|ec)_transfer_params": [^n]',
+        "",
+        "a transfer's parameters are believed, and fail where they are used",
+    ),
+    VllmsOwn(
+        r"\\ud800",
+        '"message":""',
+        "text that is no Unicode cannot be sent to the engine's process",
+    ),
+    VllmsOwn(
+        '"image_url"',
+        "Internal server error",
+        "a request refused after its image was prepared leaves the image marked as sent, and the "
+        "next one with it fails",
+        heals=True,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +89,14 @@ class Outcome:
             return "answered"
         return "refused" if self.status < 500 else "failed"
 
-    def vllms_own(self, request: Request) -> str | None:
-        """The reason why a 5xx is not ours; ``None`` if it is."""
-        for path, message, reason in VLLMS_OWN:
-            if re.search(path, request.path) and re.search(message, self.text):
-                return reason
+    def vllms_own(self, request: Request) -> VllmsOwn | None:
+        """Why a 5xx is not ours; ``None`` if it is."""
+        if self.ending != "answer" or self.sort != "failed":
+            return None
+        body = request.body if isinstance(request.body, str) else json.dumps(request.body)
+        for own in VLLMS_OWN:
+            if re.search(own.body, body) and re.search(own.message, self.text):
+                return own
         return None
 
 
