@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.robustness.campaign import Tally, describe, run_round
@@ -45,7 +47,7 @@ def test_minimise() -> None:
     """What does not matter is left out, and what is too long is cut."""
     body = {"prompt": "x" * 500, "ids": [[1, 2, 3, 9], 4, 5], "x": {"a": 1, "b": 2}, "n": 3}
 
-    def fails(candidate: dict) -> bool:
-        return candidate.get("x", {}).get("b") == 2 and 9 in (candidate.get("ids") or [[]])[0]
+    def fails(candidate: dict[str, Any]) -> bool:
+        return candidate.get("x", {}).get("b") == 2 and "9]" in str(candidate.get("ids"))
 
     assert minimise(body, fails) == {"ids": [[9]], "x": {"b": 2}}
