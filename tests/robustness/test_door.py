@@ -39,10 +39,13 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     """What is not refused by its name arrives in the slots as it was sent."""
     from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
 
+    refused = None
     try:
         params = parse_canvas_params(arguments, **LIMITS, logprob_token_ids=[5])
     except RequestParamError as error:
-        assert error.field in arguments
+        refused = error.field
+    if refused is not None:
+        assert refused in arguments
         return
     slots = CanvasSlots(2, 32, DenoisingDefaults(48, 0.4, 0.8, 0.1, 0.005, 1), torch.device("cpu"))
     slots.add_request(1, params, 0)
@@ -65,10 +68,13 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     }
     # As it arrives.
     options = json.loads(json.dumps(options))
+    refused = None
     try:
         chosen = PluginSettings(**options)
     except ValueError as error:
-        assert any(name in str(error) for name in options)
+        refused = str(error)
+    if refused is not None:
+        assert any(name in refused for name in options)
         return
     for name, value in options.items():
         kind = int if name in ("max_denoising_steps", "stability_threshold") else float
