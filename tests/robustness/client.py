@@ -48,7 +48,7 @@ VLLMS_OWN = (
     ),
     VllmsOwn(
         r"\\ud800",
-        '"message":""',
+        '"message": ?""',
         "text that is no Unicode cannot be sent to the engine's process",
     ),
     VllmsOwn(

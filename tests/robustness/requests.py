@@ -252,9 +252,11 @@ def valid(served: Served, rng: random.Random) -> Posted:
     if "min_tokens" in body and "allowed_token_ids" in body:
         # What is allowed may be what ends it.
         body.pop("stop_token_ids", None)
+    # Refused together by vLLM.
     if "stream" in body:
-        # Refused together by vLLM.
         body.pop("prompt_logprobs", None)
+    if body.get("temperature") == 0:
+        body.pop("n", None)
     return path, {**body, "vllm_xargs": xargs}
 
 
@@ -293,7 +295,7 @@ NUMERIC_XARGS = (
 _TINY = (1e-45, 1e-39, 1e-38, 5e-324, 1e-7)
 _HUGE = (1e30, 3.4e38, 3.5e38, 1e39, 1e308)
 EXTREMES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("body", "temperature", (*_TINY, *_HUGE, 0.0, -0.0)),
+    ("body", "temperature", (*_TINY, 0.0, -0.0, 2.0)),
     ("body", "top_p", (*_TINY, 1.0, 0.999999999)),
     ("body", "min_p", (*_TINY, 0.0, 1.0, 0.999999999)),
     ("body", "top_k", (1, 0, -1, 315, 316, 317, 2**31 - 1, 2**31)),
@@ -377,7 +379,7 @@ HOSTILE_CONSTRAINTS: tuple[dict[str, Any], ...] = (
     ),
     *({"json": s} for s in ({"enum": []}, {"allOf": [{"type": "string"}, {"type": "integer"}]})),
     {"json": {"type": "integer", "minimum": 5, "maximum": 1}},
-    {"json": {"type": "array", "minItems": 10**9}},
+    {"json": {"type": "array", "minItems": 2 * 10**7}},
     {"json": {"type": "string", "minLength": 10**6}},
     {"json": {"type": "string", "pattern": "(a+)+$"}},
     {"json": '{"type": "obj'},
@@ -394,7 +396,7 @@ HARD_SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"bad_words": ["a"]},
     {"bad_words": [chr(code) for code in range(33, 127)]},
-    {"temperature": 1e30},
+    {"temperature": 2.0},
     {"temperature": 1e-30},
     {"repetition_penalty": 1e30},
     {"repetition_penalty": 1e-30},
