@@ -54,6 +54,8 @@ ADDRESS_SPACE_BYTES = 12 * 1024**3
 ALLOWED_GROWTH_BYTES = 96 * 1024**2
 # A connection for each request: one that is kept may be closed by the server as it is used again.
 UNSHARED = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+# Failures in a line each; all are kept as files.
+PRINTED = 40
 SORTS = ("answered", "refused", "aborted", "vLLM's own", "failed")
 
 
@@ -117,12 +119,21 @@ def resident_bytes(server: Server) -> int:
 
 
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
-    """Send requests from ``CLIENTS`` clients, each of which takes the next when it is free."""
+    """Send requests from ``CLIENTS`` clients, each of which takes the next when it is free.
+
+    Once the server's process has ended, what is left is not sent.
+    """
     with (
         httpx.Client(base_url=server.url, limits=UNSHARED) as client,
         ThreadPoolExecutor(CLIENTS) as pool,
     ):
-        return list(pool.map(lambda r: send(client, r, DEADLINE_SECONDS), requests))
+
+        def send_one(request: Request) -> Outcome:
+            if server.process.poll() is not None:
+                return Outcome(None, "", 0.0, "unsent")
+            return send(client, request, DEADLINE_SECONDS)
+
+        return list(pool.map(send_one, requests))
 
 
 def send_alone(server: Server, request: Request) -> Outcome:
@@ -140,6 +151,8 @@ def run_round(
     comparable = []
     for number, request, outcome in zip(numbers, requests, outcomes, strict=True):
         sort, what = outcome.sort, ""
+        if outcome.ending == "unsent":
+            continue
         if sort == "failed":
             what = f"{outcome.ending}, status {outcome.status}"
             own = outcome.vllms_own(request)
@@ -219,6 +232,8 @@ class OwnServer:
         if not self.is_alive():
             self.start()
         outcome = send_alone(self.server, request)
+        if outcome.sort == "refused" and request.kind == "valid":
+            return "is refused"
         if outcome.sort != "failed" or outcome.vllms_own(request):
             return None
         if outcome.ending == "late":
@@ -227,32 +242,38 @@ class OwnServer:
 
 
 def explain(own: OwnServer, failures: Sequence[Failure], most: int, folder: Path) -> None:
-    """Send what failed again alone, make it small, print it and keep it."""
+    """Keep what failed, send it again alone, and make up to ``most`` of it small."""
     folder.mkdir(parents=True, exist_ok=True)
-    seen: Counter[str] = Counter()
-    for failure in failures:
-        if failure.request is None or sum(seen.values()) >= most:
-            continue
-        alone = own.fails(failure.request)
-        if alone is None:
-            print(f"{failure.number}: {failure.what}; not when it is sent alone")
-            _keep(folder, failure, failure.request)
-            continue
+    with_request = [failure for failure in failures if failure.request is not None]
+    for failure in with_request:
+        _keep(folder, failure, failure.request)
+    num_small = 0
+    for failure in with_request:
         request = failure.request
+        assert request is not None
+        how = own.fails(request)
+        if how is None:
+            print(f"{failure.number}: {failure.what}; not when it is sent alone")
+            continue
 
-        def same(body: Any, request: Request = request, alone: str = alone) -> bool:
-            return own.fails(dataclasses.replace(request, body=body)) == alone
+        def fails_so(body: Any, request: Request = request, how: str = how) -> bool:
+            return own.fails(dataclasses.replace(request, body=body)) == how
 
-        # Each try that succeeds costs a start of the server, or a deadline.
-        costly = alone in ("ends the engine", "does not end")
-        small = minimise(request.body, same, 60 if costly else 200)
-        seen[alone] += 1
-        print(f"{failure.number}: {alone}: {request.path} {json.dumps(small)[:2000]}", flush=True)
+        # Where it costs a start of the server, or a deadline, to see it fail.
+        most_tries = 60 if how in ("ends the engine", "does not end") else 200
+        small = minimise(request.body, fails_so, most_tries)
+        print(f"{failure.number}: {how}: {request.path} {json.dumps(small)[:2000]}", flush=True)
         _keep(folder, failure, dataclasses.replace(request, body=small))
+        num_small += 1
+        if num_small == most:
+            break
 
 
-def _keep(folder: Path, failure: Failure, request: Request) -> None:
-    record = dataclasses.asdict(failure) | {"smallest": dataclasses.asdict(request)}
+def _keep(folder: Path, failure: Failure, request: Request | None) -> None:
+    """Write a file that ``--replay`` reads."""
+    record = dataclasses.asdict(failure)
+    assert request is not None
+    record["smallest"] = dataclasses.asdict(request)
     (folder / f"{failure.number}.json").write_text(json.dumps(record, indent=1))
 
 
@@ -302,7 +323,7 @@ def main() -> int:
     parser.add_argument("--order", choices=["sync", "async"], default="sync")
     parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="tensor-parallel ranks")
     parser.add_argument("--folder", type=Path, help="for logs and failures")
-    parser.add_argument("--explain", type=int, default=10, help="failures to make small")
+    parser.add_argument("--explain", type=int, default=5, help="failures to make small")
     parser.add_argument("--replay", type=Path, help="a kept failure, to be sent alone")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="campaign-"))
@@ -331,7 +352,7 @@ def main() -> int:
             print(f"vLLM's own: {count} x {reason}")
         print(f"{tally.num_compared} answers with a seed asked for again alone")
         print("MiB after each round:", *(rss >> 20 for rss in tally.rss))
-        for failure in tally.failures:
+        for failure in tally.failures[:PRINTED]:
             text = failure.outcome.text[:300] if failure.outcome else ""
             print(f"FAILED {failure.number}: {failure.what} {text}")
         explain(own, tally.failures, arguments.explain, folder / "failures")

@@ -70,7 +70,7 @@ class Outcome:
         text: The answer's body, or its events.
         seconds: Until it ended.
         ending: ``"answer"``; ``"left"`` by the client, or ``"late"`` and given up on; ``"broken"``
-            where the connection ended first.
+            where the connection ended first; ``"unsent"`` to a server that is gone.
     """
 
     status: int | None

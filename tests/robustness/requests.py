@@ -401,6 +401,7 @@ HARD_SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1e30},
     {"repetition_penalty": 1e-30},
     {"logit_bias": {str(token): -100 for token in range(20, 300)}},
+    {"stop_token_ids": [88]},
     {"allowed_token_ids": [1]},
     {"allowed_token_ids": [50]},
     {"top_k": 1, "top_p": 1e-30},
