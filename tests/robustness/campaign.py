@@ -37,7 +37,7 @@ from tests.robustness.client import Outcome, answers, send
 from tests.robustness.minimise import minimise
 from tests.robustness.requests import CHAT, COMPLETIONS, KINDS, Request, Served, draw_request
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import MAX_MODEL_LEN, PARSERS, Server, start_server, stop_server
+from tests.support.server import PARSERS, Server, start_server, stop_server
 
 ROUND = 250
 # Clients at a time: more than the server runs at once.
@@ -109,7 +109,9 @@ class Tally:
 def describe(server: Server, *, images: bool) -> Served:
     """What a server can be asked for."""
     openapi = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
-    return Served(server.canvas_length, server.vocab_size, MAX_MODEL_LEN, images, openapi)
+    (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    length = model["max_model_len"]
+    return Served(server.canvas_length, server.vocab_size, length, images, openapi)
 
 
 def resident_bytes(server: Server) -> int:
@@ -280,7 +282,7 @@ def _keep(folder: Path, failure: Failure, request: Request | None) -> None:
 def options_of(order: str, num_ranks: int) -> list[str]:
     """Of ``vllm serve``: images, and a KV cache that one request of the longest kind fills."""
     options = [*PARSERS, "--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
-    options += ["--kv-cache-memory-bytes", str(9 * 1024**2 // 4)]
+    options += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(5 * 1024**2 // 4)]
     options += ["--async-scheduling" if order == "async" else "--no-async-scheduling"]
     return [*options, "--tensor-parallel-size", str(num_ranks)]
 

@@ -208,7 +208,7 @@ def _prompt(served: Served, rng: random.Random) -> Posted:
         return CHAT, {"messages": _image_message(picture(shade=30 * rng.randrange(8)))}
     if rng.random() < 0.3:
         token_id = functools.partial(_token_id, served)
-        return COMPLETIONS, {"prompt": _list(rng, 1, served.max_model_len // 4, token_id)}
+        return COMPLETIONS, {"prompt": _list(rng, 1, served.max_model_len // 2, token_id)}
     text = rng.choice(TEXTS)
     if rng.random() < 0.4:
         return COMPLETIONS, {"prompt": text}
@@ -218,7 +218,7 @@ def _prompt(served: Served, rng: random.Random) -> Posted:
 def valid(served: Served, rng: random.Random) -> Posted:
     """A request that must be answered."""
     path, body = _prompt(served, rng)
-    most = rng.choice([served.canvas_length, served.max_model_len // 4])
+    most = rng.choice([3, served.canvas_length, served.max_model_len // 3])
     body |= {"max_tokens": rng.randint(1, most), **some_of(_sampling(served), 4, rng)}
     xargs = {"diffusion_max_steps": rng.randint(1, 4), **some_of(_canvas(served), 2, rng)}
     # Most of them, so that many answers can be compared.
@@ -304,7 +304,7 @@ EXTREMES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("body", "frequency_penalty", (-2, 2, 1e-45, -0.0)),
     ("body", "seed", (0, -1, 2**31, 2**32, 2**63 - 1, -(2**63))),
     ("body", "min_tokens", (0, 1, 2, 31, 32, 33)),
-    ("body", "max_tokens", (1, 31, 32, 33, 600, None)),
+    ("body", "max_tokens", (1, 2, 31, 32, 33, 300, None)),
     ("body", "n", (1, 4, 9)),
     ("body", "logprobs", (0, 1, 20, 21, True)),
     ("body", "stream_interval", (1, 2**31, 2**63)),
