@@ -247,8 +247,8 @@ def valid(served: Served, rng: random.Random) -> Posted:
         body["response_format"] = {"type": "json_schema", "json_schema": form}
     if special in ("constraint", "tools", "format"):
         # The grammar decides where the answer ends.
-        body.pop("min_tokens", None)
-        body.pop("ignore_eos", None)
+        for field in ("min_tokens", "ignore_eos", "stop_token_ids"):
+            body.pop(field, None)
     if "min_tokens" in body and "allowed_token_ids" in body:
         # What is allowed may be what ends it.
         body.pop("stop_token_ids", None)
