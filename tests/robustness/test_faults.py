@@ -1,0 +1,238 @@
+"""What clients, processes and the machine see of a fault: an error or an end, and nothing left.
+
+pytest -m slow tests/robustness/test_faults.py
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.server import MODEL, Server, start_server, stop_server
+
+pytestmark = pytest.mark.engine
+
+# A start and an end of a server on busy cores.
+WAIT_SECONDS = 120
+# One request of the longest kind fills it.
+SMALL_CACHE = ("--kv-cache-memory-bytes", str(9 * 1024**2 // 4))
+
+
+@dataclass
+class Waiting:
+    """A client in the middle of an answer.
+
+    Attributes:
+        thread: Which reads it.
+        begun: Set once its first event was read.
+        ending: What the client saw: ``"end"``, or the error.
+    """
+
+    thread: threading.Thread
+    begun: threading.Event
+    ending: str = ""
+
+
+def long_request(index: int) -> dict[str, Any]:
+    """One that takes many seconds."""
+    return {
+        "model": MODEL,
+        "prompt": f"Count from {index}",
+        "max_tokens": 900,
+        "seed": index,
+        "ignore_eos": True,
+        "vllm_xargs": {"diffusion_max_steps": 40, "diffusion_stability_threshold": 40},
+    }
+
+
+def start_client(server: Server, index: int, *, stream: bool) -> Waiting:
+    """Ask for a long answer, and read it in a thread."""
+
+    def read() -> None:
+        body = {**long_request(index), "stream": stream}
+        url = f"{server.url}/v1/completions"
+        try:
+            with httpx.stream("POST", url, json=body, timeout=WAIT_SECONDS) as response:
+                for _ in response.iter_lines():
+                    waiting.begun.set()
+            waiting.ending = "end" if response.status_code == 200 else str(response.status_code)
+        except httpx.TransportError as error:
+            waiting.ending = repr(error)
+
+    waiting = Waiting(threading.Thread(target=read, daemon=True), threading.Event())
+    waiting.thread.start()
+    return waiting
+
+
+def start_clients(server: Server) -> list[Waiting]:
+    """Clients in the middle of streams, and others that wait for a whole answer."""
+    clients = [start_client(server, index, stream=index % 2 == 0) for index in range(6)]
+    for client in clients[::2]:
+        assert client.begun.wait(WAIT_SECONDS), "no stream began"
+    return clients
+
+
+def processes_of(server: Server) -> list[psutil.Process]:
+    """All of the server's processes, the API process first."""
+    api = psutil.Process(server.process.pid)
+    return [api, *api.children(recursive=True)]
+
+
+def process_named(server: Server, name: str) -> psutil.Process:
+    """The first process of the server whose command line starts with ``name``."""
+    found = [p for p in processes_of(server) if "".join(p.cmdline()[:1]).startswith(name)]
+    assert found, f"{name} is not among {[p.cmdline()[:1] for p in processes_of(server)]}"
+    return found[0]
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """Files that other processes could map too."""
+    paths = {mapped.path for process in processes for mapped in process.memory_maps()}
+    return {Path(path) for path in paths if path.startswith("/dev/shm/")}
+
+
+@contextmanager
+def leaves_nothing(server: Server) -> Iterator[None]:
+    """The server ends by itself, with its processes, its port and its shared memory."""
+    processes = processes_of(server)
+    shared = shared_memory_of(processes)
+    yield
+    # Ours to reap; the others have a parent, or get another.
+    server.process.wait(WAIT_SECONDS)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while left := [p for p in processes if p.is_running() and p.status() != "zombie"]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.2)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    assert not [path for path in shared if path.exists()]
+
+
+def assert_all_end(clients: list[Waiting]) -> list[str]:
+    """Every client got an error or an end; which."""
+    for client in clients:
+        client.thread.join(WAIT_SECONDS)
+        assert client.ending, "a client still waits"
+    return [client.ending for client in clients]
+
+
+@contextmanager
+def small_server(tmp_path: Path, *options: str) -> Iterator[Server]:
+    """A server of its own, short of KV cache."""
+    server = start_server(SHIPPED, tmp_path / "server.log", *SMALL_CACHE, *options)
+    try:
+        yield server
+    finally:
+        stop_server(server)
+
+
+@pytest.mark.parametrize(
+    ("killed", "options"),
+    [
+        ("VLLM::EngineCore", ()),
+        pytest.param(
+            "VLLM::Worker",
+            ("--tensor-parallel-size", "2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["the core", "a worker of two"],
+)
+def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """Every client is told, and the whole server goes, as it does with any model of vLLM."""
+    with small_server(tmp_path, *options) as server:
+        clients = start_clients(server)
+        with leaves_nothing(server):
+            process_named(server, killed).kill()
+            endings = assert_all_end(clients)
+        # A stream that is cut short by an error event ends as well.
+        assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
+)
+def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
+    """SIGTERM with requests in flight: each client gets an error or an end."""
+    with small_server(tmp_path, *options) as server:
+        clients = start_clients(server)
+        with leaves_nothing(server):
+            server.process.send_signal(signal.SIGTERM)
+            assert_all_end(clients)
+
+
+@pytest.mark.slow
+def test_full_disk(tmp_path: Path) -> None:
+    """No file can be written any more: requests are answered as before, and the server ends."""
+    with small_server(tmp_path) as server:
+        requests = [{"prompt": f"Count from {i}", "max_tokens": 50, "seed": i} for i in range(8)]
+        expected = [_text(server, request) for request in requests]
+        for process in processes_of(server):
+            # What a full disk does to every write, of its log too.
+            process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
+        assert [_text(server, request) for request in requests] == expected
+        refused = server.post("/v1/completions", {"prompt": "a", "vllm_xargs": {"diffusion_x": 1}})
+        assert refused.status_code == 400
+        server.wait_until_idle()
+        with leaves_nothing(server):
+            server.process.send_signal(signal.SIGTERM)
+
+
+def _text(server: Server, request: dict[str, Any]) -> str:
+    response = server.post("/v1/completions", request)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.slow
+def test_short_of_kv_cache(tmp_path: Path) -> None:
+    """Long requests that push one another out are all answered, as they are alone."""
+    with small_server(tmp_path) as server:
+        requests = [
+            {
+                "prompt": [30 + index] * (150 + 20 * index),
+                "max_tokens": 200,
+                "seed": index,
+                "ignore_eos": True,
+                "vllm_xargs": {"diffusion_max_steps": 2},
+            }
+            for index in range(24)
+        ]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            together = list(pool.map(lambda request: _text(server, request), requests))
+        assert server.metric("vllm:num_preemptions_total") > 0
+        server.wait_until_idle()
+        assert [_text(server, request) for request in requests[::4]] == together[::4]
+
+
+@pytest.mark.slow
+def test_no_more_memory(tmp_path: Path) -> None:
+    """Where the core gets no more memory, clients are answered or told, and nothing hangs."""
+    with small_server(tmp_path) as server:
+        core = process_named(server, "VLLM::EngineCore")
+        core.rlimit(psutil.RLIMIT_AS, (core.memory_info().vms, psutil.RLIM_INFINITY))
+        clients = [start_client(server, index, stream=True) for index in range(12)]
+        processes = processes_of(server)
+        assert_all_end(clients)
+        if not server.process.poll() and core.is_running() and core.status() != "zombie":
+            core.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+            server.wait_until_idle()
+            server.assert_alive()
+        else:
+            server.process.wait(WAIT_SECONDS)
+            _, left = psutil.wait_procs(processes, WAIT_SECONDS)
+            assert not left
