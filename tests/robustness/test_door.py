@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
 from vllm_diffusion.config import PluginSettings
 from vllm_diffusion.request_params import RequestParamError, parse_canvas_params
+
+from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
 
 pytestmark = pytest.mark.engine
 
