@@ -31,6 +31,8 @@ def ordinary_model(folder: Path) -> Path:
     shutil.copytree(SHIPPED, folder, ignore=weights, dirs_exist_ok=True)
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    # vLLM takes whatever has one for a diffusion model.
+    del config["canvas_length"]
     config |= {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
     config["text_config"] |= {
         "model_type": "gemma4_text",
