@@ -19,6 +19,7 @@ import dataclasses
 import json
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -334,6 +335,8 @@ def main() -> int:
     print(f"seed {arguments.seed}, {arguments.order}, TP {arguments.tp}, logs in {folder}")
     if not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    # So that a campaign that is ended takes its server with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     own = OwnServer(folder, options_of(arguments.order, arguments.tp))
     begun = time.monotonic()
     try:
