@@ -19,6 +19,7 @@ import dataclasses
 import json
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -138,10 +139,10 @@ def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
         return list(pool.map(send_one, requests))
 
 
-def send_alone(server: Server, request: Request) -> Outcome:
+def send_alone(server: Server, request: Request, seconds: float = ALONE_SECONDS) -> Outcome:
     """Send one request to an idle server, by a client that waits for it."""
     with httpx.Client(base_url=server.url, limits=UNSHARED) as client:
-        return send(client, dataclasses.replace(request, leaves_after=None), ALONE_SECONDS)
+        return send(client, dataclasses.replace(request, leaves_after=None), seconds)
 
 
 def run_round(
@@ -229,11 +230,11 @@ class OwnServer:
         except httpx.TransportError:
             return False
 
-    def fails(self, request: Request) -> str | None:
-        """How a request fails alone; ``None`` if it does not."""
+    def fails(self, request: Request, seconds: float = ALONE_SECONDS) -> str | None:
+        """How a request fails alone, where it has so long; ``None`` if it does not."""
         if not self.is_alive():
             self.start()
-        outcome = send_alone(self.server, request)
+        outcome = send_alone(self.server, request, seconds)
         if outcome.sort == "refused" and request.kind == "valid":
             return "is refused"
         if outcome.sort != "failed" or outcome.vllms_own(request):
@@ -259,7 +260,8 @@ def explain(own: OwnServer, failures: Sequence[Failure], most: int, folder: Path
             continue
 
         def fails_so(body: Any, request: Request = request, how: str = how) -> bool:
-            return own.fails(dataclasses.replace(request, body=body)) == how
+            # Each part that can go costs this long where a request does not end.
+            return own.fails(dataclasses.replace(request, body=body), ALONE_SECONDS / 3) == how
 
         # Where it costs a start of the server, or a deadline, to see it fail.
         most_tries = 60 if how in ("ends the engine", "does not end") else 200
@@ -333,6 +335,8 @@ def main() -> int:
     print(f"seed {arguments.seed}, {arguments.order}, TP {arguments.tp}, logs in {folder}")
     if not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    # So that a campaign that is ended takes its server with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     own = OwnServer(folder, options_of(arguments.order, arguments.tp))
     begun = time.monotonic()
     try:
