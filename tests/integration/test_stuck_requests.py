@@ -119,6 +119,30 @@ def test_bad_words_keep_to_allowed_ids(engine):
     assert "ab" not in text
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 33])
+def test_narrow_last_canvas(engine, max_tokens):
+    """One or two positions are held to a grammar as others are."""
+    params = constrained(engine, {"regex": "[a-z]{40}"}, max_tokens=max_tokens)
+    add(engine, "narrow", params)
+    narrow = drain(engine)[0]["narrow"]
+    assert (narrow.finish_reason, narrow.stop_reason) == ("length", None)
+    assert len(narrow.token_ids) == max_tokens
+    assert narrow.text.isalpha()
+    assert narrow.text.islower()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "stop"), [({"choice": ["one"]}, "n"), ({"regex": "a{5}"}, "a")]
+)
+def test_stop_token_within_the_language(engine, constraint, stop):
+    """vLLM lets a grammar read a stop token at its end only, so nothing can be said before it."""
+    (token,) = engine.llm.get_tokenizer().encode(stop, add_special_tokens=False)
+    add(engine, "stuck", constrained(engine, constraint, stop_token_ids=[token]))
+    stuck = drain(engine)[0]["stuck"]
+    assert stuck.finish_reason == "error"
+    assert stuck.stop_reason == "structured_outputs allows no token here"
+
+
 def test_canvas_that_never_settles(engine, monkeypatch):
     """Whatever the cause, passes without a settled position are bounded; neighbours go on."""
     plain = constrained(engine, {})

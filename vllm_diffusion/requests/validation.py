@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_diffusion.decoding.settings import REQUESTED_STEPS
 from vllm_diffusion.replacement import replace
-from vllm_diffusion.requests import number_bounds
+from vllm_diffusion.requests import number_bounds, payload_bounds
 from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
@@ -43,6 +43,9 @@ def _constraints_of_canvases(stock_check: Any) -> Any:
         if not model_config.is_diffusion:
             stock_check(self, model_config, structured_outputs_config, tokenizer)
             return
+        constraint = self.structured_outputs
+        if constraint is not None and (problem := payload_bounds.schema_problem(constraint)):
+            _refuse("structured_outputs", f"(response_format, tools) {problem}")
         try:
             stock_check(self, _NotDiffusion(model_config), structured_outputs_config, tokenizer)
         except (VLLMClientError, ValueError) as error:
@@ -122,6 +125,8 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         # vLLM's protocol checks its own fields of these names, and not those within vllm_xargs.
         if value is not None and not isinstance(value, Mapping):
             _refuse(field, f"must be a mapping; got {reprlib.repr(value)}.")
+    for field, reason in payload_bounds.text_problems(params):
+        _refuse(field, reason)
     for field, reason, value in number_bounds.sampling_problems(params):
         _refuse(field, reason, value)
     if params.structured_outputs is not None:

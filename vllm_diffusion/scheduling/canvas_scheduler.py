@@ -37,6 +37,9 @@ from vllm_diffusion.settings.plugin_settings import fuses_encode
 
 logger = init_logger(f"vllm.{__name__}")
 
+# As vLLM's scheduler counts them.
+_TOKENS_IN_FLIGHT = 2
+
 
 class WholeCanvasMixin(Scheduler):
     """Placed before a stock scheduler: see the module's docstring."""
@@ -328,6 +331,19 @@ class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
     """
 
     encodes_in_place = True
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        # The stock code holds a request back whose pass in flight is sure to bring its last two
+        # tokens. A canvas is sure of nothing, and what a constraint has to be told of it comes with
+        # the next pass.
+        narrow = [request for request in self.running if request.request_id in self._constrained]
+        for request in narrow:
+            request.max_tokens += _TOKENS_IN_FLIGHT
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            for request in narrow:
+                request.max_tokens -= _TOKENS_IN_FLIGHT
 
 
 def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionScheduler:
