@@ -414,7 +414,8 @@ KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
                     "kv_connector": "ExampleConnector",
                     "kv_role": "kv_both",
                     "kv_connector_extra_config": {"shared_storage_path": "unused"},
-                }
+                },
+                "language_model_only": True,
             },
             ["--kv-transfer-config"],
         ),

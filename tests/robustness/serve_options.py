@@ -1,6 +1,6 @@
 """Start the shipped checkpoint with each option of ``vllm serve``, and say what becomes of it.
 
-python -m tests.robustness.serve_options [--only NAME ...] [--try "--option value" ...]
+python -m tests.robustness.serve_options [--only=NAME ...] [--try="--option value" ...]
 
 What is tried is in ``vllm_diffusion/startup/serve_options.toml``. Each trial has a process of its
 own, which answers a few seeded requests; their tokens are compared with those of a server without

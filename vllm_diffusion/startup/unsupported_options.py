@@ -75,6 +75,19 @@ def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
     return is_ours and vllm_config.cache_config.cache_dtype not in formats
 
 
+def _images(vllm_config: VllmConfig, setting: str) -> bool:
+    return bool(getattr(vllm_config.model_config.multimodal_config, setting, False))
+
+
+def _takes_embeddings_from_a_connector(vllm_config: VllmConfig) -> bool:
+    """vLLM then switches --enable-mm-embeds on by itself, after it has asked us."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_consumer:
+        return False
+    has_images = vllm_config.model_config.multimodal_config is not None
+    return has_images and not _images(vllm_config, "language_model_only")
+
+
 def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -115,12 +128,9 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--quantization": _quantises_while_loading,
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--mm-encoder-only": lambda config: config.is_mm_encoder_only,
-    "--enable-mm-embeds": (
-        lambda config: (
-            config.model_config.multimodal_config is not None
-            and config.model_config.multimodal_config.enable_mm_embeds
-        )
-    ),
+    "--ec-transfer-config": lambda config: config.ec_transfer_config,
+    "--kv-transfer-config": _takes_embeddings_from_a_connector,
+    "--enable-mm-embeds": lambda config: _images(config, "enable_mm_embeds"),
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
     "--enable-return-routed-experts": lambda config: config.aux_output_config.enabled,
     "--kv-sharing-fast-prefill": lambda config: config.cache_config.kv_sharing_fast_prefill,
