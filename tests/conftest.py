@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 # The engine runs in the test's process, where its state can be looked at.
@@ -24,6 +25,10 @@ if not torch.cuda.is_available():
 # A shell starts what it runs in the background with interrupts ignored, and children inherit that;
 # the tests of an interrupted demo send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes on a busy machine says nothing.
+hypothesis.settings.register_profile("noisy machine", deadline=None)
+hypothesis.settings.load_profile("noisy machine")
 
 
 @pytest.fixture(scope="session")
