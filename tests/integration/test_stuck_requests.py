@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from vllm import TokensPrompt
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
+from tests.support.crowds import (
+    CAP,
+    CROWDED,
+    HOSTILE,
+    LEGAL,
+    add,
+    constrained,
+    drain,
+    last_honest_answer,
+)
 from tests.support.engine import TracedEngine
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
 
 pytestmark = pytest.mark.engine
 
-NUM_SLOTS, CAP = 4, 6
+NUM_SLOTS = 4
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
@@ -22,33 +28,6 @@ def engine(request):
     engine = TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=NUM_SLOTS)
     yield engine
     engine.close()
-
-
-def constrained(engine: TracedEngine, constraint: dict[str, Any], **options: Any) -> Any:
-    """Parameters of a seeded request with few steps a canvas."""
-    options = {"seed": 3, "max_tokens": 48, "extra_args": {"diffusion_max_steps": CAP}, **options}
-    return engine.sampling_params(
-        structured_outputs=StructuredOutputsParams(**constraint) if constraint else None, **options
-    )
-
-
-def drain(engine: TracedEngine, most: int = 600) -> tuple[dict[str, Any], dict[str, int]]:
-    """Run the engine empty: each request's output, and the step that brought the last of it."""
-    core = engine.llm.llm_engine
-    outputs, ended = {}, {}
-    for step in range(most):
-        if not core.has_unfinished_requests():
-            return outputs, ended
-        for output in core.step():
-            if output.finished:
-                outputs[output.request_id] = output.outputs[0]
-                ended[output.request_id] = step
-    pytest.fail(f"after {most} steps {core.get_num_unfinished_requests()} requests are unfinished")
-
-
-def add(engine: TracedEngine, name: str, params: Any) -> None:
-    tokens = engine.llm.get_tokenizer().encode("What is 7+8?")
-    engine.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
 
 
 EMPTY = {
@@ -202,18 +181,6 @@ def test_ended_requests_leave_nothing(engine):
     assert scheduler.kv_cache_manager.usage == 0
 
 
-HOSTILE: tuple[dict[str, Any], ...] = (
-    {"constraint": {"regex": "a{5}"}, "bad_words": ["a"]},
-    {"constraint": {"json": {"$ref": "#"}}},
-    {"constraint": {"regex": r"ab[^\s\S]"}},
-    {"constraint": {"grammar": 'root ::= root "a"'}},
-    {"constraint": {"regex": "([xyz]{3}-){40}"}},
-    {"constraint": {"regex": "[A-Z]{64}"}, "temperature": 2.0, "repetition_penalty": 100.0},
-    {"constraint": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 30}}},
-    {"constraint": {"regex": "[0-9]{64}"}, "presence_penalty": -2.0, "bad_words": ["1", "2"]},
-)
-
-
 def test_slow_constraint_makes_room(engine):
     """Past its step cap a canvas lets those that wait go first, and its tokens are the same."""
     slow = constrained(
@@ -250,26 +217,14 @@ def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_pat
     engine = TracedEngine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
         async_scheduling=asynchronous,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
+        **CROWDED,
     )
-
-    def last_honest_step(others: list[dict[str, Any]]) -> int:
-        for i in range(num_others):
-            options = dict(others[i % len(others)])
-            constraint = options.pop("constraint")
-            params = constrained(engine, constraint, seed=i, max_tokens=64, **options)
-            add(engine, f"other {i}", params)
-        for i in range(8):
-            add(engine, f"honest {i}", constrained(engine, {}, seed=i, ignore_eos=True))
-        outputs, ended = drain(engine, most=20_000)
-        assert len(outputs) == num_others + 8
-        return max(step for name, step in ended.items() if name.startswith("honest"))
-
     try:
-        legal = last_honest_step([{"constraint": {}, "ignore_eos": True}])
-        hostile = last_honest_step(list(HOSTILE))
+        legal = last_honest_answer(engine, LEGAL, num_others)
+        hostile = last_honest_answer(engine, HOSTILE, num_others)
     finally:
         engine.close()
-    print(f"honest requests end with step {legal} behind legal ones, {hostile} behind hostile ones")
-    assert hostile <= 2 * legal
+    print(
+        f"honest requests end with step {legal.step} behind legal ones, {hostile.step} behind others"
+    )
+    assert hostile.step <= 2 * legal.step

@@ -194,11 +194,13 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
     ) -> None:
         for name, value in (("ALiBi", alibi_slopes), ("attention sinks", sinks)):
             if value is not None:
-                raise ValueError(f"The CANVAS attention back end does not support {name}.")
+                raise ValueError(
+                    f"The attention back end of vllm-diffusion does not support {name}."
+                )
         if kv_cache_dtype not in CanvasAttentionBackend.supported_kv_cache_dtypes:
             raise ValueError(
-                f"kv_cache_dtype={kv_cache_dtype} is not supported by the CANVAS attention back "
-                f"end; use one of {CanvasAttentionBackend.supported_kv_cache_dtypes}."
+                f"kv_cache_dtype={kv_cache_dtype} is not supported by the attention back end of "
+                f"vllm-diffusion; use one of {CanvasAttentionBackend.supported_kv_cache_dtypes}."
             )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -239,7 +241,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("the CANVAS attention back end does not quantise its output")
+            raise NotImplementedError(
+                "the attention back end of vllm-diffusion does not quantise its output"
+            )
         if attn_metadata is None:
             # The engine's memory profile runs without a cache.
             return output.fill_(0)

@@ -46,7 +46,10 @@ def mask_noise(mask_token_id: int) -> Noise:
 
 
 class SlotStatistics(NamedTuple):
-    """:class:`RowStatistics` by slot and position, all [R, C]; zero where there was no row."""
+    """What a pass found at each position of each slot, all [R, C].
+
+    A slot without rows in the pass has what an earlier pass left there, and nothing reads it.
+    """
 
     argmax: Tensor
     candidate: Tensor
