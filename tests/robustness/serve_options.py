@@ -230,9 +230,9 @@ def against(plain: Outcome, outcome: Outcome) -> Outcome:
 def _prepare() -> None:
     """What every trial needs, found out once: the forks inherit it."""
     import vllm.v1.engine.llm_engine  # noqa: F401
-    import vllm_diffusion.models.diffusion_gemma  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs
 
+    import vllm_diffusion.families.diffusion_gemma.model  # noqa: F401
     from tests.support.checkpoints import SHIPPED
 
     EngineArgs(model=str(SHIPPED), max_model_len=512).create_engine_config()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vllm_diffusion.config import PluginSettings
-from vllm_diffusion.request_params import RequestParamError, parse_canvas_params
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
+from vllm_diffusion.requests.params import RequestParamError, parse_canvas_params
+from vllm_diffusion.settings.plugin_settings import PluginSettings
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +37,7 @@ def assert_held(given_value: float, held: float) -> None:
 @settings(max_examples=400, deadline=None)
 def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     """What is not refused by its name arrives in the slots as it was sent."""
-    from vllm_diffusion.model_state.request_slots import CanvasSlots, DenoisingDefaults
+    from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
 
     refused = None
     try:
