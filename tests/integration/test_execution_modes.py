@@ -84,10 +84,25 @@ SETTINGS = [
 ]
 
 
+# At this temperature no token is likely, and every candidate is kept: what a filter keeps shows.
+UNSURE = {
+    "diffusion_t_max": 20.0,
+    "diffusion_t_min": 20.0,
+    "diffusion_entropy_bound": 1000.0,
+    "diffusion_max_steps": 4,
+}
+
+
+def filtered_requests(setting: dict[str, Any]) -> list[dict[str, Any]]:
+    params = {"max_tokens": 4 * CANVAS, "ignore_eos": True, "extra_args": UNSURE} | setting
+    return [{"prompt": random_prompt(30, 50 + i), "params": params | {"seed": i}} for i in range(4)]
+
+
 def test_two_ranks(checkpoint, expected):
     """Two processes over gloo, each with its half of the vocabulary.
 
-    Sums are taken in another order, and still no token differs, with any sampling setting.
+    Sums are taken in another order, and still no token differs, with any sampling setting. Filters
+    keep the same alone, beside others and on one rank.
     """
     settings = [
         {
@@ -96,10 +111,14 @@ def test_two_ranks(checkpoint, expected):
         }
         for i, setting in enumerate(SETTINGS)
     ]
+    filtered = [
+        filtered_requests(setting) for setting in ({"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.5})
+    ]
+    last_alone = [requests[-1:] for requests in filtered]
     answers = []
     for num_ranks in (1, 2):
         job = generation_job(checkpoint, tensor_parallel_size=num_ranks)
-        job["batches"].append(settings)
+        job["batches"] += [settings, *filtered, *last_alone]
         answers.append(run_engine(job)["batches"])
     one, two = answers
     assert [request["tokens"] for request in two[0]] == expected
@@ -107,6 +126,9 @@ def test_two_ranks(checkpoint, expected):
     for ours, theirs in zip(two[1][2]["logprobs"], one[1][2]["logprobs"], strict=True):
         pairs = zip(ours, theirs, strict=True)
         assert all(a == b or abs(a - b) < 1e-3 for a, b in pairs)
+    tokens = [[request["tokens"] for request in batch] for batch in two]
+    assert tokens[2:5] == [[request["tokens"] for request in batch] for batch in one[2:5]]
+    assert [batch[-1:] for batch in tokens[2:5]] == tokens[5:]
 
 
 def test_bfloat16(checkpoint):
