@@ -1,4 +1,4 @@
-"""A second family costs a state and one registration line: a masked block-diffusion Llama.
+"""A second family costs a state, start-up checks and a line: a masked block-diffusion Llama.
 
 Neither the runner nor the scheduler knows of it, and nothing it uses is Gemma-specific. What the
 engine generates is compared with a plain loop over ``transformers``' Llama.
@@ -17,6 +17,8 @@ from vllm_diffusion.canvas.step import Noise, mask_noise
 from vllm_diffusion.decoding.confidence_threshold import confidence_threshold_policy
 from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.quantization.tensor_rules import TensorRules
+from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +28,29 @@ VOCAB, MASK, CANVAS, THRESHOLD = 128, 127, 8, 0.05
 class MaskedState(BlockDiffusionModelState):
     """The whole of the second family."""
 
-    def denoising_defaults(self) -> DenoisingDefaults:
+    def policy(self) -> Policy:
+        return confidence_threshold_policy(MASK)
+
+    def noise(self) -> Noise:
+        return mask_noise(MASK)
+
+
+class LlamaTensors(TensorRules):
+    """Names and shapes as ``transformers`` writes them."""
+
+    def shapes(self, config):
+        from transformers import LlamaForCausalLM
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+class MaskedEngineConfig(BlockDiffusionEngineConfig):
+    """Its start-up checks."""
+
+    @classmethod
+    def denoising_defaults(cls, vllm_config) -> DenoisingDefaults:
         return DenoisingDefaults(
             max_denoising_steps=CANVAS,
             t_min=1.0,
@@ -36,11 +60,9 @@ class MaskedState(BlockDiffusionModelState):
             stability_threshold=0,
         )
 
-    def policy(self) -> Policy:
-        return confidence_threshold_policy(MASK)
-
-    def noise(self) -> Noise:
-        return mask_noise(MASK)
+    @classmethod
+    def tensor_rules(cls) -> TensorRules:
+        return LlamaTensors()
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +92,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint):
-    from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+def model_class():
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
@@ -82,15 +102,25 @@ def llm(checkpoint):
             return MaskedState
 
     ModelRegistry.register_model("MaskedLlamaForTests", MaskedLlamaForTests)
-    llm = LLM(
-        str(checkpoint),
-        skip_tokenizer_init=True,
-        diffusion_config={"canvas_length": CANVAS},
-        max_model_len=128,
-        max_num_seqs=4,
-        enforce_eager=True,
-        kv_cache_memory_bytes=16 * 1024**2,
-    )
+
+
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 16 * 1024**2,
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+def llm(request, checkpoint, model_class):
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS_CONFIG_MAP, "MaskedLlamaForTests", MaskedEngineConfig)
+        llm = LLM(str(checkpoint), async_scheduling=request.param, **OPTIONS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
@@ -138,3 +168,14 @@ def test_masked_family(llm, checkpoint):
         tokens = list(output.outputs[0].token_ids)
         assert MASK not in tokens
         assert tokens == expected_tokens(checkpoint, prompt, 2)
+
+
+def test_family_without_start_up_checks(checkpoint, model_class):
+    """Under vLLM's own scheduler its tokens would be wrong from the second canvas on: refused."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    diffusion = {"canvas_length": CANVAS}
+    with pytest.raises(ValueError, match="MaskedLlamaForTests has no start-up checks"):
+        LLM(str(checkpoint), diffusion_config=diffusion, async_scheduling=False, **OPTIONS)
+    cleanup_dist_env_and_memory()

@@ -57,8 +57,13 @@ class BlockDiffusionModelState(ModelState):
         self.settings = plugin_settings(vllm_config)
         self.canvas_length: int = vllm_config.diffusion_config.canvas_length
         self.vocab_size: int = self.model_config.get_vocab_size()
-        # Put there at start-up.
-        defaults: DenoisingDefaults = self.model_config.canvas_defaults
+        defaults: DenoisingDefaults | None = getattr(self.model_config, "canvas_defaults", None)
+        if defaults is None:
+            raise ValueError(
+                f"{type(model).__name__} has no start-up checks of vllm-diffusion, which choose its "
+                "scheduler: under another one it would be served wrongly. Register a "
+                "BlockDiffusionEngineConfig for its architecture (families/registry.py)."
+            )
         self.slots = CanvasSlots(self.max_num_reqs, self.canvas_length, defaults, device)
         self._slot_of_request: dict[str, int] = {}
         # At fixed addresses, so that a replayed graph sees each step's values.

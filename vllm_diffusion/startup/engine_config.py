@@ -51,12 +51,21 @@ class BlockDiffusionEngineConfig:
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         """Refuse a configuration by which no model can be made; the canvas length among it."""
-        raise NotImplementedError
+        canvas_length = getattr(model_config.hf_config, "canvas_length", None)
+        if not isinstance(canvas_length, int) or canvas_length < 1:
+            raise ValueError(
+                f"canvas_length={canvas_length!r} of the checkpoint must be an integer of at least 1: "
+                "the number of positions that it denoises together."
+            )
 
     @classmethod
     def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
         """What vLLM itself chooses for the architecture, and the canvas length."""
-        raise NotImplementedError
+        from vllm.config.diffusion import DiffusionConfig
+
+        if vllm_config.diffusion_config is None:
+            canvas_length = vllm_config.model_config.hf_config.canvas_length
+            vllm_config.diffusion_config = DiffusionConfig(canvas_length=canvas_length)
 
     @classmethod
     def denoising_defaults(cls, vllm_config: VllmConfig) -> DenoisingDefaults:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_diffusion.platforms.memory import checkpoint_bytes
 from vllm_diffusion.replacement import replace
@@ -108,16 +108,37 @@ def kv_bytes(text_config: Any, *, context: int, canvas_length: int, tp: int, kv_
         kv_bytes: Bytes of one element of the cache.
     """
     total = 0
-    for layer, layer_type in zip(
-        text_config.per_layer_config, text_config.layer_types, strict=True
-    ):
+    for layer in attention_layers(text_config):
         tokens = context
-        if layer_type == "sliding_attention":
+        if layer.window is not None:
             # A canvas that is encoded and the next one see the window before them.
-            tokens = min(context, text_config.sliding_window + 2 * canvas_length)
+            tokens = min(context, layer.window + 2 * canvas_length)
         heads = max(layer.num_key_value_heads // tp, 1)
         total += 2 * heads * layer.head_dim * kv_bytes * tokens
     return total
+
+
+class AttentionLayer(NamedTuple):
+    """A layer's part of the KV cache; ``window`` in tokens, ``None`` for full attention."""
+
+    num_key_value_heads: int
+    head_dim: int
+    window: int | None
+
+
+def attention_layers(text_config: Any) -> list[AttentionLayer]:
+    """Of transformers' configuration, also where its layers differ (Gemma 4)."""
+    num_layers = text_config.num_hidden_layers
+    own = getattr(text_config, "per_layer_config", None) or [text_config] * num_layers
+    types = getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers
+    return [
+        AttentionLayer(
+            layer.num_key_value_heads,
+            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+            text_config.sliding_window if kind == "sliding_attention" else None,
+        )
+        for layer, kind in zip(own, types, strict=True)
+    ]
 
 
 def text_parameters(text_config: Any) -> int:
@@ -127,11 +148,11 @@ def text_parameters(text_config: Any) -> int:
     experts = getattr(text_config, "num_experts", None) or 0
     if experts:
         per_layer += experts * hidden * (1 + 3 * text_config.moe_intermediate_size)
+    layers = attention_layers(text_config)
     attention = sum(
-        2 * hidden * layer.head_dim * (heads + layer.num_key_value_heads)
-        for layer in text_config.per_layer_config
+        2 * hidden * layer.head_dim * (heads + layer.num_key_value_heads) for layer in layers
     )
-    return text_config.vocab_size * hidden + len(text_config.layer_types) * per_layer + attention
+    return text_config.vocab_size * hidden + len(layers) * per_layer + attention
 
 
 def install() -> None:

@@ -29,6 +29,7 @@ TEXT_26B = SimpleNamespace(
     moe_intermediate_size=704,
     num_experts=128,
     num_attention_heads=16,
+    num_hidden_layers=30,
     sliding_window=1024,
     layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
     per_layer_config=(
