@@ -7,7 +7,6 @@ float32 does not hold would be another number there, or none.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,17 +29,20 @@ class Setting:
     low: float
     high: float
 
-    def problem(self, value: object) -> str | None:
-        """``None`` if ``value`` is one, else what to say of it behind its name."""
+    def allows(self, value: object) -> bool:
+        """Whether ``value`` is such a number."""
         kinds = (int,) if self.kind is int else (int, float)
         # JSON's true and false are integers to Python, and a NaN is within nothing.
-        if isinstance(value, kinds) and not isinstance(value, bool):
-            number: float = value
-            if self.low <= number <= self.high:
-                return None
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+        number: float = value
+        return self.low <= number <= self.high
+
+    @property
+    def rule(self) -> str:
+        """What is said of a number that is not allowed, behind its name."""
         noun = "an integer" if self.kind is int else "a number"
-        low, high = (f"{bound:.10g}" for bound in (self.low, self.high))
-        return f"must be {noun} of at least {low} and at most {high}; got {reprlib.repr(value)}."
+        return f"must be {noun} of at least {self.low:.10g} and at most {self.high:.10g}"
 
 
 # Each step is a pass: more of them end no canvas that is not a mistake.

@@ -167,8 +167,8 @@ def _number(args: Mapping[str, Any], name: str, setting: Setting) -> Any:
     value = args.get(name)
     if value is None:
         return None
-    if problem := setting.problem(value):
-        raise RequestParamError(name, problem)
+    if not setting.allows(value):
+        raise RequestParamError(name, f"{setting.rule}; got {_shown(value)}.")
     return setting.kind(value)
 
 

@@ -63,8 +63,8 @@ class PluginSettings:
 
         for name, setting in _NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and (problem := setting.problem(value)):
-                raise ValueError(f"{name} {problem}")
+            if value is not None and not setting.allows(value):
+                raise ValueError(f"{name}={value!r} {setting.rule}.")
         choices = {
             "window_anchor": get_args(WindowAnchor),
             "attention": get_args(Impl),

@@ -44,8 +44,8 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
                 f"{source} has no {name}, which DiffusionGemma's denoising needs. Add it there, "
                 f'or set it with --additional-config \'{{"diffusion": {{"{name}": ...}}}}\'.'
             )
-        if problem := _NUMBERS[name].problem(value):
-            raise ValueError(f"{source}: {name} {problem}")
+        if not _NUMBERS[name].allows(value):
+            raise ValueError(f"{source}: {name}={value!r} {_NUMBERS[name].rule}.")
         values[name] = value
     if values["t_max"] < values["t_min"]:
         raise ValueError(
@@ -76,6 +76,7 @@ def _entropy_bound(chosen: float | None, generation: Mapping[str, Any], source: 
             f"{source} has no sampler_config.entropy_bound. Add it there, or set entropy_bound "
             f"with {OPTION}."
         )
-    if problem := QUALITY["entropy_bound"].problem(bound):
-        raise ValueError(f"{source}: sampler_config.entropy_bound {problem}")
+    setting = QUALITY["entropy_bound"]
+    if not setting.allows(bound):
+        raise ValueError(f"{source}: sampler_config.entropy_bound={bound!r} {setting.rule}.")
     return float(bound)
