@@ -52,6 +52,11 @@ VLLMS_OWN = (
         "text that is no Unicode cannot be sent to the engine's process",
     ),
     VllmsOwn(
+        '"truncate_prompt_tokens"',
+        "Failed to apply prompt replacement",
+        "a prompt whose image was truncated away",
+    ),
+    VllmsOwn(
         '"image_url"',
         "Internal server error",
         "a request refused after its image was prepared leaves the image marked as sent, and the "
