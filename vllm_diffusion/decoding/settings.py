@@ -61,6 +61,9 @@ QUALITY: Mapping[str, Setting] = {
     "t_max": _TEMPERATURE,
 }
 
+# What a server may set.
+SERVER: Mapping[str, Setting] = {"max_denoising_steps": MAX_STEPS, **QUALITY}
+
 # Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
 # they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
 PRESETS: Mapping[str, Mapping[str, float]] = {

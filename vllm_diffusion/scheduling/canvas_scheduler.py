@@ -336,13 +336,15 @@ class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
         # The stock code holds a request back whose pass in flight is sure to bring its last two
         # tokens. A canvas is sure of nothing, and what a constraint has to be told of it comes with
         # the next pass.
-        narrow = [request for request in self.running if request.request_id in self._constrained]
-        for request in narrow:
+        constrained = [
+            request for request in self.running if request.request_id in self._constrained
+        ]
+        for request in constrained:
             request.max_tokens += _TOKENS_IN_FLIGHT
         try:
             return super().schedule(throttle_prefills)
         finally:
-            for request in narrow:
+            for request in constrained:
                 request.max_tokens -= _TOKENS_IN_FLIGHT
 
 

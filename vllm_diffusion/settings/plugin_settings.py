@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, get_args
 
-from vllm_diffusion.decoding.settings import MAX_STEPS, PRESETS, QUALITY
+from vllm_diffusion.decoding.settings import PRESETS, SERVER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
-
-
-_NUMBERS = {"max_denoising_steps": MAX_STEPS, **QUALITY}
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class PluginSettings:
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
 
-        for name, setting in _NUMBERS.items():
+        for name, setting in SERVER.items():
             value = getattr(self, name)
             if value is not None and not setting.allows(value):
                 raise ValueError(f"{name}={value!r} {setting.rule}.")

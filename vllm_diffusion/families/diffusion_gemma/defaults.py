@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.canvas.slots import DenoisingDefaults
-from vllm_diffusion.decoding.settings import MAX_STEPS, PRESETS, QUALITY
+from vllm_diffusion.decoding.settings import PRESETS, QUALITY, SERVER
 from vllm_diffusion.settings.generation_config import generation_config
 from vllm_diffusion.settings.plugin_settings import OPTION, plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_NUMBERS = {"max_denoising_steps": MAX_STEPS, **QUALITY}
 # Keys of generation_config.json.
-_GENERATION_KEYS = tuple(name for name in _NUMBERS if name != "entropy_bound")
+_GENERATION_KEYS = tuple(name for name in SERVER if name != "entropy_bound")
 _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
 
 
@@ -44,8 +43,8 @@ def diffusion_gemma_defaults(vllm_config: VllmConfig) -> DenoisingDefaults:
                 f"{source} has no {name}, which DiffusionGemma's denoising needs. Add it there, "
                 f'or set it with --additional-config \'{{"diffusion": {{"{name}": ...}}}}\'.'
             )
-        if not _NUMBERS[name].allows(value):
-            raise ValueError(f"{source}: {name}={value!r} {_NUMBERS[name].rule}.")
+        if not SERVER[name].allows(value):
+            raise ValueError(f"{source}: {name}={value!r} {SERVER[name].rule}.")
         values[name] = value
     if values["t_max"] < values["t_min"]:
         raise ValueError(
