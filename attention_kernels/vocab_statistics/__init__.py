@@ -15,19 +15,26 @@ from attention_kernels.vocab_statistics.logits import (
     RowLogits,
     ordered_keys,
 )
-from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
+from attention_kernels.vocab_statistics.running import (
+    FilteredDraw,
+    RowDraws,
+    RunningStatistics,
+    drawn_share,
+)
 from attention_kernels.vocab_statistics.search import LEAST_KEY, largest_key
 
 __all__ = [
     "LAST_RESORT",
     "LEAST_KEY",
     "MASS_SCALE",
+    "FilteredDraw",
     "Impl",
     "LogitAdjustments",
     "RowDraws",
     "RowLogits",
     "RunningStatistics",
     "draw",
+    "drawn_share",
     "largest_key",
     "largest_logit",
     "ordered_keys",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics import reference
 from attention_kernels.vocab_statistics.logits import RowLogits
-from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
+from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws, RunningStatistics
 
 Impl = Literal["auto", "reference", "triton"]
 
@@ -137,29 +137,33 @@ def weigh(
 
 
 def draw(
-    rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws, *, impl: Impl = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Gumbel-max over the ids whose logits reach a threshold.
+    rows: RowLogits,
+    divisor: Tensor,
+    maximum: Tensor,
+    keys: Tensor,
+    draws: RowDraws,
+    *,
+    impl: Impl = "auto",
+) -> FilteredDraw:
+    """Gumbel-max over the ids whose logits reach a threshold, and what they weigh together.
 
     Args:
         rows: Kept rows. Their ``first_id`` is a multiple of 4.
         divisor: [num_rows], float32, above 0.
+        maximum: [num_rows], float32: largest of the scaled logits, of all ranks.
         keys: [num_rows], int64: the thresholds, as keys (:func:`ordered_keys`).
         draws: Keys of the noise.
         impl: As for :func:`update_statistics`.
-
-    Returns:
-        [num_rows] float32, the best score, minus infinity if nothing is possible, and [num_rows]
-        int64, its id.
 
     Raises:
         ValueError: If shapes, ``first_id`` or ``impl`` are wrong.
     """
     _check(rows, divisor.shape[0])
     if rows.projected.numel() == 0:
-        return torch.full_like(divisor, float("-inf")), torch.zeros_like(keys)
-    drawn: tuple[Tensor, Tensor] = _implementation(impl, rows).draw(rows, divisor, keys, draws)
-    return drawn
+        nothing = torch.full_like(divisor, float("-inf"))
+        return FilteredDraw(nothing, torch.zeros_like(keys), nothing, torch.zeros_like(divisor))
+    result: FilteredDraw = _implementation(impl, rows).draw(rows, divisor, maximum, keys, draws)
+    return result
 
 
 def _check(rows: RowLogits, num_rows: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics.logits import MASS_SCALE, RowLogits, ordered_keys
-from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
+from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws, RunningStatistics
 
 _NOTHING = float("-inf")
 # Ids of kept rows that are in float32 at once.
@@ -21,7 +21,7 @@ def update_statistics(
     product: Tensor | None,
 ) -> None:
     x = rows.scaled(draws.temperature)
-    _update_candidate(running, x / draws.rate[:, None], rows.first_id, draws)
+    _update_candidate(running, x, rows.first_id, draws)
 
     tile_maximum, tile_argmax = x.max(dim=-1)
     # The first of equal ones, whatever max() returns.
@@ -50,12 +50,13 @@ def update_statistics(
 def _update_candidate(
     running: RunningStatistics, x: Tensor, first_id: int, draws: RowDraws
 ) -> None:
-    scores = x + draws.noise(x.shape[1], first_id)
+    scores = x / draws.rate[:, None] + draws.noise(x.shape[1], first_id)
     candidate = scores.argmax(dim=-1, keepdim=True)
     best = scores.gather(-1, candidate)[:, 0]
     better = best > running.best
     running.candidate.copy_(torch.where(better, candidate[:, 0] + first_id, running.candidate))
     running.best.copy_(torch.where(better, best, running.best))
+    running.drawn.copy_(torch.where(better, x.gather(-1, candidate)[:, 0], running.drawn))
 
 
 def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
@@ -94,17 +95,23 @@ def weigh(
     return ranges.flip(-1).cumsum(-1).flip(-1)[:, 1:]
 
 
-def draw(rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+def draw(
+    rows: RowLogits, divisor: Tensor, maximum: Tensor, keys: Tensor, draws: RowDraws
+) -> FilteredDraw:
     best = torch.full_like(divisor, _NOTHING)
     candidate = torch.zeros_like(keys)
+    drawn = torch.full_like(divisor, _NOTHING)
+    mass = torch.zeros_like(divisor)
     for tile in rows.tiles(_TILE):
+        # An id that no threshold keeps is as one that is impossible.
         x = tile.scaled(divisor)
-        scores = torch.where(
-            ordered_keys(x) >= keys[:, None], x + draws.noise(x.shape[1], tile.first_id), _NOTHING
-        )
+        x = torch.where(ordered_keys(x) >= keys[:, None], x, _NOTHING)
+        mass += torch.where(x == _NOTHING, 0.0, (x - maximum[:, None]).exp()).sum(dim=-1)
+        scores = x + draws.noise(x.shape[1], tile.first_id)
         index = scores.argmax(dim=-1, keepdim=True)
         score = scores.gather(-1, index)[:, 0]
         better = score > best
         candidate = torch.where(better, index[:, 0] + tile.first_id, candidate)
         best = torch.where(better, score, best)
-    return best, candidate
+        drawn = torch.where(better, x.gather(-1, index)[:, 0], drawn)
+    return FilteredDraw(best, candidate, drawn, mass)

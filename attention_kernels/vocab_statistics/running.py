@@ -48,6 +48,22 @@ class RowDraws(NamedTuple):
         return torch.where(self.request_temperature[:, None] == 0, 0.0, gumbel_noise(words))
 
 
+class FilteredDraw(NamedTuple):
+    """What is drawn of the ids that a filter keeps; x are their logits over a divisor.
+
+    Attributes:
+        best: [num_rows], float32: largest x + Gumbel noise; minus infinity if nothing is possible.
+        candidate: [num_rows], int64: the first id with it.
+        drawn: [num_rows], float32: x of the candidate.
+        mass: [num_rows], float32: sum of exp(x - maximum).
+    """
+
+    best: Tensor
+    candidate: Tensor
+    drawn: Tensor
+    mass: Tensor
+
+
 @dataclass(frozen=True)
 class RunningStatistics:
     """Of the tiles that a row has seen; x are its logits over the schedule's temperature.
@@ -59,6 +75,7 @@ class RunningStatistics:
         argmax: [num_rows], int64: the first id with the largest x.
         best: [num_rows], float32: largest x / request_temperature + Gumbel noise.
         candidate: [num_rows], int64: the first id with it.
+        drawn: [num_rows], float32: x of the candidate; minus infinity as long as nothing is possible.
     """
 
     maximum: Tensor
@@ -67,6 +84,7 @@ class RunningStatistics:
     argmax: Tensor
     best: Tensor
     candidate: Tensor
+    drawn: Tensor
 
     @staticmethod
     def empty(num_rows: int, device: torch.device) -> RunningStatistics:
@@ -82,6 +100,7 @@ class RunningStatistics:
             argmax=full(0, torch.int64),
             best=full(float("-inf")),
             candidate=full(0, torch.int64),
+            drawn=full(float("-inf")),
         )
 
     def entropy(self) -> Tensor:
@@ -94,8 +113,16 @@ class RunningStatistics:
         """[num_rows], float32: probability of the argmax; 0 where no id is possible."""
         return torch.where(self.total > 0, 1.0 / self.total, 0.0)
 
+    def drawn_confidence(self) -> Tensor:
+        """[num_rows], float32: probability of the candidate; 0 where no id is possible.
+
+        At the schedule's temperature alone, and bit for bit :meth:`confidence` where the candidate
+        is the argmax.
+        """
+        return drawn_share(self.drawn, self.maximum, self.total)
+
     def packed(self) -> Tensor:
-        """[num_rows, 6], float32, for :meth:`merge`; ids below 2**24 survive it exactly."""
+        """[num_rows, 7], float32, for :meth:`merge`; ids below 2**24 survive it exactly."""
         return torch.stack(
             [
                 self.maximum,
@@ -104,6 +131,7 @@ class RunningStatistics:
                 self.argmax.float(),
                 self.best,
                 self.candidate.float(),
+                self.drawn,
             ],
             dim=-1,
         )
@@ -113,9 +141,9 @@ class RunningStatistics:
         """Statistics of a whole vocabulary from those of its parts.
 
         Args:
-            packed: [num_parts, num_rows, 6], float32, in ascending order of ids.
+            packed: [num_parts, num_rows, 7], float32, in ascending order of ids.
         """
-        maximum, total, weighted, argmax, best, candidate = packed.unbind(-1)
+        maximum, total, weighted, argmax, best, candidate, drawn = packed.unbind(-1)
         first = maximum.argmax(dim=0, keepdim=True)
         largest = maximum.gather(0, first)
         nothing = maximum == float("-inf")
@@ -129,4 +157,19 @@ class RunningStatistics:
             argmax=argmax.gather(0, first)[0].long(),
             best=best.gather(0, winner)[0],
             candidate=candidate.gather(0, winner)[0].long(),
+            drawn=drawn.gather(0, winner)[0],
         )
+
+
+def drawn_share(drawn: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
+    """The part of a row's mass that its drawn id holds.
+
+    Args:
+        drawn: [num_rows], float32: scaled logit of the drawn id.
+        maximum: [num_rows], float32: largest of the scaled logits.
+        total: [num_rows], float32: sum of exp(scaled logit - maximum) over the possible ids.
+
+    Returns:
+        [num_rows], float32; 0 where no id is possible.
+    """
+    return torch.where(total > 0, (drawn - maximum).exp() / total, 0.0)

@@ -174,27 +174,34 @@ def test_thresholds_are_exact(impl, vocab, scale, seed):
     seed=st.integers(0, 2**31),
 )
 def test_draws_above_a_threshold(impl, rows, vocab, kept, seed):
-    """The Gumbel-max of what is kept, with the noise of the unfiltered draw."""
+    """The Gumbel-max of what is kept, with the noise of the unfiltered draw, and its mass."""
     generator = torch.Generator().manual_seed(seed)
     logits, divisor = make_rows(rows, vocab, generator)
     draws = make_draws(rows, generator)
     x = scaled_logits(logits, divisor, impl=impl)
     keys = ordered_keys(x.topk(min(kept, vocab), dim=1).values[:, -1])
-    best, candidate = draw(logits, divisor, keys, draws, impl=impl)
+    maximum = x.amax(-1)
+    best, candidate, drawn, mass = draw(logits, divisor, maximum, keys, draws, impl=impl)
     is_kept = ordered_keys(x) >= keys[:, None]
     scores = torch.where(is_kept, x + draws.noise(vocab, 0), float("-inf"))
     assert is_kept.gather(1, candidate[:, None]).all()
     torch.testing.assert_close(best, scores.amax(-1), rtol=1e-5, atol=1e-5)
     assert (scores.gather(1, candidate[:, None])[:, 0] >= scores.amax(-1) - 1e-4).all()
+    assert torch.equal(drawn, x.gather(1, candidate[:, None])[:, 0])
+    shares = torch.where(is_kept, (x.double() - maximum.double()[:, None]).exp(), 0.0)
+    torch.testing.assert_close(mass.double(), shares.sum(-1), rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_nothing_possible_draws_an_id(impl):
     logits = RowLogits(torch.full((1, 9), float("-inf")), 4)
     draws = make_draws(1, torch.Generator().manual_seed(0))
-    best, candidate = draw(logits, torch.ones(1), torch.full((1,), LEAST_KEY), draws, impl=impl)
-    assert best.item() == float("-inf")
+    nothing = torch.full((1,), float("-inf"))
+    keys = torch.full((1,), LEAST_KEY)
+    best, candidate, drawn, mass = draw(logits, torch.ones(1), nothing, keys, draws, impl=impl)
+    assert best.item() == drawn.item() == float("-inf")
     assert 0 <= candidate.item() < 13
+    assert mass.item() == 0.0
 
 
 @pytest.mark.parametrize("name", ["scaled_logits", "largest_logit", "weigh", "draw"])
@@ -207,7 +214,7 @@ def test_no_ids(name):
         "scaled_logits": (),
         "largest_logit": (),
         "weigh": (divisor, keys, torch.cat([keys, keys + 5], dim=1)),
-        "draw": (keys[:, 0], draws),
+        "draw": (divisor, keys[:, 0], draws),
     }
     extra = {"by_mass": False} if name == "weigh" else {}
     result = getattr(vocab_statistics, name)(logits, divisor, *arguments[name], **extra)
@@ -228,7 +235,7 @@ def test_keys_compare_as_the_numbers_do(values):
     ("call", "named"),
     [
         (lambda rows, one: scaled_logits(rows, torch.ones(3)), "projected"),
-        (lambda rows, one: draw(rows._replace(first_id=2), one, None, None), "first_id"),
+        (lambda rows, one: draw(rows._replace(first_id=2), one, one, None, None), "first_id"),
         (
             lambda rows, one: weigh(rows, one, one, one[:, None].expand(2, 3), None, by_mass=True),
             "pivots",

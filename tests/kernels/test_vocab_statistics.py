@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,6 +52,9 @@ def check(logits, draws, tile, impl, softcap):
     exact = scaled(logits, draws, softcap, torch.float64)
     plain = scaled(logits, draws, softcap, torch.float32)
     probs = exact.softmax(-1)
+    candidate = running.candidate[:, None]
+    drawn = probs.gather(1, candidate)[:, 0]
+    plain_drawn = plain.softmax(-1).gather(1, candidate)[:, 0]
 
     exact_entropy = torch.distributions.Categorical(logits=exact).entropy()
     plain_entropy = torch.distributions.Categorical(logits=plain).entropy()
@@ -57,6 +62,7 @@ def check(logits, draws, tile, impl, softcap):
         ("entropy", running.entropy(), plain_entropy, exact_entropy),
         ("soft embedding", soft, plain.softmax(-1) @ embedding, probs @ embedding.double()),
         ("confidence", running.confidence(), plain.softmax(-1).amax(-1), probs.amax(-1)),
+        ("drawn confidence", running.drawn_confidence(), plain_drawn, drawn),
     ):
         error = (ours.double() - truth).abs().max().item()
         # Sums of sums round more often than one sum; a capped logit is a difference of numbers
@@ -76,6 +82,8 @@ def check(logits, draws, tile, impl, softcap):
     chosen = scores[rows_index, running.candidate]
     assert (chosen >= scores.amax(-1) - hidden / rate - 1e-5).all()
     assert torch.equal(running.candidate[greedy], running.argmax[greedy])
+    likeliest = running.candidate == running.argmax
+    assert torch.equal(running.drawn_confidence()[likeliest], running.confidence()[likeliest])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -90,7 +98,7 @@ def check(logits, draws, tile, impl, softcap):
     seed=st.integers(0, 2**31),
 )
 def test_vocab_statistics(impl, rows, vocab, tile, scale, softcap, dtype, seed):
-    """Entropy, confidence, soft embedding, argmax and candidate, wherever the tiles are cut."""
+    """Entropy, confidences, soft embedding, argmax and candidate, wherever the tiles are cut."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
     check(logits, make_draws(rows, generator), tile, impl, softcap)
@@ -110,6 +118,50 @@ def test_impossible_ids(impl, vocab, tile, seed):
     assert torch.equal(running.argmax, allowed)
     assert torch.equal(running.entropy(), torch.zeros(3))
     assert torch.equal(running.confidence(), torch.ones(3))
+    assert torch.equal(running.drawn_confidence(), torch.ones(3))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_nothing_possible_has_no_confidence(impl):
+    logits = torch.full((2, 40), float("-inf"))
+    running, _ = stream(logits, make_draws(2, torch.Generator().manual_seed(0)), 16, impl)
+    assert torch.equal(running.confidence(), torch.zeros(2))
+    assert torch.equal(running.drawn_confidence(), torch.zeros(2))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@settings(max_examples=15, deadline=None)
+@given(
+    vocab=st.integers(20, 3000),
+    cuts=st.lists(st.integers(1, 700), max_size=3, unique=True),
+    tile=st.integers(50, 300),
+    seed=st.integers(0, 2**31),
+)
+def test_drawn_confidence_of_one_to_four_parts(impl, vocab, cuts, tile, seed):
+    """Merged from parts that see their own tiles only, of adjusted logits, against float64."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(12, vocab, generator=generator) * 4
+    draws = make_draws(12, generator)
+    adjustments = make_adjustments(12, vocab, generator)
+    borders = [0, *sorted(4 * cut for cut in cuts if 4 * cut < vocab), vocab]
+    parts = []
+    for first, last in pairwise(borders):
+        part = RunningStatistics.empty(12, logits.device)
+        for start in range(first, last, 4 * tile):
+            ids = slice(start, min(start + 4 * tile, last))
+            update_statistics(
+                part, RowLogits(logits[:, ids], start, 30.0, adjustments), draws, impl=impl
+            )
+        parts.append(part)
+    merged = RunningStatistics.merge(torch.stack([part.packed() for part in parts]))
+    capped = torch.tanh(logits / 30.0) * 30.0
+    adjusted = adjustments.apply(capped, torch.arange(vocab)).double()
+    probs = (adjusted / draws.temperature.double()[:, None]).softmax(-1)
+    exact = probs.gather(1, merged.candidate[:, None])[:, 0]
+    # Of unlikely tokens too: the error is relative.
+    torch.testing.assert_close(merged.drawn_confidence().double(), exact, rtol=2e-4, atol=1e-30)
+    likeliest = merged.candidate == merged.argmax
+    assert torch.equal(merged.drawn_confidence()[likeliest], merged.confidence()[likeliest])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

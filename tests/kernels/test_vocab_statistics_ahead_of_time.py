@@ -69,7 +69,7 @@ def recorded_launches(logits):
         "count": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, False),
         "mass": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, True),
         "one mass": lambda: kept_rows.weigh(logits, number, number, keys[:, None], bounds, True),
-        "draw": lambda: kept_rows.draw(logits, number, keys, draws),
+        "draw": lambda: kept_rows.draw(logits, number, number, keys, draws),
     }
     launches = []
     with mock.patch.object(

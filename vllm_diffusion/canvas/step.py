@@ -55,6 +55,7 @@ class SlotStatistics(NamedTuple):
     candidate: Tensor
     entropy: Tensor
     confidence: Tensor
+    drawn_confidence: Tensor
 
 
 class StepOutput(NamedTuple):

@@ -100,6 +100,7 @@ class DiffusionSampler:
             candidate=torch.zeros(R, C, dtype=torch.int64, device=device),
             entropy=torch.zeros(R, C, dtype=torch.float32, device=device),
             confidence=torch.zeros(R, C, dtype=torch.float32, device=device),
+            drawn_confidence=torch.zeros(R, C, dtype=torch.float32, device=device),
         )
         self._logprobs = LogprobsStash(R, C, device)
         self._unconstrained = (
@@ -257,6 +258,7 @@ class DiffusionSampler:
             (self._statistics.candidate, results.candidate),
             (self._statistics.entropy, results.entropy),
             (self._statistics.confidence, results.confidence),
+            (self._statistics.drawn_confidence, results.drawn_confidence),
         ):
             target[slot, position] = values
         if results.soft_embeds is not None:

@@ -2,7 +2,7 @@
 
 Logits exist for one tile only: it is projected, its statistics are taken, the probability-weighted
 embedding grows by the tile's embedding rows, and the next tile is projected over it. Each
-tensor-parallel rank does that with its own ids, and the ranks combine six numbers a row and the
+tensor-parallel rank does that with its own ids, and the ranks combine seven numbers a row and the
 embedding. Rows whose settings need a second look at their logits (top-k, top-p, min-p,
 log-probabilities) are kept, as they were projected, as many at a time as the memory bound leaves.
 """
@@ -21,6 +21,7 @@ from attention_kernels.vocab_statistics import (
     RowLogits,
     RunningStatistics,
     draw,
+    drawn_share,
     largest_logit,
     update_statistics,
 )
@@ -51,6 +52,8 @@ class RowResults:
         candidate: [num_rows], int64, the drawn token.
         entropy: [num_rows], float32, nats, of the distribution at the schedule's temperature.
         confidence: [num_rows], float32, probability of ``argmax`` in that distribution.
+        drawn_confidence: [num_rows], float32, probability of ``candidate`` in that distribution; in
+            a row with a filter, of what it keeps, at the temperature that the row draws at.
         soft_embeds: [num_rows, hidden_size], float32: token embeddings weighted by their
             probability; ``None`` for a model without self-conditioning.
         logprobs: What the batch wants to know; ``None`` if nothing.
@@ -60,6 +63,7 @@ class RowResults:
     candidate: Tensor
     entropy: Tensor
     confidence: Tensor
+    drawn_confidence: Tensor
     soft_embeds: Tensor | None
     logprobs: LogprobsTensors | None
 
@@ -126,10 +130,14 @@ class _RowGroup:
             )
         running, soft_embeds = self._stream(tile_size, projected)
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
-        candidate, logprobs = running.candidate, None
+        candidate, drawn_confidence = running.candidate, running.drawn_confidence()
+        logprobs = None
         if kept is not None and projected is not None:
             if kept.filters is not None:
-                candidate = self._filtered(candidate, projected, kept, kept.filters, vocab_size)
+                some = kept.rows[kept.filtered]
+                drawn = self._filtered(some, projected[kept.filtered], kept.filters, vocab_size)
+                candidate = candidate.index_copy(0, some, drawn[0])
+                drawn_confidence = drawn_confidence.index_copy(0, some, drawn[1])
             if kept.request is not None:
                 logprobs = self._logprobs(running.argmax, projected, kept, float32_rows)
         return RowResults(
@@ -137,6 +145,7 @@ class _RowGroup:
             candidate,
             running.entropy(),
             running.confidence(),
+            drawn_confidence,
             soft_embeds,
             logprobs,
         )
@@ -188,26 +197,35 @@ class _RowGroup:
         return running, soft_embeds
 
     def _filtered(
-        self,
-        unfiltered: Tensor,
-        projected: Tensor,
-        kept: KeptRows,
-        filters: CandidateFilters,
-        vocab_size: int,
-    ) -> Tensor:
-        """Candidates of all rows: new ones for those with a filter, the others keep theirs."""
-        head, some = self.head, kept.rows[kept.filtered]
+        self, some: Tensor, projected: Tensor, filters: CandidateFilters, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """New draws for the rows with a filter.
+
+        Args:
+            some: [n], int64: which rows.
+            projected: [n, num_ids], their logits.
+            filters: One entry for each.
+            vocab_size: Number of ids, of all ranks.
+
+        Returns:
+            [n] int64, their candidates, and [n] float32, the probabilities of these within what is
+            kept, at the temperature of the draw; the schedule's where a request is greedy.
+        """
+        head = self.head
         draws = self.draws.rows(some)
         adjustments = None if self.adjustments is None else self.adjustments.rows(some)
-        logits = RowLogits(projected[kept.filtered], head.first_id, head.softcap, adjustments)
+        logits = RowLogits(projected, head.first_id, head.softcap, adjustments)
         divisor = draws.temperature * draws.rate
         # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
         maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
         keys = thresholds(logits, divisor, maximum, filters, vocab_size, head.sum)
-        best, candidate = draw(logits, divisor, keys, draws)
-        winner = head.gather(best).argmax(dim=0, keepdim=True)
-        filtered = head.gather(candidate).gather(0, winner)[0]
-        return unfiltered.index_copy(0, some, filtered)
+        own = draw(logits, divisor, maximum, keys, draws)
+        # As with the running statistics, a float32 holds any id.
+        packed = torch.stack([own.best, own.candidate.float(), own.drawn, own.mass], dim=-1)
+        best, candidate, drawn, mass = head.gather(packed).unbind(-1)
+        winner = best.argmax(dim=0, keepdim=True)
+        share = drawn_share(drawn.gather(0, winner)[0], maximum, mass.sum(dim=0))
+        return candidate.gather(0, winner)[0].long(), share
 
     def _logprobs(
         self, selected: Tensor, projected: Tensor, kept: KeptRows, float32_rows: int
@@ -279,6 +297,7 @@ def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResult
         candidate=torch.cat([part.candidate for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
         confidence=torch.cat([part.confidence for part in parts]),
+        drawn_confidence=torch.cat([part.drawn_confidence for part in parts]),
         soft_embeds=torch.cat(soft) if soft else None,
         logprobs=logprobs,
     )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.vocab_statistics.logits import MASS_SCALE, RowLogits
-from attention_kernels.vocab_statistics.running import RowDraws
+from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws
 from attention_kernels.vocab_statistics.triton.logits import (
     aligned,
     aligned_draws,
@@ -110,29 +110,37 @@ def _weigh_kernel(
 def _draw_kernel(
     rows,
     divisor_ptr,
+    maximum_ptr,
     keys_ptr,
     draws,
     best_ptr,
     candidate_ptr,
+    drawn_ptr,
+    mass_ptr,
     SPAN: tl.constexpr,
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
     divisor, least = tl.load(divisor_ptr + row), tl.load(keys_ptr + row).to(tl.int32)
+    maximum = tl.load(maximum_ptr + row)
     ids = tl.arange(0, B)
     best = tl.full([B], float("-inf"), tl.float32)
     best_id = tl.full([B], _NO_ID, tl.int32)
+    best_x = tl.full([B], float("-inf"), tl.float32)
+    mass = tl.zeros([B], tl.float32)
     for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
         x = load_x(rows, row, start + ids, divisor)
         kept = ordered_key(x) >= least
         # Most blocks hold nothing that a filter keeps, and need no noise.
         if tl.max(kept.to(tl.int32), axis=0) > 0:
-            score = tl.where(
-                kept, x + load_noise(draws, row, rows.first_id + start, B), float("-inf")
-            )
+            # An id that no threshold keeps is as one that is impossible.
+            x = tl.where(kept, x, float("-inf"))
+            mass += tl.where(x == float("-inf"), 0.0, tl.exp(x - maximum))
+            score = x + load_noise(draws, row, rows.first_id + start, B)
             higher = score > best
             best = tl.where(higher, score, best)
             best_id = tl.where(higher, start + ids, best_id)
+            best_x = tl.where(higher, x, best_x)
     top = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == top, best_id, _NO_ID), axis=0)
     out = row * tl.num_programs(1) + tl.program_id(1)
@@ -140,6 +148,9 @@ def _draw_kernel(
     # Where nothing is possible the id is never used, but it is an id.
     candidate = tl.where(top == float("-inf"), 0, rows.first_id + winner)
     tl.store(candidate_ptr + out, candidate.to(tl.int64))
+    drawn = tl.max(tl.where(best_id == winner, best_x, float("-inf")), axis=0)
+    tl.store(drawn_ptr + out, drawn)
+    tl.store(mass_ptr + out, tl.sum(mass, axis=0))
 
 
 def scaled_logits(rows: RowLogits, divisor: Tensor) -> Tensor:
@@ -190,22 +201,33 @@ def weigh(
     return out.sum(dim=1)
 
 
-def draw(rows: RowLogits, divisor: Tensor, keys: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+def draw(
+    rows: RowLogits, divisor: Tensor, maximum: Tensor, keys: Tensor, draws: RowDraws
+) -> FilteredDraw:
     best = torch.empty(_grid(rows), dtype=torch.float32, device=divisor.device)
+    drawn, mass = torch.empty_like(best), torch.empty_like(best)
     candidate = torch.empty(_grid(rows), dtype=torch.int64, device=divisor.device)
     _draw_kernel[_grid(rows)](
         kernel_rows(rows),
         aligned(divisor),
+        maximum,
         keys,
         aligned_draws(draws),
         best,
         candidate,
+        drawn,
+        mass,
         SPAN=SPAN,
         B=BLOCK,
         num_warps=NUM_WARPS,
     )
     winner = best.argmax(dim=1, keepdim=True)
-    return best.gather(1, winner)[:, 0], candidate.gather(1, winner)[:, 0]
+    return FilteredDraw(
+        best=best.gather(1, winner)[:, 0],
+        candidate=candidate.gather(1, winner)[:, 0],
+        drawn=drawn.gather(1, winner)[:, 0],
+        mass=mass.sum(dim=1),
+    )
 
 
 def _grid(rows: RowLogits) -> tuple[int, int]:

@@ -43,6 +43,7 @@ def _update_statistics_kernel(
     argmax_ptr,
     best_ptr,
     candidate_ptr,
+    drawn_ptr,
     weights_ptr,
     weights_stride,
     product_ptr,
@@ -79,6 +80,7 @@ def _update_statistics_kernel(
     weighted = tl.zeros([B], tl.float32)
     best = tl.full([B], float("-inf"), tl.float32)
     best_id = tl.full([B], _NO_ID, tl.int32)
+    best_x = tl.full([B], float("-inf"), tl.float32)
     for start in range(0, rows.num_ids, B):
         x = load_x(rows, row, start + ids, temperature)
         distance = x - shift
@@ -96,6 +98,7 @@ def _update_statistics_kernel(
         higher = score > best
         best = tl.where(higher, score, best)
         best_id = tl.where(higher, start + ids, best_id)
+        best_x = tl.where(higher, x, best_x)
 
     old_total = tl.load(total_ptr + row)
     old_weighted = tl.load(weighted_ptr + row)
@@ -110,6 +113,8 @@ def _update_statistics_kernel(
         winner = tl.min(tl.where(best == tile_best, best_id, _NO_ID), axis=0)
         tl.store(best_ptr + row, tile_best)
         tl.store(candidate_ptr + row, (rows.first_id + winner).to(tl.int64))
+        drawn = tl.max(tl.where(best_id == winner, best_x, float("-inf")), axis=0)
+        tl.store(drawn_ptr + row, drawn)
     # The first of these is decided when the kernel is compiled, the second when it runs.
     if product_ptr is not None:  # noqa: SIM102
         if rescale != 1.0:
@@ -138,6 +143,7 @@ def update_statistics(
         running.argmax,
         running.best,
         running.candidate,
+        running.drawn,
         weights,
         0 if weights is None else weights.stride(0),
         product,

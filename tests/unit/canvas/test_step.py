@@ -44,6 +44,7 @@ def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
             candidate=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             entropy=torch.rand(SLOTS, CANVAS, generator=generator),
             confidence=torch.rand(SLOTS, CANVAS, generator=generator),
+            drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
         num_rows = torch.zeros(SLOTS, dtype=torch.int32)
         num_rows[: i % (SLOTS + 1)] = CANVAS if i else 0
@@ -92,7 +93,7 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
     for i in range(2):
         argmax[:, 4:] = 10 + i
         output = step(
-            SlotStatistics(argmax, argmax, entropy, entropy),
+            SlotStatistics(argmax, argmax, entropy, entropy, entropy),
             none + CANVAS,
             none.bool(),
             torch.arange(2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention_kernels.testing import TensorMemory
+from attention_kernels.testing import TensorMemory, make_adjustments
+from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import (
     LogitAdjustments,
     RowDraws,
@@ -278,6 +280,7 @@ def assert_same(ours: RowResults, whole: RowResults) -> None:
     assert torch.equal(ours.candidate, whole.candidate)
     assert torch.equal(ours.argmax, whole.argmax)
     torch.testing.assert_close(ours.entropy, whole.entropy, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours.drawn_confidence, whole.drawn_confidence, rtol=2e-5, atol=1e-7)
     torch.testing.assert_close(ours.soft_embeds, whole.soft_embeds, rtol=1e-4, atol=1e-5)
     assert torch.equal(ours.logprobs.logprob_token_ids, whole.logprobs.logprob_token_ids)
     torch.testing.assert_close(ours.logprobs.logprobs, whole.logprobs.logprobs)
@@ -335,7 +338,20 @@ def test_groups_of_rows_change_nothing(monkeypatch):
 def implementation(request, monkeypatch):
     """Everything runs in one of the two, as it would on a CPU or on a GPU."""
     module = {"reference": reference, "triton": triton}[request.param]
-    monkeypatch.setattr(api, "_implementation", lambda impl, rows: module)
+    # Triton's interpreter keeps its state in globals, and ranks are threads here.
+    lock = threading.Lock()
+
+    def one_at_a_time(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with lock:
+                return function(*args)
+
+        return call
+
+    serial = SimpleNamespace(
+        **{name: one_at_a_time(getattr(module, name)) for name in triton.__all__}
+    )
+    monkeypatch.setattr(api, "_implementation", lambda impl, rows: serial)
 
 
 @settings(
@@ -412,6 +428,79 @@ def test_min_p_of_one_draws_the_argmax(implementation):
     requests = RowRequests(draws, filtered=filtered)
     results = sample_rows(head, logits, requests, vocab)
     assert torch.equal(results.candidate, logits.argmax(-1))
+    # Nothing else is kept.
+    assert torch.equal(results.drawn_confidence, torch.ones(rows))
+
+
+def filtered_probs(
+    logits: torch.Tensor, divisor: torch.Tensor, filters: CandidateFilters
+) -> torch.Tensor:
+    """The candidate's distribution by definition: whole rows, sorted.
+
+    Args:
+        logits: [num_rows, vocab_size], float64.
+        divisor: [num_rows], float64.
+        filters: One entry per row.
+    """
+    probs = (logits / divisor[:, None]).softmax(-1)
+    if filters.min_p is not None:
+        floor = filters.min_p.double()[:, None] * probs.amax(-1, keepdim=True)
+        probs = torch.where(probs >= floor, probs, 0.0)
+    if filters.top_k is not None:
+        least = probs.sort(dim=1, descending=True)[0].gather(1, filters.top_k[:, None] - 1)
+        probs = torch.where(probs >= least, probs, 0.0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    if filters.top_p is not None:
+        ordered, order = probs.sort(dim=1, descending=True)
+        kept = ordered.cumsum(-1) - ordered < filters.top_p.double()[:, None]
+        probs = torch.zeros_like(probs).scatter(1, order, torch.where(kept, ordered, 0.0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "used", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")], ids="+".join
+)
+@pytest.mark.parametrize("borders", [[], [40], [12, 60], [8, 40, 100]], ids=str)
+def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, used, borders):
+    """Of one to four ranks, in rows with and without filters, greedy and adjusted ones, in float64.
+
+    Without a filter at the schedule's temperature, with one at that of the draw.
+    """
+    n, vocab = 12, 150
+    generator = torch.Generator().manual_seed(len(borders) + 1)
+    weight = torch.randn(vocab, 8, generator=generator)
+    rows = torch.randn(n, 8, generator=generator) * 2
+    draws = random_draws(n, generator)
+    adjustments = make_adjustments(n, vocab, generator)
+    some = torch.arange(0, n, 2)
+    values = {
+        "top_k": torch.randint(1, 40, (len(some),), generator=generator),
+        "top_p": torch.rand(len(some), generator=generator) * 0.9 + 0.05,
+        "min_p": torch.rand(len(some), generator=generator) * 0.3,
+    }
+    filters = CandidateFilters(*(values[name] if name in used else None for name in values))
+    requests = RowRequests(draws, adjustments, filtered_rows(some, filters) if used else None)
+
+    logits = torch.tanh(rows @ weight.T / 5.0) * 5.0
+    logits = adjustments.apply(logits, torch.arange(vocab)).double()
+    temperature = draws.temperature.double()
+    probs = (logits / temperature[:, None]).softmax(-1)
+    if used:
+        divisor = (temperature * draws.rate.double())[some]
+        probs[some] = filtered_probs(logits[some], divisor, filters)
+    for results in on_shards(
+        weight, borders, 5.0, lambda head: sample_rows(head, rows, requests, vocab, 16)
+    ):
+        exact = probs.gather(1, results.candidate[:, None])[:, 0]
+        assert (exact > 0).all()
+        ours = results.drawn_confidence
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-30)
+        likeliest = results.candidate == results.argmax
+        if used:
+            likeliest[some] = False
+        assert 0 < likeliest.sum() < n
+        assert torch.equal(ours[likeliest], results.confidence[likeliest])
 
 
 def test_a_filter_leaves_its_neighbours_alone():
@@ -426,6 +515,7 @@ def test_a_filter_leaves_its_neighbours_alone():
     assert torch.equal(mixed.candidate[1::2], plain.candidate[1::2])
     assert torch.equal(mixed.candidate[:30:2], logits.argmax(-1)[:30:2])
     assert torch.equal(mixed.candidate[30:], plain.candidate[30:])
+    assert torch.equal(mixed.drawn_confidence[30:], plain.drawn_confidence[30:])
 
 
 def test_nothing_possible_is_no_nan():
@@ -440,6 +530,11 @@ def test_nothing_possible_is_no_nan():
     assert torch.isfinite(results.soft_embeds).all()
     assert results.entropy.tolist() == [0.0, 0.0]
     assert results.confidence.tolist() == [0.0, 1.0]
+    assert results.drawn_confidence.tolist() == [0.0, 1.0]
+    filters = all_filters([5, 5], [0.5, 0.5], [0.1, 0.1])
+    requests = RowRequests(requests.draws, requests.adjustments, filtered_rows(range(2), filters))
+    results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
+    assert results.drawn_confidence.tolist() == [0.0, 1.0]
 
 
 def test_a_rank_without_ids():
