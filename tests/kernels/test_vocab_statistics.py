@@ -122,6 +122,23 @@ def test_impossible_ids(impl, vocab, tile, seed):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("temperature", [1e-4, 1.0, 1e4])
+def test_the_lowest_finite_logit_is_never_drawn(impl, temperature):
+    """It adds nothing to the entropy either, also where a tile has nothing else."""
+    logits = torch.randn(12, 40, generator=torch.Generator().manual_seed(2))
+    lowest = logits.clone()
+    lowest[:, :17] = -1e30
+    draws = make_draws(12, torch.Generator().manual_seed(0))
+    draws = draws._replace(temperature=torch.full((12,), temperature))
+    running, _ = stream(lowest, draws, 16, impl)
+    assert (running.candidate >= 17).all()
+    assert (running.argmax >= 17).all()
+    x = logits[:, 17:].double() / temperature
+    exact = torch.distributions.Categorical(logits=x).entropy()
+    torch.testing.assert_close(running.entropy().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_nothing_possible_has_no_confidence(impl):
     logits = torch.full((2, 40), float("-inf"))
     running, _ = stream(logits, make_draws(2, torch.Generator().manual_seed(0)), 16, impl)

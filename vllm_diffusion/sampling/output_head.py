@@ -20,6 +20,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+# The logit of an id that is never drawn: below any other at every temperature, and finite after the
+# division by the lowest, so that no difference of two of them is undefined.
+_NEVER = -1e30
+
 
 @dataclass(frozen=True)
 class OutputHead:
@@ -35,6 +39,9 @@ class OutputHead:
         matmul: (rows [num_rows, k], weight [n, k]) -> [num_rows, n], as the platform multiplies.
         num_shards: Ranks that share the vocabulary.
         shard_size: Ids of the largest of them.
+        never_drawn: Ids of the whole vocabulary whose logits :meth:`project` overwrites with the
+            lowest that ``dtype`` has, or -1e30: a mask token, which no answer may hold. In float16,
+            which ends at -65504, that is low enough up to a temperature of 1000.
     """
 
     weight: Tensor
@@ -45,6 +52,14 @@ class OutputHead:
     matmul: Callable[[Tensor, Tensor], Tensor]
     num_shards: int
     shard_size: int
+    never_drawn: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.never_drawn and self.softcap is not None:
+            raise ValueError(
+                f"softcap={self.softcap} would bring the logits of never_drawn={self.never_drawn} "
+                "back among the others."
+            )
 
     @staticmethod
     def of(
@@ -53,11 +68,13 @@ class OutputHead:
         *,
         softcap: float | None,
         dtype: torch.dtype | None,
+        never_drawn: tuple[int, ...] = (),
     ) -> OutputHead:
         """Of a model's layers.
 
         Raises:
-            ValueError: If the head is quantised, which no tile can be cut from.
+            ValueError: If the head is quantised, which no tile can be cut from, or if some ids are
+                never drawn and there is a cap.
         """
         # The second is what modelopt gives a head that it leaves alone.
         unquantized = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
@@ -85,6 +102,7 @@ class OutputHead:
             matmul=matmul,
             num_shards=get_tensor_model_parallel_world_size(),
             shard_size=lm_head.num_embeddings_per_partition,
+            never_drawn=never_drawn,
         )
 
     def tiles(self, size: int) -> Iterator[slice]:
@@ -95,7 +113,13 @@ class OutputHead:
     def project(self, rows: Tensor, tile: slice) -> Tensor:
         """Logits before the cap: [num_rows, tile ids], in ``dtype``."""
         weight = self.weight[tile]
-        return self.matmul(rows.to(self.dtype), weight.to(self.dtype))
+        logits = self.matmul(rows.to(self.dtype), weight.to(self.dtype))
+        for token in self.never_drawn:
+            column = token - self.first_id - tile.start
+            # Known on the host: an index would have to be copied to the device.
+            if 0 <= column < logits.shape[1]:
+                logits[:, column].fill_(max(_NEVER, torch.finfo(logits.dtype).min))
+        return logits
 
     def gather(self, values: Tensor) -> Tensor:
         """Every rank's ``values``: [num_shards, ...], ascending in ids."""
@@ -112,8 +136,16 @@ class OutputHead:
         return tensor_model_parallel_all_reduce(values.contiguous())
 
 
-def head_of(model: nn.Module) -> OutputHead:
-    """Of a vLLM language model whose head and logits are where most have them."""
+def head_of(model: nn.Module, *, never_drawn: tuple[int, ...] = ()) -> OutputHead:
+    """Of a vLLM language model whose head and logits are where most have them.
+
+    Args:
+        model: The model.
+        never_drawn: See :class:`OutputHead`.
+
+    Raises:
+        ValueError: If the model scales its logits, or as :meth:`OutputHead.of`.
+    """
     logits_processor: Any = model.logits_processor
     if logits_processor.scale != 1.0:
         raise ValueError(f"{type(model).__name__} scales its logits, which no family here does.")
@@ -122,4 +154,5 @@ def head_of(model: nn.Module) -> OutputHead:
         None,
         softcap=logits_processor.soft_cap,
         dtype=logits_processor.head_dtype,
+        never_drawn=never_drawn,
     )

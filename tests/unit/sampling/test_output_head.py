@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from tests.support.heads import on_shards
+from tests.support.heads import on_shards, output_head
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 
 
@@ -22,6 +24,45 @@ def test_scaled_logits_are_refused():
     model = SimpleNamespace(logits_processor=SimpleNamespace(scale=0.5))
     with pytest.raises(ValueError, match="scales its logits"):
         head_of(model)
+
+
+def test_never_drawn_ids_of_a_capped_model_are_refused():
+    """The cap would make the lowest logit one like the others."""
+    with pytest.raises(ValueError, match=r"softcap=30.0 .* never_drawn=\(3,\)"):
+        output_head(torch.zeros(8, 2), 30.0, never_drawn=(3,))
+
+
+def test_layers_hand_on_what_is_never_drawn():
+    lm_head = SimpleNamespace(
+        quant_method=UnquantizedEmbeddingMethod(),
+        shard_indices=SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=8),
+        weight=torch.zeros(8, 2),
+        num_embeddings_per_partition=8,
+    )
+    processor = SimpleNamespace(scale=1.0, soft_cap=None, head_dtype=None)
+    model = SimpleNamespace(lm_head=lm_head, logits_processor=processor)
+    with mock.patch(
+        "vllm_diffusion.sampling.output_head.get_tensor_model_parallel_world_size", return_value=1
+    ):
+        assert head_of(model).never_drawn == ()
+        assert head_of(model, never_drawn=(3,)).never_drawn == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("first_id", [0, 8])
+def test_never_drawn_ids_are_overwritten_where_they_are(dtype, first_id):
+    """In the tile and on the rank that have them, and nothing beside them; finite when divided."""
+    never = (0, 3, 9, 14, 40)
+    head = output_head(torch.ones(12, 2, dtype=dtype), first_id=first_id, never_drawn=never)
+    ids = []
+    for tile in head.tiles(4):
+        logits = head.project(torch.ones(3, 2), tile)
+        assert logits.dtype == dtype
+        assert ((logits == 2.0) | (logits <= -65504.0)).all()
+        assert (logits.float() / 1e-4).isfinite().all()
+        assert torch.equal(logits, logits[:1].expand(3, -1))
+        ids += [first_id + tile.start + i for i in (logits[0] < 0).nonzero()[:, 0].tolist()]
+    assert ids == [token for token in never if first_id <= token < first_id + 12]
 
 
 def test_a_view_with_gaps_is_summed_whole():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -501,6 +502,44 @@ def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, us
             likeliest[some] = False
         assert 0 < likeliest.sum() < n
         assert torch.equal(ours[likeliest], results.confidence[likeliest])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperatures"),
+    [
+        (torch.float32, [1e-4, 1e-2, 1.0, 1e2, 1e4]),
+        (torch.bfloat16, [1e-4, 1e-2, 1.0, 1e2, 1e4]),
+        (torch.float16, [1e-4, 1e-2, 1.0, 1e2, 1e3]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("borders", [[], [8]], ids=str)
+def test_never_drawn_ids(dtype, temperatures, borders):
+    """Neither argmax nor candidate, filtered or not, though the model thinks them the likeliest."""
+    n, vocab, never = 600, 12, (2, 9)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, 4, generator=generator).to(dtype)
+    rows = torch.randn(n, 4, generator=generator).to(dtype)
+    weight[list(never)] = 0.0
+    rows[:, 0], weight[list(never), 0] = 1.0, 30.0
+    others = [token for token in range(vocab) if token not in never]
+    for temperature in temperatures:
+        draws = make_draws(n)._replace(temperature=torch.full((n,), temperature))
+        draws.request_temperature[::5] = 0.0
+        filters = all_filters([vocab] * (n // 2), [0.99] * (n // 2), [0.0] * (n // 2))
+        requests = RowRequests(draws, filtered=filtered_rows(range(n // 2), filters))
+
+        def run(head: Any, requests: RowRequests = requests) -> RowResults:
+            head = replace(head, never_drawn=never, embedding=None)
+            return sample_rows(head, rows, requests, vocab, 4)
+
+        logits = (rows @ weight[others].T).double() / temperature
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        for results in on_shards(weight, borders, None, run):
+            for drawn in (results.argmax, results.candidate):
+                assert not torch.isin(drawn, torch.tensor(never)).any()
+            assert results.drawn_confidence.isfinite().all()
+            torch.testing.assert_close(results.entropy.double(), entropy, rtol=1e-3, atol=1e-3)
 
 
 def test_a_filter_leaves_its_neighbours_alone():
