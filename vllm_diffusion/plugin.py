@@ -45,6 +45,8 @@ def register() -> None:
             from vllm.model_executor.models import ModelRegistry
 
             ModelRegistry.register_model(family.architecture, family.model)
+            if family.config is not None:
+                _register_config(family.config)
         except Exception as error:
             failure = failure or error
         entry.registration_failure = entry.registration_failure or failure
@@ -69,12 +71,26 @@ def _register_shared() -> Exception | None:
     return None
 
 
+def _register_config(path: str) -> None:
+    """So that ``config.json`` is read without code of the checkpoint's."""
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    config = imported(path)
+    _CONFIG_REGISTRY[config.model_type] = config
+
+
+def imported(path: str) -> Any:
+    """What ``"module:Class"`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _engine_config(family: Family, base: Any) -> Any:
     """The family's start-up checks; where they cannot be imported, checks that say why."""
-    module, _, name = family.engine_config.partition(":")
     try:
-        entry = getattr(importlib.import_module(module), name)
+        entry = imported(family.engine_config)
     except Exception as error:
+        name = family.engine_config.partition(":")[2]
         return type(name, (base,), {"registration_failure": error})
     entry.registration_failure = None
     return entry

@@ -54,6 +54,21 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 TABLE: tuple[Symbol, ...] = (
     # Registration.
     Symbol(
+        "vllm.transformers_utils.config:_CONFIG_REGISTRY",
+        Use.REPLACED,
+        "Entries for model types that neither vLLM nor transformers reads.",
+    ),
+    Symbol(
+        "vllm.model_executor.models.bailing_moe:BailingMoeV2ForCausalLM",
+        Use.SUBCLASSED,
+        "The layers of LLaDA2.",
+    ),
+    Symbol(
+        "vllm.model_executor.models.mistral:MistralForCausalLM",
+        Use.SUBCLASSED,
+        "The layers of Nemotron-Labs-Diffusion, whose queries it scales by position.",
+    ),
+    Symbol(
         "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
         Use.REPLACED,
         "Our entry checks a diffusion checkpoint's settings and picks scheduler and attention.",

@@ -1,4 +1,4 @@
-"""A second family costs a state, start-up checks and a line: a masked block-diffusion Llama.
+"""A second family costs a class, start-up checks and a line: a masked block-diffusion Llama.
 
 Neither the runner nor the scheduler knows of it, and nothing it uses is Gemma-specific. What the
 engine generates is compared with a plain loop over ``transformers``' Llama.
@@ -8,61 +8,36 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from vllm_diffusion.canvas.slots import DenoisingDefaults
-from vllm_diffusion.canvas.step import Noise, mask_noise
-from vllm_diffusion.decoding.confidence_threshold import confidence_threshold_policy
-from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.quantization.body_tensors import BodyTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
-from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
 
 pytestmark = pytest.mark.engine
 
 VOCAB, MASK, CANVAS, THRESHOLD = 128, 127, 8, 0.05
 
 
-class MaskedState(BlockDiffusionModelState):
-    """The whole of the second family."""
+class MaskedLlamaEngineConfig(MaskedEngineConfig):
+    """The whole of the second family's start-up: canvases begin where a causal context ends."""
 
-    def policy(self) -> Policy:
-        return confidence_threshold_policy(MASK)
-
-    def noise(self) -> Noise:
-        return mask_noise(MASK)
-
-
-class LlamaTensors(TensorRules):
-    """Names and shapes as ``transformers`` writes them."""
-
-    def shapes(self, config):
-        from transformers import LlamaForCausalLM
-
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-class MaskedEngineConfig(BlockDiffusionEngineConfig):
-    """Its start-up checks."""
-
-    @classmethod
-    def denoising_defaults(cls, vllm_config) -> DenoisingDefaults:
-        return DenoisingDefaults(
-            max_denoising_steps=CANVAS,
-            t_min=1.0,
-            t_max=1.0,
-            entropy_bound=0.0,
-            confidence_threshold=THRESHOLD,
-            stability_threshold=0,
-        )
+    rules = {
+        "reveal": PublishedRule(Reveal, {"reveal_threshold": THRESHOLD, "strategy": "dynamic"})
+    }
+    mask_token_id = MASK
+    block_length = CANVAS
+    layout: ClassVar[dict[str, bool]] = {}
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
-        return LlamaTensors()
+        return BodyTensors("LlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +60,7 @@ def checkpoint(tmp_path_factory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     path = folder / "config.json"
     content = json.loads(path.read_text())
-    # The key that makes vLLM treat a model as block diffusion.
-    content |= {"architectures": ["MaskedLlamaForTests"], "canvas_length": CANVAS}
+    content["architectures"] = ["MaskedLlamaForTests"]
     path.write_text(json.dumps(content))
     return folder
 
@@ -99,7 +73,7 @@ def model_class():
     class MaskedLlamaForTests(LlamaForCausalLM):
         @staticmethod
         def get_model_state_cls() -> type:
-            return MaskedState
+            return BlockDiffusionModelState
 
     ModelRegistry.register_model("MaskedLlamaForTests", MaskedLlamaForTests)
 
@@ -119,7 +93,7 @@ def llm(request, checkpoint, model_class):
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS_CONFIG_MAP, "MaskedLlamaForTests", MaskedEngineConfig)
+        patch.setitem(MODELS_CONFIG_MAP, "MaskedLlamaForTests", MaskedLlamaEngineConfig)
         llm = LLM(str(checkpoint), async_scheduling=request.param, **OPTIONS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
@@ -146,7 +120,7 @@ def expected_tokens(checkpoint: Path, prompt: list[int], num_canvases: int) -> l
             confidence, argmax = logits.softmax(-1).max(-1)
             masked = canvas == MASK
             confidence = confidence.masked_fill(~masked, -1.0)
-            reveal = masked & (confidence >= THRESHOLD)
+            reveal = masked & (confidence > THRESHOLD)
             reveal[confidence.argmax()] = True
             canvas = torch.where(reveal, argmax, canvas)
         known += canvas.tolist()

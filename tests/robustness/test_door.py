@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +14,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
+from tests.support.specs import SETTINGS, diffusion_gemma_spec
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.requests.params import RequestParamError, parse_canvas_params
-from vllm_diffusion.settings.plugin_settings import PluginSettings
+from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 
 pytestmark = pytest.mark.engine
 
-LIMITS = {"canvas_length": 32, "vocab_size": 316, "max_denoising_steps": 48}
-IN_SLOTS = ("entropy_bound", "confidence_threshold", "stability_threshold", "t_min", "t_max")
+SPEC = diffusion_gemma_spec(32)
+IN_SLOTS = tuple(EntropyBound.settings)
 numbers = st.one_of(st.sampled_from(NUMBERS), st.floats(), st.integers(), st.integers(0, 60))
 
 
@@ -37,22 +40,21 @@ def assert_held(given_value: float, held: float) -> None:
 @settings(max_examples=400, deadline=None)
 def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     """What is not refused by its name arrives in the slots as it was sent."""
-    from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
+    from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 
     refused = None
     try:
-        params = parse_canvas_params(arguments, **LIMITS, logprob_token_ids=[5])
+        params = parse_canvas_params(arguments, spec=SPEC, vocab_size=316, logprob_token_ids=[5])
     except RequestParamError as error:
         refused = error.field
     if refused is not None:
         assert refused in arguments
         return
-    slots = CanvasSlots(2, 32, DenoisingDefaults(48, 0.4, 0.8, 0.1, 0.005, 1), torch.device("cpu"))
-    slots.add_request(1, params, 0)
+    slots = CanvasSlots(2, SPEC, torch.device("cpu"))
+    slots.add_request(1, NewRequest(params))
     slots.apply_staged_writes()
-    for name in IN_SLOTS:
-        if (value := getattr(params, name)) is not None:
-            assert_held(value, getattr(slots, name)[1].item())
+    for name, value in params.settings.items():
+        assert_held(float(value), slots.settings[name][1].item())
     assert 1 <= slots.max_steps[1] <= 48
 
 
@@ -62,23 +64,28 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
 @settings(max_examples=400, deadline=None)
 def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     """What ``--additional-config`` may say, the device holds."""
-    holders: dict[type, Callable[[Any], float]] = {
-        int: lambda value: float(torch.tensor(value, dtype=torch.int32).item()),
-        float: lambda value: float(torch.tensor(value, dtype=torch.float32).item()),
-    }
+    from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+    from vllm_diffusion.requests.params import CanvasParams
+
     # As it arrives.
     options = json.loads(json.dumps(options))
+    config = SimpleNamespace(additional_config={"diffusion": options}, diffusion_config=None)
+    published = Published({"max_denoising_steps": 48, **SETTINGS}, "generation_config.json")
+    rule = EntropyBound()
     refused = None
     try:
-        chosen = PluginSettings(**options)
+        max_steps, values = denoising_settings(config, rule, published)  # type: ignore[arg-type]
     except ValueError as error:
         refused = str(error)
     if refused is not None:
         assert any(name in refused for name in options)
         return
+    slots = CanvasSlots(2, CanvasSpec(32, rule, max_steps, values), torch.device("cpu"))
+    slots.add_request(1, NewRequest(CanvasParams()))
+    slots.apply_staged_writes()
     for name, value in options.items():
-        kind = int if name in ("max_denoising_steps", "stability_threshold") else float
-        assert_held(value, holders[kind](getattr(chosen, name)))
+        held = slots.max_steps if name == "max_denoising_steps" else slots.settings[name]
+        assert_held(float(value), held[1].item())
 
 
 def test_rounding_is_that_of_float32() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowLogits
+from vllm_diffusion.canvas.slots import Phase
 
 
 @dataclass
@@ -90,7 +91,7 @@ class TracedEngine:
                             req_id,
                             self.slots.canvas[slot, : high - low].clone(),
                             logits[low:high].clone(),
-                            bool(self.slots.encoding[slot]),
+                            int(self.slots.phase[slot]) == Phase.COMMITTING,
                         )
                     )
             return original(this, rows, input_batch, *args)

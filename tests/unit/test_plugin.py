@@ -18,7 +18,7 @@ from vllm_diffusion.requests import validation
 
 pytestmark = pytest.mark.engine
 
-(ARCHITECTURE,) = (family.architecture for family in FAMILIES)
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
         assert SamplingParams._validate_diffusion is validation.validate_sampling_params
         assert (
             input_processor.validate_diffusion_sampling_params
-            is validation.validate_diffusion_arguments
+            is validation._checked_with_the_sampling_params
         )
         assert DiffusionGemmaEngineConfig.registration_failure is None
 
@@ -76,10 +76,10 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     def others() -> tuple[dict[str, Any], dict[str, Any]]:
-        ours = ARCHITECTURE
+        ours = {family.architecture for family in FAMILIES}
         return (
-            {name: value for name, value in MODELS_CONFIG_MAP.items() if name != ours},
-            {name: value for name, value in ModelRegistry.models.items() if name != ours},
+            {name: value for name, value in MODELS_CONFIG_MAP.items() if name not in ours},
+            {name: value for name, value in ModelRegistry.models.items() if name not in ours},
         )
 
     before = others()

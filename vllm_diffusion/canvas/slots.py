@@ -9,84 +9,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.params import CanvasParams
-
-
-@dataclass(frozen=True)
-class DenoisingDefaults:
-    """What a request gets that does not say otherwise.
-
-    Attributes:
-        max_denoising_steps: N, also the most that a request may ask for.
-        t_min: Temperature after the last step.
-        t_max: Temperature at the first step.
-        entropy_bound: Nats.
-        confidence_threshold: Mean entropy in nats below which a canvas may stop (entropy bound),
-            or probability from which a token is revealed (confidence threshold).
-        stability_threshold: Steps that must repeat the argmax canvas.
-    """
-
-    max_denoising_steps: int
-    t_min: float
-    t_max: float
-    entropy_bound: float
-    confidence_threshold: float
-    stability_threshold: int
-
 
 # vLLM's own bound on the end tokens of a request.
 MAX_END_TOKENS = 128
-# What a request may override, under the same name in its parameters, the defaults and the slots.
-_QUALITY = ("stability_threshold", "entropy_bound", "confidence_threshold", "t_min", "t_max")
 
 
-def _chosen(params: CanvasParams, defaults: DenoisingDefaults, name: str) -> float:
-    """The request's own value, or the server's."""
-    value: float | None = getattr(params, name)
-    default: float = getattr(defaults, name)
-    return default if value is None else value
+class Phase(IntEnum):
+    """What a pass does with a slot's canvas."""
+
+    # There is none yet: the request is at its prompt.
+    PROMPT = 0
+    DENOISING = 1
+    # It is decided, and the pass over its rows writes its keys and values, and emits it.
+    COMMITTING = 2
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """What a slot's new owner brings.
+
+    Attributes:
+        params: What it asks of its canvases.
+        prompt_len: Tokens of its prompt.
+        num_generated: Tokens that it generated before it was preempted; 0 for a new request.
+        given: Tokens of the first canvas's leading positions: the end of what is known.
+        end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
+    """
+
+    params: CanvasParams
+    prompt_len: int = 0
+    num_generated: int = 0
+    given: Sequence[int] = ()
+    end_tokens: Sequence[int] = ()
 
 
 class CanvasSlots:
     """The canvases of all running requests."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        canvas_length: int,
-        defaults: DenoisingDefaults,
-        device: torch.device,
-    ) -> None:
-        R, C = num_slots, canvas_length
+    def __init__(self, num_slots: int, spec: CanvasSpec, device: torch.device) -> None:
+        R, C = num_slots, spec.length
         self.num_slots = R
         self.canvas_length = C
-        self.defaults = defaults
+        self.spec = spec
         self.device = device
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         # The denoising loop's state.
+        self.phase = zeros(R, dtype=torch.int8)
         self.canvas = zeros(R, C, dtype=torch.int64)
-        self.argmax_canvas = zeros(R, C, dtype=torch.int64)
+        # What each step would have committed, for the next one to compare with.
+        self.previous_result = zeros(R, C, dtype=torch.int64)
         self.step = zeros(R, dtype=torch.int32)
-        self.stable_steps = zeros(R, dtype=torch.int32)
         self.canvas_idx = zeros(R, dtype=torch.int32)
-        # True while a request's rows are known tokens: its prompt, or a finished canvas.
-        self.encoding = zeros(R, dtype=torch.bool)
+        # Leading positions of the canvas that are known tokens.
+        self.num_given = zeros(R, dtype=torch.int32)
+        self.rule_memory = {name: zeros(R, dtype=dtype) for name, dtype in spec.rule.memory.items()}
 
         # What the request asked for.
         self.max_steps = zeros(R, dtype=torch.int32)
-        self.stability_threshold = zeros(R, dtype=torch.int32)
-        self.entropy_bound = zeros(R, dtype=torch.float32)
-        self.confidence_threshold = zeros(R, dtype=torch.float32)
-        self.t_min = zeros(R, dtype=torch.float32)
-        self.t_max = zeros(R, dtype=torch.float32)
+        self.settings = {
+            name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
+        }
         self.read_only = zeros(R, dtype=torch.bool)
         self.seed_canvas = zeros(R, C, dtype=torch.int64)
         self.has_seed_canvas = zeros(R, dtype=torch.bool)
@@ -98,28 +91,15 @@ class CanvasSlots:
         self.read_only_np = np.zeros(R, dtype=bool)
         # By slot, the only ids that a read-only canvas is asked about.
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
-        self._staged: dict[int, tuple[CanvasParams, int, Sequence[int]]] = {}
+        self._staged: dict[int, NewRequest] = {}
 
-    def add_request(
-        self,
-        slot: int,
-        params: CanvasParams,
-        num_generated: int,
-        end_tokens: Sequence[int] = (),
-    ) -> None:
-        """Stage a new owner of ``slot``; every tensor's row is rewritten.
-
-        Args:
-            slot: The row.
-            params: What the request asks of its canvases.
-            num_generated: Tokens that it generated before it was preempted; 0 for a new request.
-            end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
-        """
-        self._staged[slot] = (params, num_generated, end_tokens)
-        self.read_only_np[slot] = params.read_only
+    def add_request(self, slot: int, request: NewRequest) -> None:
+        """Stage a new owner of ``slot``; every tensor's row is rewritten."""
+        self._staged[slot] = request
+        self.read_only_np[slot] = request.params.read_only
         self.allowed_ids.pop(slot, None)
-        if params.allowed_ids is not None:
-            self.allowed_ids[slot] = params.allowed_ids
+        if request.params.allowed_ids is not None:
+            self.allowed_ids[slot] = request.params.allowed_ids
 
     def remove_request(self, slot: int) -> None:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
@@ -131,41 +111,51 @@ class CanvasSlots:
         """Copy staged rows to the device, all at once."""
         if not self._staged:
             return
-        C = self.canvas_length
-        slots = list(self._staged)
+        C, spec = self.canvas_length, self.spec
+        index = self._to_device(np.array(list(self._staged), dtype=np.int64))
         rows = list(self._staged.values())
         self._staged.clear()
-        index = self._to_device(np.array(slots, dtype=np.int64))
 
-        defaults = self.defaults
+        chosen = [{**spec.settings, **row.params.settings} for row in rows]
         for tensor, values in (
-            (self.max_steps, [p.max_steps or defaults.max_denoising_steps for p, _, _ in rows]),
+            (self.max_steps, [row.params.max_steps or spec.max_denoising_steps for row in rows]),
             *(
-                (getattr(self, name), [_chosen(p, defaults, name) for p, _, _ in rows])
-                for name in _QUALITY
+                (tensor, [spec.rule.settings[name].number(own[name]) for own in chosen])
+                for name, tensor in self.settings.items()
             ),
-            (self.read_only, [p.read_only for p, _, _ in rows]),
-            (self.has_seed_canvas, [p.seed_canvas is not None for p, _, _ in rows]),
-            (self.canvas_idx, [n // (p.canvas_length or C) for p, n, _ in rows]),
+            (self.read_only, [row.params.read_only for row in rows]),
+            (self.has_seed_canvas, [row.params.seed_canvas is not None for row in rows]),
+            (self.canvas_idx, [self._num_canvases(row) for row in rows]),
+            (self.num_given, [len(row.given) for row in rows]),
+            # A canvas that begins within known tokens has no pass before it that would start it.
+            (self.phase, [Phase.DENOISING if row.given else Phase.PROMPT for row in rows]),
         ):
             tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
         # Assigning a number by index would wait for the device to take it.
-        for tensor in (self.step, self.stable_steps, self.canvas):
+        for tensor in (self.step, *self.rule_memory.values()):
             tensor.index_fill_(0, index, 0)
-        self.argmax_canvas.index_fill_(0, index, -1)
-        self.encoding.index_fill_(0, index, True)
+        self.previous_result.index_fill_(0, index, -1)
 
+        canvas = np.full((len(rows), C), spec.mask_token_id or 0, dtype=np.int64)
         seed_canvas = np.zeros((len(rows), C), dtype=np.int64)
         pinned = np.zeros((len(rows), C), dtype=bool)
         end_tokens = np.full((len(rows), MAX_END_TOKENS), -1, dtype=np.int64)
-        for i, (params, _, ends) in enumerate(rows):
-            end_tokens[i, : len(ends)] = ends
-            if params.seed_canvas is not None:
-                seed_canvas[i, : len(params.seed_canvas)] = params.seed_canvas
-            pinned[i, list(params.pinned)] = True
+        for i, row in enumerate(rows):
+            end_tokens[i, : len(row.end_tokens)] = row.end_tokens
+            if row.params.seed_canvas is not None:
+                seed_canvas[i, : len(row.params.seed_canvas)] = row.params.seed_canvas
+                canvas[i] = seed_canvas[i]
+            canvas[i, : len(row.given)] = row.given
+            pinned[i, list(row.params.pinned)] = True
+        self.canvas[index] = self._to_device(canvas)
         self.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)
         self.end_tokens[index] = self._to_device(end_tokens)
+
+    def _num_canvases(self, row: NewRequest) -> int:
+        """Canvases that the request emitted before."""
+        width = row.params.canvas_length or self.canvas_length
+        return (self.spec.num_given(row.prompt_len) + row.num_generated) // width
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, device=self.device)

@@ -1,5 +1,10 @@
 """One step of every canvas, as one compiled function over all request slots.
 
+A slot's canvas is denoised until the rule says that it is done. Then it is *emitted*: in that step,
+if its tokens are encoded later as known tokens are, or if what the step wrote to the KV cache is
+already theirs; otherwise by the next pass over its rows, which commits it (:class:`Phase`). With a
+canvas that is emitted the next one begins.
+
 All shapes are those of the slots, so the function is compiled once whatever the batch. R is the
 number of slots, C the canvas length.
 """
@@ -13,36 +18,10 @@ import torch
 from torch import Tensor
 
 from attention_kernels.noise import Purpose, uniform_tokens
-from vllm_diffusion.canvas.slots import CanvasSlots
-from vllm_diffusion.decoding.policy import Policy, StepInputs
+from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 
-# What fills positions that hold no decided token: (seed [R], canvas_idx [R], step [R], C,
-# purpose) -> [R, C], int64.
-Noise = Callable[[Tensor, Tensor, Tensor, int, Purpose], Tensor]
-
-
-def uniform_noise(vocab_size: int) -> Noise:
-    """Random tokens, uniform over the vocabulary (DiffusionGemma)."""
-
-    def noise(
-        seed: Tensor, canvas_idx: Tensor, step: Tensor, length: int, purpose: Purpose
-    ) -> Tensor:
-        return uniform_tokens(seed, canvas_idx, step, length, vocab_size, purpose)
-
-    return noise
-
-
-def mask_noise(mask_token_id: int) -> Noise:
-    """The mask token (masked diffusion models)."""
-
-    def noise(
-        seed: Tensor, canvas_idx: Tensor, step: Tensor, length: int, purpose: Purpose
-    ) -> Tensor:
-        return torch.full(
-            (seed.shape[0], length), mask_token_id, dtype=torch.int64, device=seed.device
-        )
-
-    return noise
+_DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
 
 class SlotStatistics(NamedTuple):
@@ -54,158 +33,257 @@ class SlotStatistics(NamedTuple):
     argmax: Tensor
     candidate: Tensor
     entropy: Tensor
-    confidence: Tensor
     drawn_confidence: Tensor
+
+
+class SlotPass(NamedTuple):
+    """What is particular to a pass.
+
+    Attributes:
+        num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
+        starting: [R], bool, slots whose prompt was completed in this pass.
+        seed: [R], int64, each request's seed.
+        seeding: [R], bool, slots whose statistics at position 0 are of the row behind which their
+            canvas begins.
+        num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
+            step; 0 where no step may be the last yet, -1 without a constraint.
+        free_from: [R], int32, first position that becomes noise whatever the rule says.
+        free_to: [R], int32, the position after the last such one.
+    """
+
+    num_rows: Tensor
+    starting: Tensor
+    seed: Tensor
+    seeding: Tensor
+    num_valid: Tensor
+    free_from: Tensor
+    free_to: Tensor
+
+    @staticmethod
+    def idle(num_slots: int, device: torch.device) -> SlotPass:
+        """A pass in which no slot has rows or a constraint."""
+
+        def filled(value: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        return SlotPass(
+            num_rows=filled(0, torch.int32),
+            starting=filled(0, torch.bool),
+            seed=filled(0, torch.int64),
+            seeding=filled(0, torch.bool),
+            num_valid=filled(-1, torch.int32),
+            free_from=filled(0, torch.int32),
+            free_to=filled(0, torch.int32),
+        )
 
 
 class StepOutput(NamedTuple):
     """What the engine is told.
 
     Attributes:
-        tokens: [R, C], int64, tokens of an emitting slot.
+        tokens: [R, C], int64: what a canvas would emit, from its first position that is no known
+            token on.
         num_emitted: [R], int32, how many of them are emitted now; 0 for most.
+        num_finished: [R], int32, canvas rows whose keys and values are final with this pass.
     """
 
     tokens: Tensor
     num_emitted: Tensor
+    num_finished: Tensor
 
 
-def schedule_temperature(slots: CanvasSlots) -> Tensor:
-    """[R], float32: each slot's temperature at its current step."""
-    remaining = (slots.max_steps - slots.step).clamp(min=1).float()
-    fraction = remaining / slots.max_steps.clamp(min=1).float()
-    return slots.t_min + (slots.t_max - slots.t_min) * fraction
-
-
-def make_canvas_step(
-    slots: CanvasSlots,
-    policy: Policy,
-    noise: Noise,
-    *,
-    converge_at_end: bool = False,
-    emits_when_done: bool = True,
-    compile_backend: str | None,
-) -> Callable[..., StepOutput]:
-    """Bind :func:`advance_canvases` to a server's state, policy and noise.
+def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]:
+    """Two float32 tensors [R]: see :meth:`DecodingRule.temperatures`.
 
     Args:
-        slots: The state, updated in place.
-        policy: The rule that decides what to keep.
-        noise: What fills the rest.
-        converge_at_end: Judge a canvas by its positions up to its first end token.
-        emits_when_done: A canvas is emitted in the step that converges, and the scheduler has it
-            encoded as it does known tokens. Otherwise the next pass over its rows encodes it, and
-            emits it.
-        compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
+        slots: The canvases.
+        requested: [R], float32, of the requests.
     """
+    return slots.spec.rule.temperatures(slots.settings, slots.step, slots.max_steps, requested)
 
-    def step(statistics: SlotStatistics, *tensors: Tensor) -> StepOutput:
-        return advance_canvases(
-            slots, policy, noise, converge_at_end, emits_when_done, statistics, *tensors
+
+class CanvasStep:
+    """Denoise, converge, emit and begin canvases: whatever each slot is at."""
+
+    def __init__(
+        self,
+        slots: CanvasSlots,
+        vocab_size: int,
+        *,
+        converge_at_end: bool = False,
+        emits_when_done: bool = True,
+        compile_backend: str | None,
+    ) -> None:
+        """Bind the step to a server's state.
+
+        Args:
+            slots: The state, updated in place.
+            vocab_size: Number of token ids.
+            converge_at_end: Judge a canvas by its positions up to its first end token.
+            emits_when_done: A canvas is emitted in the step that converges, and the scheduler has it
+                encoded as it does known tokens.
+            compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
+        """
+        self._slots = slots
+        self._spec = slots.spec
+        self._vocab_size = vocab_size
+        self._converge_at_end = converge_at_end or slots.spec.rule.judges_to_end
+        self._emits_when_done = emits_when_done
+        self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = self._advance
+        if compile_backend is not None:
+            self._run = torch.compile(
+                self._advance, fullgraph=True, dynamic=False, backend=compile_backend
+            )
+
+    def __call__(self, statistics: SlotStatistics, slot_pass: SlotPass) -> StepOutput:
+        """Update the state by a pass.
+
+        Args:
+            statistics: Of the rows that ran.
+            slot_pass: Which they were.
+        """
+        return self._run(statistics, slot_pass)
+
+    def _advance(self, statistics: SlotStatistics, slot_pass: SlotPass) -> StepOutput:
+        slots = self._slots
+        has_rows = slot_pass.num_rows > 0
+        denoised = has_rows & (slots.phase == _DENOISING)
+        committed = has_rows & (slots.phase == _COMMITTING)
+        position = torch.arange(slots.canvas_length, device=has_rows.device)[None, :]
+
+        decision = self._decide(statistics, slot_pass, position)
+        done = denoised & self._may_end(decision, slot_pass, position)
+        done = done & (decision.done | (slots.step + 1 >= slots.max_steps))
+        emitted, finished = self._emitted(done, committed, decision)
+        result = torch.where(denoised[:, None], decision.result, slots.canvas)
+        output = StepOutput(
+            tokens=self._from_first(result, position),
+            num_emitted=torch.where(
+                emitted | (done & slots.read_only), slot_pass.num_rows - slots.num_given, 0
+            ),
+            num_finished=torch.where(finished, slot_pass.num_rows, 0),
         )
 
-    if compile_backend is None:
-        return step
-    return torch.compile(step, fullgraph=True, dynamic=False, backend=compile_backend)
+        canvas = self._next_input(decision, slot_pass, position)
+        canvas = torch.where(done[:, None], result, canvas)
+        canvas = torch.where(denoised[:, None], canvas, slots.canvas)
+        begins = emitted | slot_pass.starting
+        phase = torch.where(done & ~slots.read_only, _COMMITTING, slots.phase)
+        self._write(canvas, phase, denoised, begins, emitted, decision)
+        self._begin(begins, statistics, slot_pass, committed, position)
+        return output
 
-
-def advance_canvases(
-    slots: CanvasSlots,
-    policy: Policy,
-    noise: Noise,
-    converge_at_end: bool,
-    emits_when_done: bool,
-    statistics: SlotStatistics,
-    num_rows: Tensor,
-    starting: Tensor,
-    seed: Tensor,
-    num_valid: Tensor,
-    free_from: Tensor,
-    free_to: Tensor,
-) -> StepOutput:
-    """Denoise, converge, emit and begin canvases: whatever each slot is at.
-
-    Args:
-        slots: The state, updated in place.
-        policy: The rule that decides what to keep.
-        noise: What fills the rest.
-        converge_at_end: Judge a canvas by its positions up to its first end token.
-        emits_when_done: See :func:`make_canvas_step`.
-        statistics: Of the rows that ran.
-        num_rows: [R], int32, canvas rows of each slot in this pass; 0 for a slot that had none.
-        starting: [R], bool, slots whose prompt was completed in this pass.
-        seed: [R], int64, each request's seed.
-        num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
-            step; 0 where no step may be the last yet, -1 without a constraint.
-        free_from: [R], int32, first position that becomes noise whatever the policy says.
-        free_to: [R], int32, the position after the last such one.
-    """
-    C = slots.canvas_length
-    active = num_rows > 0
-    encoded = active & slots.encoding
-    denoised = active & ~slots.encoding
-    position = torch.arange(C, device=num_rows.device)[None, :]
-    valid = position < num_rows[:, None]
-    counted = valid
-    if converge_at_end:
-        is_end = (statistics.argmax[..., None] == slots.end_tokens[:, None]).any(dim=-1)
-        counted = valid & (is_end.cumsum(dim=-1) - is_end.long() == 0)
-
-    decision = policy(
-        StepInputs(
-            candidate=statistics.candidate,
-            argmax=statistics.argmax,
-            previous_argmax=slots.argmax_canvas,
-            entropy=statistics.entropy,
-            confidence=statistics.confidence,
-            canvas=slots.canvas,
-            valid=valid,
-            counted=counted,
-            stable_steps=slots.stable_steps,
-            entropy_bound=slots.entropy_bound,
-            confidence_threshold=slots.confidence_threshold,
-            stability_threshold=slots.stability_threshold,
+    def _decide(
+        self, statistics: SlotStatistics, slot_pass: SlotPass, position: Tensor
+    ) -> StepDecision:
+        """What the rule says."""
+        slots = self._slots
+        return self._spec.rule.decide(
+            StepInputs(
+                canvas=slots.canvas,
+                candidate=statistics.candidate,
+                drawn_confidence=statistics.drawn_confidence,
+                argmax=statistics.argmax,
+                entropy=statistics.entropy,
+                previous_result=slots.previous_result,
+                valid=position < slot_pass.num_rows[:, None],
+                fixed=slots.pinned | (position < slots.num_given[:, None]),
+                end_tokens=slots.end_tokens if self._converge_at_end else None,
+                step=slots.step,
+                max_steps=slots.max_steps,
+            ),
+            slots.settings,
+            slots.rule_memory,
         )
-    )
-    repeats = ((decision.result == slots.argmax_canvas) | (position >= num_valid[:, None])).all(
-        dim=-1
-    )
-    may_end = (num_valid < 0) | ((num_valid > 0) & repeats)
-    done = denoised & may_end & (decision.done | (slots.step + 1 >= slots.max_steps))
-    finished = done if emits_when_done else encoded
-    emitting = finished | (done & slots.read_only)
 
-    # Tokens of the canvas as it will be committed: on an encode pass, what was decided before.
-    result = torch.where(denoised[:, None], decision.result, slots.canvas)
+    def _may_end(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
+        """[R], bool: slots whose constraint, if any, lets this step be the last."""
+        num_valid = slot_pass.num_valid
+        repeats = decision.result == self._slots.previous_result
+        repeats = (repeats | (position >= num_valid[:, None])).all(dim=-1)
+        return (num_valid < 0) | ((num_valid > 0) & repeats)
 
-    # The next pass's canvas.
-    freed = (position >= free_from[:, None]) & (position < free_to[:, None])
-    renoised = torch.where(
-        decision.keep & ~freed,
-        decision.tokens,
-        noise(seed, slots.canvas_idx, slots.step, C, Purpose.RENOISE),
-    )
-    renoised = torch.where(slots.pinned, slots.seed_canvas, renoised)
-    denoised_canvas = torch.where(done[:, None], result, renoised)
-    fresh = finished | starting
-    canvas_idx = slots.canvas_idx + finished.to(torch.int32)
-    first_step = torch.zeros_like(slots.step)
-    initial = noise(seed, canvas_idx, first_step, C, Purpose.INITIAL)
-    initial = torch.where((starting & slots.has_seed_canvas)[:, None], slots.seed_canvas, initial)
-    canvas = torch.where(denoised[:, None], denoised_canvas, slots.canvas)
-    canvas = torch.where(fresh[:, None], initial, canvas)
+    def _emitted(
+        self, done: Tensor, committed: Tensor, decision: StepDecision
+    ) -> tuple[Tensor, Tensor]:
+        """Two bool tensors [R]: canvases that this pass emits, and those whose KV is final."""
+        if self._emits_when_done:
+            return done, torch.zeros_like(done)
+        finished = committed
+        if decision.has_final_kv is not None:
+            finished = committed | (done & decision.has_final_kv)
+        return finished, finished
 
-    step = torch.where(denoised, slots.step + 1, slots.step)
-    stable_steps = torch.where(denoised, decision.stable_steps, slots.stable_steps)
-    argmax_canvas = torch.where(denoised[:, None], decision.result, slots.argmax_canvas)
-    encoding = torch.where(denoised, done & ~slots.read_only, slots.encoding)
+    def _from_first(self, result: Tensor, position: Tensor) -> Tensor:
+        """``result`` without its known tokens; what is behind its end is any of it."""
+        if not self._spec.is_aligned:
+            return result
+        source = position + self._slots.num_given[:, None]
+        return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
 
-    slots.canvas.copy_(canvas)
-    slots.argmax_canvas.copy_(torch.where(fresh[:, None], -1, argmax_canvas))
-    slots.step.copy_(torch.where(fresh, first_step, step))
-    slots.stable_steps.copy_(torch.where(fresh, torch.zeros_like(stable_steps), stable_steps))
-    slots.canvas_idx.copy_(canvas_idx)
-    slots.encoding.copy_(encoding & ~fresh)
-    return StepOutput(
-        tokens=result, num_emitted=torch.where(emitting, num_rows, torch.zeros_like(num_rows))
-    )
+    def _next_input(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
+        """[R, C]: what the next step of a canvas that is not done starts from."""
+        slots = self._slots
+        freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
+        canvas = torch.where(
+            decision.keep & ~freed,
+            decision.tokens,
+            self._noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
+        )
+        canvas = torch.where(slots.pinned, slots.seed_canvas, canvas)
+        return torch.where(position < slots.num_given[:, None], slots.canvas, canvas)
+
+    def _noise(self, seed: Tensor, canvas_idx: Tensor, step: Tensor, purpose: Purpose) -> Tensor:
+        """[R, C], int64: what fills positions that hold no decided token."""
+        length, mask = self._spec.length, self._spec.mask_token_id
+        if mask is None:
+            return uniform_tokens(seed, canvas_idx, step, length, self._vocab_size, purpose)
+        return torch.full((len(seed), length), mask, dtype=torch.int64, device=seed.device)
+
+    def _write(
+        self,
+        canvas: Tensor,
+        phase: Tensor,
+        denoised: Tensor,
+        begins: Tensor,
+        emitted: Tensor,
+        decision: StepDecision,
+    ) -> None:
+        """Keep what the step did; slots that begin a canvas forget their last one."""
+        slots = self._slots
+        zero = torch.zeros_like(slots.step)
+        previous = torch.where(denoised[:, None], decision.result, slots.previous_result)
+        slots.canvas.copy_(canvas)
+        slots.previous_result.copy_(torch.where(begins[:, None], -1, previous))
+        slots.step.copy_(torch.where(begins, zero, slots.step + denoised.to(torch.int32)))
+        slots.phase.copy_(torch.where(begins, _DENOISING, phase))
+        slots.canvas_idx.copy_(slots.canvas_idx + emitted.to(torch.int32))
+        for name, tensor in slots.rule_memory.items():
+            kept = torch.where(denoised, decision.memory[name], tensor)
+            tensor.copy_(torch.where(begins, zero.to(tensor.dtype), kept))
+
+    def _begin(
+        self,
+        begins: Tensor,
+        statistics: SlotStatistics,
+        slot_pass: SlotPass,
+        committed: Tensor,
+        position: Tensor,
+    ) -> None:
+        """Fill canvases that begin; a first one with what the request brings."""
+        slots = self._slots
+        seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
+        initial = self._noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
+        brings = slot_pass.starting & slots.has_seed_canvas
+        initial = torch.where(brings[:, None], slots.seed_canvas, initial)
+        canvas = torch.where(begins[:, None], initial, slots.canvas)
+        if self._spec.is_seeded:
+            # The pass that committed the canvas before ran over its last row too.
+            last = 0 if self._spec.is_shifted else self._spec.length - 1
+            token = torch.where(
+                committed, statistics.candidate[:, last], statistics.candidate[:, 0]
+            )
+            is_seed = (committed | slot_pass.seeding)[:, None] & (position == 0)
+            canvas = torch.where(is_seed, token[:, None], canvas)
+        slots.canvas.copy_(canvas)
+        slots.num_given.copy_(torch.where(begins, 0, slots.num_given))

@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
-from vllm_diffusion.decoding.policy import StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
+from vllm_diffusion.decoding.settings import FLOAT32_MAX, FLOAT32_MIN, INT32_MAX, Setting
+
+# Logits are divided by it: they stay apart, and finite.
+_LEAST, _MOST = 1e-4, 1e4
 
 
-def entropy_bound_policy(inputs: StepInputs) -> StepDecision:
+class EntropyBound(DecodingRule):
     """Accept positions from most to least certain while the entropy before each is in budget.
 
     Done when the argmax canvas repeated for ``stability_threshold`` steps and the mean entropy is
-    below ``confidence_threshold``. What is committed is the argmax canvas, not the noisy one.
+    below ``confidence_threshold``. What is committed is the argmax canvas, not the noisy one. The
+    temperature falls from ``t_max`` towards ``t_min``; a request's own multiplies it where tokens are
+    drawn.
 
     Source: arXiv:2505.24857 (the bound) and ``EntropyBoundSampler`` and
     ``StableAndConfidentStoppingCriteria`` of transformers' diffusion_gemma.
     """
-    # Positions beyond a narrow canvas sort last and take nothing from the budget.
-    entropy = torch.where(inputs.valid, inputs.entropy, torch.inf)
-    ascending, order = torch.sort(entropy, dim=-1, stable=True)
-    accepted = ascending.cumsum(dim=-1) - ascending <= inputs.entropy_bound[:, None]
-    keep = torch.zeros_like(accepted).scatter(-1, order, accepted) & inputs.valid
 
-    counted = inputs.counted
-    repeated = ((inputs.argmax == inputs.previous_argmax) | ~counted).all(dim=-1)
-    stable_steps = torch.where(repeated, inputs.stable_steps + 1, 0)
-    num_counted = counted.sum(dim=-1).clamp(min=1)
-    mean_entropy = torch.where(counted, inputs.entropy, 0.0).sum(dim=-1) / num_counted
-    done = (stable_steps >= inputs.stability_threshold) & (
-        mean_entropy < inputs.confidence_threshold
-    )
-    return StepDecision(
-        keep=keep,
-        tokens=inputs.candidate,
-        result=inputs.argmax,
-        done=done,
-        stable_steps=stable_steps,
-    )
+    settings = {
+        "entropy_bound": Setting(
+            float,
+            FLOAT32_MIN,
+            FLOAT32_MAX,
+            "nats: the budget of each step; more keeps more candidates at once",
+        ),
+        "confidence_threshold": Setting(
+            float,
+            FLOAT32_MIN,
+            FLOAT32_MAX,
+            "nats: a stable canvas is done when its mean entropy is below this",
+        ),
+        "stability_threshold": Setting(
+            int, 0, INT32_MAX, "earlier steps whose argmax canvas must be the same"
+        ),
+        "t_min": Setting(float, _LEAST, _MOST, "what the temperature falls to, over the N steps"),
+        "t_max": Setting(float, _LEAST, _MOST, "the temperature at the first step"),
+    }
+    # Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
+    # they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
+    presets = {
+        "fast": {"entropy_bound": 0.1, "confidence_threshold": 0.01, "stability_threshold": 0},
+        "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},
+        "quality": {
+            "entropy_bound": 0.05,
+            "confidence_threshold": 0.0025,
+            "stability_threshold": 2,
+        },
+    }
+    # How many steps in a row repeated the argmax of the step before them.
+    memory = {"stable_steps": torch.int32}
+
+    def contradiction(
+        self, values: Mapping[str, float | str]
+    ) -> tuple[tuple[str, ...], str] | None:
+        t_min, t_max = values["t_min"], values["t_max"]
+        if float(t_max) >= float(t_min):
+            return None
+        reason = f"t_max={t_max} is below t_min={t_min}; the temperature falls from t_max to t_min"
+        return ("t_max", "t_min"), reason
+
+    def temperatures(
+        self,
+        settings: Mapping[str, Tensor],
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        remaining = (max_steps - step).clamp(min=1).float()
+        fraction = remaining / max_steps.clamp(min=1).float()
+        t_min, t_max = settings["t_min"], settings["t_max"]
+        return t_min + (t_max - t_min) * fraction, requested
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        # Positions beyond a narrow canvas sort last and take nothing from the budget.
+        entropy = torch.where(inputs.valid, inputs.entropy, torch.inf)
+        ascending, order = torch.sort(entropy, dim=-1, stable=True)
+        in_budget = ascending.cumsum(dim=-1) - ascending <= settings["entropy_bound"][:, None]
+        keep = torch.zeros_like(in_budget).scatter(-1, order, in_budget) & inputs.valid
+
+        counted = inputs.counted(inputs.argmax)
+        repeated = ((inputs.argmax == inputs.previous_result) | ~counted).all(dim=-1)
+        stable_steps = torch.where(repeated, memory["stable_steps"] + 1, 0)
+        num_counted = counted.sum(dim=-1).clamp(min=1)
+        mean_entropy = torch.where(counted, inputs.entropy, 0.0).sum(dim=-1) / num_counted
+        done = (stable_steps >= settings["stability_threshold"]) & (
+            mean_entropy < settings["confidence_threshold"]
+        )
+        return StepDecision(
+            keep=keep,
+            tokens=inputs.candidate,
+            result=inputs.argmax,
+            done=done,
+            memory={"stable_steps": stable_steps},
+        )

@@ -1,7 +1,7 @@
 """What any block-diffusion model needs of the model runner; nothing here knows an architecture.
 
-A family subclasses :class:`BlockDiffusionModelState`, says with what rule and what noise it
-denoises, and names its state in ``get_model_state_cls()`` of its model.
+A model names it in ``get_model_state_cls()``, or a subclass that embeds canvases in its own way. What
+its canvases are is in the :class:`CanvasSpec` that start-up chose.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.backend import bind_canvas
 from vllm_diffusion.canvas.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
-from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
-from vllm_diffusion.canvas.step import Noise
-from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.model_state import runner_seam
 from vllm_diffusion.quantization.kernels import describe_kernels
 from vllm_diffusion.requests.params import end_token_ids, parse_canvas_params
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.settings.compilation import compile_backend
-from vllm_diffusion.settings.plugin_settings import fuses_encode, plugin_settings
+from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode, plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -55,34 +54,33 @@ class BlockDiffusionModelState(ModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         runner_seam.install()
         self.settings = plugin_settings(vllm_config)
-        self.canvas_length: int = vllm_config.diffusion_config.canvas_length
         self.vocab_size: int = self.model_config.get_vocab_size()
-        defaults: DenoisingDefaults | None = getattr(self.model_config, "canvas_defaults", None)
-        if defaults is None:
+        spec: CanvasSpec | None = getattr(self.model_config, "canvas_spec", None)
+        if spec is None:
             raise ValueError(
                 f"{type(model).__name__} has no start-up checks of vllm-diffusion, which choose its "
                 "scheduler: under another one it would be served wrongly. Register a "
                 "BlockDiffusionEngineConfig for its architecture (families/registry.py)."
             )
-        self.slots = CanvasSlots(self.max_num_reqs, self.canvas_length, defaults, device)
+        self.spec = spec
+        self.canvas_length = spec.length
+        self.slots = CanvasSlots(self.max_num_reqs, spec, device)
         self._slot_of_request: dict[str, int] = {}
         # At fixed addresses, so that a replayed graph sees each step's values.
         self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._causal_flags = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._block_spans: Tensor | None = None
+        if spec.is_block_causal:
+            self._block_spans = torch.zeros(
+                self.max_num_tokens, 2, dtype=torch.int32, device=device
+            )
 
     # What a family says of itself.
 
-    def policy(self) -> Policy:
-        """The rule that decides what to keep of a canvas."""
-        raise NotImplementedError
-
-    def noise(self) -> Noise:
-        """What fills positions without a decided token."""
-        raise NotImplementedError
-
     def output_head(self) -> OutputHead:
         """The projection onto the vocabulary."""
-        return head_of(self.model)
+        mask = self.spec.mask_token_id
+        return head_of(self.model, never_drawn=() if mask is None else (mask,))
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         """Keep what self-conditioning needs of this step, if the head has an embedding.
@@ -96,7 +94,15 @@ class BlockDiffusionModelState(ModelState):
 
     def row_spans(self, input_batch: InputBatch) -> Tensor | None:
         """[num_tokens, 2], int32: the span that each causal row attends in both directions."""
-        return None
+        if self._block_spans is None:
+            return None
+        length = self.canvas_length
+        num_tokens = input_batch.num_tokens_after_padding
+        first = input_batch.positions[:num_tokens] // length * length
+        spans = self._block_spans[:num_tokens]
+        spans[:, 0].copy_(first)
+        spans[:, 1].copy_(first + length)
+        return spans
 
     # What the model runner calls.
 
@@ -105,14 +111,12 @@ class BlockDiffusionModelState(ModelState):
         self.sampler = DiffusionSampler(
             sampler,
             self.slots,
-            self.policy(),
-            self.noise(),
             head=self.output_head(),
             store_soft_embeds=self.store_soft_embeds,
             vocab_size=self.vocab_size,
             max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
             converge_at_end=self.settings.converge_at_end,
-            emits_when_done=not self.vllm_config.scheduler_config.async_scheduling,
+            emits_when_done=not commits_in_place(self.vllm_config),
             compile_backend=compile_backend(self.vllm_config),
         )
         return self.sampler, None
@@ -191,15 +195,23 @@ class BlockDiffusionModelState(ModelState):
         sampling_params = new_req_data.sampling_params
         params = parse_canvas_params(
             sampling_params.extra_args if sampling_params else None,
-            canvas_length=self.canvas_length,
+            spec=self.spec,
             vocab_size=self.vocab_size,
-            max_denoising_steps=self.slots.defaults.max_denoising_steps,
             logprob_token_ids=sampling_params.logprob_token_ids if sampling_params else None,
         )
         # A request that was preempted comes back with what it generated as part of its prefill.
-        num_generated = len(new_req_data.prefill_token_ids) - new_req_data.prompt_len
-        end_tokens = end_token_ids(sampling_params) if sampling_params else []
-        self.slots.add_request(req_index, params, num_generated, end_tokens)
+        known = new_req_data.prefill_token_ids
+        num_given = self.spec.num_given(len(known))
+        self.slots.add_request(
+            req_index,
+            NewRequest(
+                params,
+                prompt_len=new_req_data.prompt_len,
+                num_generated=len(known) - new_req_data.prompt_len,
+                given=known[len(known) - num_given :],
+                end_tokens=end_token_ids(sampling_params) if sampling_params else (),
+            ),
+        )
 
     def remove_request(self, req_id: str) -> None:
         slot = self._slot_of_request.pop(req_id, None)
@@ -301,7 +313,7 @@ class BlockDiffusionModelState(ModelState):
         """Leading causal rows of each request, and the same as a flag per request.
 
         Rows of a canvas that is being denoised attend in both directions; prompt rows and rows of
-        a finished canvas are causal. A flag says the same to back ends that know only those: for
+        a finished canvas are causal, apart from their spans. A flag says the same to back ends that know only those: for
         them the scheduler never has a request do both in one pass.
 
         Returns:
@@ -310,11 +322,10 @@ class BlockDiffusionModelState(ModelState):
         n = input_batch.num_reqs
         query_lens = input_batch.query_start_loc[1 : n + 1] - input_batch.query_start_loc[:n]
         cu_num_logits = input_batch.cu_num_logits
-        num_canvas_rows = torch.where(
-            self.slots.encoding[input_batch.idx_mapping],
-            0,
-            cu_num_logits[1 : n + 1] - cu_num_logits[:n],
-        )
+        num_canvas_rows = cu_num_logits[1 : n + 1] - cu_num_logits[:n]
+        if not self.spec.is_block_causal:
+            is_committed = self.slots.phase[input_batch.idx_mapping] == int(Phase.COMMITTING)
+            num_canvas_rows = torch.where(is_committed, 0, num_canvas_rows)
         self._causal_rows[:n] = query_lens - num_canvas_rows
         self._causal_flags[:n] = num_canvas_rows == 0
         self._causal_rows[n:num_reqs] = 0

@@ -30,8 +30,8 @@ def _sampling_hidden_rows(stock: Any) -> Any:
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         if not isinstance(self.sampler, DiffusionSampler):
             return stock(self, hidden_states, input_batch, grammar_output)
-        rows = hidden_states[input_batch.logits_indices]
-        output = self.sampler(rows, input_batch, grammar_output)
+        rows, batch, seeding = self.sampler.select_rows(hidden_states, input_batch)
+        output = self.sampler(rows, batch, grammar_output, seeding)
         return output, output.num_sampled, output.num_rejected
 
     return sample

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_diffusion.decoding.settings import PRESETS, QUALITY, REQUESTED_STEPS, Setting
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.settings import REQUESTED_STEPS, Choice, Setting
 
 PREFIX = "diffusion_"
 
@@ -39,11 +40,7 @@ class CanvasParams:
         pinned: Positions that keep their ``seed_canvas`` token as input in every step.
         read_only: Emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: The only token ids that may be read; ``None`` for all.
-        entropy_bound: Nats; ``None``, here and below, for the server's.
-        confidence_threshold: Mean entropy in nats.
-        stability_threshold: Steps.
-        t_min: Temperature after the last step.
-        t_max: Temperature at the first step.
+        settings: What it sets of the decoding rule's settings, by name.
     """
 
     max_steps: int | None = None
@@ -52,11 +49,7 @@ class CanvasParams:
     pinned: tuple[int, ...] = ()
     read_only: bool = False
     allowed_ids: tuple[int, ...] | None = None
-    entropy_bound: float | None = None
-    confidence_threshold: float | None = None
-    stability_threshold: int | None = None
-    t_min: float | None = None
-    t_max: float | None = None
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
 
 _NAMES: tuple[str, ...] = (
@@ -66,26 +59,28 @@ _NAMES: tuple[str, ...] = (
     "diffusion_pinned",
     "diffusion_read_only",
     "diffusion_constrained",
-    "diffusion_preset",
-    *(PREFIX + name for name in QUALITY),
 )
+
+
+def argument_names(spec: CanvasSpec) -> tuple[str, ...]:
+    """What a request may name."""
+    presets = ("diffusion_preset",) if spec.rule.presets else ()
+    return _NAMES + presets + tuple(PREFIX + name for name in spec.rule.settings)
 
 
 def parse_canvas_params(
     extra_args: Mapping[str, Any] | None,
     *,
-    canvas_length: int,
+    spec: CanvasSpec,
     vocab_size: int,
-    max_denoising_steps: int,
     logprob_token_ids: Sequence[int] | None = None,
 ) -> CanvasParams:
     """Check a request's ``diffusion_*`` arguments.
 
     Args:
         extra_args: ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
-        canvas_length: The server's canvas width in tokens.
+        spec: Of the server's canvases.
         vocab_size: Number of token ids.
-        max_denoising_steps: The server's step cap, to which a request's is lowered.
         logprob_token_ids: ``SamplingParams.logprob_token_ids``, the allowed set of
             ``diffusion_constrained``.
 
@@ -95,11 +90,18 @@ def parse_canvas_params(
     args = {k: v for k, v in (extra_args or {}).items() if k.startswith(PREFIX)}
     if not args:
         return CanvasParams()
+    names = argument_names(spec)
     for name in args:
-        if name not in _NAMES:
-            raise RequestParamError(name, f"is not known; known are {', '.join(_NAMES)}.")
+        if name not in names:
+            raise RequestParamError(name, f"is not known; known are {', '.join(names)}.")
 
-    width = _number(args, "diffusion_canvas_length", Setting(int, 1, canvas_length))
+    canvas_length = spec.length
+    width = _value(args, "diffusion_canvas_length", Setting(int, 1, canvas_length))
+    if spec.is_aligned and width not in (None, canvas_length):
+        raise RequestParamError(
+            "diffusion_canvas_length",
+            f"must be {canvas_length}, the length of this model's blocks; leave it out.",
+        )
     seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
     expected = width or canvas_length
     if seed_canvas is not None and len(seed_canvas) != expected:
@@ -118,15 +120,15 @@ def parse_canvas_params(
         raise RequestParamError(
             "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
         )
-    quality = _preset(args)
-    for name, setting in QUALITY.items():
-        if (number := _number(args, PREFIX + name, setting)) is not None:
-            quality[name] = number
+    settings = _preset(args, spec)
+    for name, setting in spec.rule.settings.items():
+        if (value := _value(args, PREFIX + name, setting)) is not None:
+            settings[name] = value
     return CanvasParams(
-        **quality,
+        settings=settings,
         # Stock lowers a cap above the server's to the server's; so do we.
         max_steps=_capped(
-            _number(args, "diffusion_max_steps", REQUESTED_STEPS), max_denoising_steps
+            _value(args, "diffusion_max_steps", REQUESTED_STEPS), spec.max_denoising_steps
         ),
         canvas_length=width,
         seed_canvas=seed_canvas,
@@ -162,25 +164,28 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(args: Mapping[str, Any], name: str, setting: Setting) -> Any:
+def _value(args: Mapping[str, Any], name: str, setting: Setting | Choice) -> Any:
     """The argument as what it is set to be; ``None`` where it is left out."""
     value = args.get(name)
     if value is None:
         return None
     if not setting.allows(value):
         raise RequestParamError(name, f"{setting.rule}; got {_shown(value)}.")
-    return setting.kind(value)
+    return value if isinstance(setting, Choice) else setting.kind(value)
 
 
-def _preset(args: Mapping[str, Any]) -> dict[str, Any]:
+def _preset(args: Mapping[str, Any], spec: CanvasSpec) -> dict[str, float | str]:
     value = args.get("diffusion_preset")
     if value is None:
         return {}
-    if not isinstance(value, str) or value not in PRESETS:
+    presets = spec.rule.presets
+    if not presets:
+        raise RequestParamError("diffusion_preset", "is not known: this model has no presets.")
+    if not isinstance(value, str) or value not in presets:
         raise RequestParamError(
-            "diffusion_preset", f"must be one of {', '.join(PRESETS)}; got {_shown(value)}."
+            "diffusion_preset", f"must be one of {', '.join(presets)}; got {_shown(value)}."
         )
-    return dict(PRESETS[value])
+    return dict(presets[value])
 
 
 def _id_list(args: Mapping[str, Any], name: str, bound: int) -> tuple[int, ...] | None:

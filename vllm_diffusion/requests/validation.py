@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_diffusion.decoding.settings import REQUESTED_STEPS
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests import number_bounds, payload_bounds
 from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
@@ -29,8 +29,13 @@ def install() -> None:
     replace(
         input_processor,
         "validate_diffusion_sampling_params",
-        lambda stock: validate_diffusion_arguments,
+        # Which follows that of the sampling parameters, and knows less of the model.
+        lambda stock: _checked_with_the_sampling_params,
     )
+
+
+def _checked_with_the_sampling_params(params: Any, **known: Any) -> None:
+    pass
 
 
 def _constraints_of_canvases(stock_check: Any) -> Any:
@@ -131,7 +136,15 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         _refuse(field, reason, value)
     if params.structured_outputs is not None:
         _check_constraint(params)
-    _check_canvas_settings(params, model_config)
+    spec: CanvasSpec = model_config.canvas_spec
+    if spec.is_block_causal and params.prompt_logprobs is not None:
+        _refuse(
+            "prompt_logprobs",
+            "(echo with logprobs) is not supported by this model, whose prompt attends in both "
+            "directions within its blocks: no position predicts the next one; leave it out.",
+            params.prompt_logprobs,
+        )
+    validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
 
 
 def _check_constraint(params: Any) -> None:
@@ -142,34 +155,13 @@ def _check_constraint(params: Any) -> None:
         _refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
 
 
-def _check_canvas_settings(params: Any, model_config: Any) -> None:
-    """The temperatures against what the server has for the one that a request leaves out."""
-    defaults = getattr(model_config, "canvas_defaults", None)
-    extra_args = params.extra_args or {}
-    names = ("diffusion_t_min", "diffusion_t_max")
-    if defaults is None or not any(name in extra_args for name in names):
-        return
-    t_min, t_max = (
-        extra_args.get(name) or getattr(defaults, name.removeprefix("diffusion_")) for name in names
-    )
-    if all(isinstance(t, (int, float)) for t in (t_min, t_max)) and t_max < t_min:
-        field = next(name for name in reversed(names) if name in extra_args)
-        _refuse(
-            field,
-            f"leaves a temperature that rises, from t_max={t_max} to t_min={t_min}; set "
-            "diffusion_t_max to at least diffusion_t_min.",
-        )
-
-
-def validate_diffusion_arguments(
-    params: Any, *, canvas_length: int | None, vocab_size: int
-) -> None:
+def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:
     """Check ``diffusion_*`` arguments, and give a request canvases no wider than it needs.
 
     Args:
         params: The request's ``SamplingParams``. Set in place: ``max_tokens`` and ``ignore_eos`` of
             a read-only request, and the canvas width of one that wants less than a canvas.
-        canvas_length: The server's canvas width in tokens.
+        spec: Of the server's canvases.
         vocab_size: Number of token ids.
 
     Raises:
@@ -177,33 +169,42 @@ def validate_diffusion_arguments(
     """
     from vllm.exceptions import VLLMValidationError
 
-    assert canvas_length is not None
     try:
         canvas = parse_canvas_params(
             params.extra_args,
-            canvas_length=canvas_length,
+            spec=spec,
             vocab_size=vocab_size,
-            # The worker lowers a request's cap to the server's.
-            max_denoising_steps=int(REQUESTED_STEPS.high),
             logprob_token_ids=params.logprob_token_ids,
         )
     except RequestParamError as error:
         raise VLLMValidationError(str(error), parameter=error.field) from None
+    _check_settings(canvas, spec)
     _check_combination(params, canvas)
+    width = canvas.canvas_length or spec.length
     if canvas.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
-        width = canvas.canvas_length or canvas_length
         params.max_tokens = min(params.max_tokens or width, width)
         params.ignore_eos = True
     elif (
         params.max_tokens is not None
-        and params.max_tokens < (canvas.canvas_length or canvas_length)
+        and params.max_tokens < width
         and canvas.seed_canvas is None
+        # What a masked model writes at a position depends on the masks behind it.
+        and spec.mask_token_id is None
     ):
         params.extra_args = {
             **(params.extra_args or {}),
             "diffusion_canvas_length": params.max_tokens,
         }
+
+
+def _check_settings(canvas: CanvasParams, spec: CanvasSpec) -> None:
+    """The request's settings together with what the server has for those that it leaves out."""
+    if not (problem := spec.rule.contradiction({**spec.settings, **canvas.settings})):
+        return
+    names, reason = problem
+    name = next(name for name in names if name in canvas.settings)
+    _refuse(f"diffusion_{name}", f"does not go with the rest: {reason}.")
 
 
 def _check_combination(params: Any, canvas: CanvasParams) -> None:

@@ -24,7 +24,7 @@ class ConstraintTensors:
         masks: [num_masks, ceil(vocab_size / 32)], int32: a bit for each of those tokens.
         num_valid: [R], int32: leading positions that a step must repeat to be the last; 0 where no
             step may be the last yet, -1 without a constraint.
-        free_from: [R], int32: first position that becomes noise whatever the policy says.
+        free_from: [R], int32: first position that becomes noise whatever the rule says.
         free_to: [R], int32: the position after the last such one.
     """
 
@@ -56,18 +56,22 @@ class ConstraintTensors:
             if i is None:
                 continue
             slot = int(input_batch.idx_mapping_np[i])
-            first, end = int(starts[i]), int(starts[i + 1])
+            start, end = int(starts[i]), int(starts[i + 1])
+            first = start + constraint.num_given
             frontier = min(first + len(constraint.pinned), end)
             pin[first:frontier] = constraint.pinned[: frontier - first]
-            num_valid[slot] = constraint.num_valid
+            if constraint.num_valid > 0:
+                num_valid[slot] = constraint.num_given + constraint.num_valid
+            else:
+                num_valid[slot] = 0
             if constraint.frontier_mask is not None and frontier < end:
                 mask_idx[frontier] = len(masks)
                 masks.append(constraint.frontier_mask)
                 # The frontier is noise until it is settled.
-                free_from[slot], free_to[slot] = frontier - first, frontier - first + 1
+                free_from[slot], free_to[slot] = frontier - start, frontier - start + 1
             if constraint.restart:
                 restart[frontier:end] = True
-                free_from[slot], free_to[slot] = frontier - first, end - first
+                free_from[slot], free_to[slot] = frontier - start, end - start
 
         def to_device(array: np.ndarray) -> Tensor:
             return async_tensor_h2d(array, device=device)

@@ -152,7 +152,7 @@ def _columns(
 
 
 class LogprobsStash:
-    """Log-probabilities wait here between the step that decided a canvas and its encode pass.
+    """Log-probabilities wait here between the step that decided a token and the pass that emits it.
 
     Every pass returns rows for every request of the batch, decided or not, because only the
     device knows which requests emit; the engine takes as many as a request emitted.
@@ -186,8 +186,9 @@ class LogprobsStash:
         computed: LogprobsTensors,
         row_slots: Tensor,
         row_positions: Tensor,
-        encoding: Tensor,
-        cu_num_logits_np: np.ndarray,
+        is_decided: Tensor,
+        emitted: Tensor,
+        starts: np.ndarray,
     ) -> LogprobsTensors:
         """Stash what this pass computed, and return what each row's request may emit now.
 
@@ -195,9 +196,9 @@ class LogprobsStash:
             computed: This pass's log-probabilities, in row order.
             row_slots: [num_rows], int64.
             row_positions: [num_rows], int64.
-            encoding: [R], bool: slots whose rows are a finished canvas, whose log-probabilities
-                were computed before.
-            cu_num_logits_np: [num_reqs + 1], where each request's rows start.
+            is_decided: [num_rows], bool: rows whose log-probabilities were computed before.
+            emitted: [num_emitted], int64: the rows in the order in which they are emitted.
+            starts: [num_reqs + 1], where each request's are among them.
         """
         ids, logprobs, ranks = (
             computed.logprob_token_ids,
@@ -206,22 +207,38 @@ class LogprobsStash:
         )
         width = ids.shape[1]
         self._grow(width)
-        encoded = encoding[row_slots]
         stashed_ids = self._ids[row_slots, row_positions]
         stashed_logprobs = self._logprobs[row_slots, row_positions]
         stashed_ranks = self._ranks[row_slots, row_positions]
         pad = self._width - width
         ids = torch.nn.functional.pad(ids, (0, pad))
         logprobs = torch.nn.functional.pad(logprobs, (0, pad), value=float("-inf"))
-        ids = torch.where(encoded[:, None], stashed_ids, ids)
-        logprobs = torch.where(encoded[:, None], stashed_logprobs, logprobs)
-        ranks = torch.where(encoded, stashed_ranks, ranks)
+        ids = torch.where(is_decided[:, None], stashed_ids, ids)
+        logprobs = torch.where(is_decided[:, None], stashed_logprobs, logprobs)
+        ranks = torch.where(is_decided, stashed_ranks, ranks)
         self._ids[row_slots, row_positions] = ids
         self._logprobs[row_slots, row_positions] = logprobs
         self._ranks[row_slots, row_positions] = ranks
         return LogprobsTensors(
-            logprob_token_ids=ids,
-            logprobs=logprobs,
-            selected_token_ranks=ranks,
-            cu_num_generated_tokens=cu_num_logits_np[:-1].tolist(),
+            logprob_token_ids=ids[emitted],
+            logprobs=logprobs[emitted],
+            selected_token_ranks=ranks[emitted],
+            cu_num_generated_tokens=starts[:-1].tolist(),
         )
+
+    def begin(self, computed: LogprobsTensors, row: Tensor, slot: Tensor, begins: Tensor) -> None:
+        """Stash the log-probabilities of first tokens of canvases.
+
+        Args:
+            computed: Of a pass.
+            row: [n], int64: rows in it.
+            slot: [n], int64, each once.
+            begins: [n], bool: which of them do begin.
+        """
+        pad = self._width - computed.logprobs.shape[1]
+        ids = torch.nn.functional.pad(computed.logprob_token_ids[row], (0, pad))
+        logprobs = torch.nn.functional.pad(computed.logprobs[row], (0, pad), value=float("-inf"))
+        ranks = computed.selected_token_ranks[row]
+        self._ids[slot, 0] = torch.where(begins[:, None], ids, self._ids[slot, 0])
+        self._logprobs[slot, 0] = torch.where(begins[:, None], logprobs, self._logprobs[slot, 0])
+        self._ranks[slot, 0] = torch.where(begins, ranks, self._ranks[slot, 0])

@@ -16,26 +16,26 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.constraints import CanvasConstraints
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
-from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import (
-    Noise,
+    CanvasStep,
+    SlotPass,
     SlotStatistics,
     StepOutput,
-    make_canvas_step,
-    schedule_temperature,
+    temperatures,
 )
-from vllm_diffusion.decoding.policy import Policy
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
 from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.seed_rows import seeding_requests, with_seed_rows
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
 class DiffusionSampler:
-    """One denoising step: rows -> statistics -> policy -> committed tokens -> engine output.
+    """One denoising step: rows -> statistics -> rule -> committed tokens -> engine output.
 
     Nothing here reads a value from the device.
     """
@@ -44,8 +44,6 @@ class DiffusionSampler:
         self,
         stock_sampler: Any,
         slots: CanvasSlots,
-        policy: Policy,
-        noise: Noise,
         *,
         head: OutputHead,
         store_soft_embeds: Callable[[Tensor, Tensor, Tensor], None],
@@ -60,15 +58,14 @@ class DiffusionSampler:
         Args:
             stock_sampler: vLLM's sampler, whose per-request states are reused.
             slots: The canvases.
-            policy: The rule that decides what to keep.
-            noise: What fills the rest.
             head: The projection onto the vocabulary.
             store_soft_embeds: (soft embeddings [num_rows, hidden_size] float32, slot [num_rows],
                 position [num_rows]), for self-conditioning; called if ``head`` has an embedding.
             vocab_size: Number of token ids.
             max_rows: Rows of the largest pass.
             converge_at_end: Judge a canvas by its positions up to its first end token.
-            emits_when_done: Whether a canvas is emitted when it converges, or by the pass after it.
+            emits_when_done: Whether a canvas is emitted when it converges, to be encoded as known
+                tokens are.
             compile_backend: Backend of ``torch.compile`` for the step; ``None`` runs eagerly.
         """
         self.sampling_states = stock_sampler.sampling_states
@@ -80,40 +77,34 @@ class DiffusionSampler:
         self.logits_mode = stock_sampler.logprobs_mode in ("raw_logits", "processed_logits")
         self.reports_raw = stock_sampler.logprobs_mode in ("raw_logits", "raw_logprobs")
         self.slots = slots
+        self.spec = slots.spec
         self.head = head
         self.store_soft_embeds = store_soft_embeds
         self.vocab_size = vocab_size
-        self.canvas_step = make_canvas_step(
+        self.canvas_step = CanvasStep(
             slots,
-            policy,
-            noise,
+            vocab_size,
             converge_at_end=converge_at_end,
             emits_when_done=emits_when_done,
             compile_backend=compile_backend,
         )
         self.plain_step = GraphedFunction(self._plain_step)
-        self.emits_when_done = emits_when_done
         self.max_rows = min(max_rows, slots.num_slots * slots.canvas_length)
         R, C, device = slots.num_slots, slots.canvas_length, slots.device
+
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(R, C, dtype=dtype, device=device)
+
         self._statistics = SlotStatistics(
-            argmax=torch.zeros(R, C, dtype=torch.int64, device=device),
-            candidate=torch.zeros(R, C, dtype=torch.int64, device=device),
-            entropy=torch.zeros(R, C, dtype=torch.float32, device=device),
-            confidence=torch.zeros(R, C, dtype=torch.float32, device=device),
-            drawn_confidence=torch.zeros(R, C, dtype=torch.float32, device=device),
+            argmax=zeros(torch.int64),
+            candidate=zeros(torch.int64),
+            entropy=zeros(torch.float32),
+            drawn_confidence=zeros(torch.float32),
         )
         self._logprobs = LogprobsStash(R, C, device)
-        self._unconstrained = (
-            torch.full((R,), -1, dtype=torch.int32, device=device),
-            torch.zeros(R, dtype=torch.int32, device=device),
-            torch.zeros(R, dtype=torch.int32, device=device),
-        )
-        self._step_inputs = (
-            torch.zeros(R, dtype=torch.int32, device=device),
-            torch.zeros(R, dtype=torch.bool, device=device),
-            torch.zeros(R, dtype=torch.int64, device=device),
-            *(tensor.clone() for tensor in self._unconstrained),
-        )
+        self._idle = SlotPass.idle(R, device)
+        # The compiled step sees the same tensors in every pass, so that it is compiled once.
+        self._slot_pass = SlotPass.idle(R, device)
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
         self.sampling_states.add_request(slot, sampling_params)
@@ -131,35 +122,71 @@ class DiffusionSampler:
         self.adjustments.apply_staged_writes()
         self.logprob_token_ids_state.apply_staged_writes()
 
+    def select_rows(
+        self, hidden_states: Tensor, input_batch: InputBatch
+    ) -> tuple[Tensor, InputBatch, np.ndarray | None]:
+        """The hidden rows that are projected.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size], of the pass.
+            input_batch: The batch that ran.
+
+        Returns:
+            The rows, [num_rows, hidden_size]; the batch, as if these were its canvas rows; and
+            [num_reqs], bool, requests whose one row gives their next canvas's first token, ``None``
+            if there are none.
+        """
+        seeding = seeding_requests(input_batch) if self.spec.is_seeded else None
+        index = input_batch.logits_indices
+        if self.spec.is_shifted:
+            # A row says what stands behind it. Nothing has to be said of a canvas's first position;
+            # its last row says what the next canvas begins with.
+            first = input_batch.expanded_local_pos == 0
+            index = torch.where(first, index + self.slots.canvas_length - 1, index - 1)
+        batch = input_batch
+        if seeding is not None:
+            batch = with_seed_rows(input_batch, index, seeding)
+            index = batch.logits_indices
+        return hidden_states[index], batch, seeding
+
     def __call__(
         self,
         rows: Tensor,
         input_batch: InputBatch,
         message: CanvasConstraints | None = None,
+        seeding: np.ndarray | None = None,
     ) -> SamplerOutput:
         """Sample one pass of the whole batch.
 
         Args:
-            rows: [num_rows, hidden_size], hidden states of the canvas rows.
+            rows: [num_rows, hidden_size], hidden states: see :meth:`select_rows`.
             input_batch: The batch that ran.
             message: Constraints of the scheduler.
+            seeding: [num_reqs], bool: see :meth:`select_rows`.
         """
         num_reqs = input_batch.num_reqs
         slots, states = self.slots, self.sampling_states
         num_logits = (
             input_batch.cu_num_logits[1 : num_reqs + 1] - input_batch.cu_num_logits[:num_reqs]
+        ).to(torch.int32)
+        slot_pass = self._idle._replace(
+            num_rows=torch.zeros(slots.num_slots, dtype=torch.int32, device=slots.device),
+            starting=self._starting(input_batch, seeding),
+            seed=states.seeds.gpu[: slots.num_slots],
         )
-        num_rows = torch.zeros(slots.num_slots, dtype=torch.int32, device=slots.device)
-        num_rows[input_batch.idx_mapping] = num_logits.to(torch.int32)
-        starting = self._starting(input_batch)
-        seeds = states.seeds.gpu[: slots.num_slots]
+        if seeding is not None:
+            seeds = async_tensor_h2d(seeding, device=slots.device)
+            num_logits = torch.where(seeds, 0, num_logits)
+            slot_pass = slot_pass._replace(seeding=slot_pass.seeding.clone())
+            slot_pass.seeding[input_batch.idx_mapping] = seeds
+        slot_pass.num_rows[input_batch.idx_mapping] = num_logits
         if rows.shape[0] == 0:
-            output = self._decide(num_rows, starting, seeds, None)
+            output = self._decide(slot_pass)
             return self._engine_output(output, input_batch, num_logits, None)
 
         slot = input_batch.expanded_idx_mapping.long()
         position = input_batch.expanded_local_pos.long()
-        temperatures = states.temperature.gpu[: slots.num_slots]
+        requested = states.temperature.gpu[: slots.num_slots]
         constraints = None
         if message is not None:
             constraints = ConstraintTensors.build(
@@ -169,17 +196,30 @@ class DiffusionSampler:
         filtered = self._filtered_rows(input_batch)
         reported = self._reported_rows(input_batch, adjustments)
         if adjustments is None and filtered is None and reported is None:
-            output = self.plain_step(rows, slot, position, num_rows, starting, seeds, temperatures)
+            output = self.plain_step(
+                rows,
+                slot,
+                position,
+                slot_pass.num_rows,
+                slot_pass.starting,
+                slot_pass.seed,
+                slot_pass.seeding,
+                requested,
+            )
             return self._engine_output(output, input_batch, num_logits, None)
 
-        draws = self._draws(slot, position, seeds, temperatures)
+        draws = self._draws(slot, position, slot_pass, requested)
         requests = RowRequests(draws, adjustments, filtered, reported)
         logprobs = self._sample(rows, slot, position, requests, constraints)
         if logprobs is not None:
-            logprobs = self._logprobs.exchange(
-                logprobs, slot, position, slots.encoding, input_batch.cu_num_logits_np
+            logprobs = self._exchange_logprobs(logprobs, slot, position, input_batch, seeding)
+        if constraints is not None:
+            slot_pass = slot_pass._replace(
+                num_valid=constraints.num_valid,
+                free_from=constraints.free_from,
+                free_to=constraints.free_to,
             )
-        output = self._decide(num_rows, starting, seeds, constraints)
+        output = self._decide(slot_pass)
         return self._engine_output(output, input_batch, num_logits, logprobs)
 
     def capture(self, capture: Capture, max_canvases: int, hidden: Tensor) -> None:
@@ -197,6 +237,7 @@ class DiffusionSampler:
             torch.zeros(slots.num_slots, dtype=torch.int32, device=device),
             torch.zeros(slots.num_slots, dtype=torch.bool, device=device),
             torch.zeros(slots.num_slots, dtype=torch.int64, device=device),
+            torch.zeros(slots.num_slots, dtype=torch.bool, device=device),
             torch.ones(slots.num_slots, dtype=torch.float32, device=device),
         )
         for n in range(max_canvases, 0, -1):
@@ -212,8 +253,9 @@ class DiffusionSampler:
         position: Tensor,
         num_rows: Tensor,
         starting: Tensor,
-        seeds: Tensor,
-        temperatures: Tensor,
+        seed: Tensor,
+        seeding: Tensor,
+        requested: Tensor,
     ) -> StepOutput:
         """A pass in which nobody asks for more than temperatures and seeds.
 
@@ -221,26 +263,46 @@ class DiffusionSampler:
             rows: [num_rows, hidden_size].
             slot: [num_rows], int64.
             position: [num_rows], int64.
-            num_rows: [R], int32, rows of each slot.
-            starting: [R], bool, slots whose prompt is complete.
-            seeds: [R], int64.
-            temperatures: [R], float32, of the requests.
+            num_rows: [R], int32: see :class:`SlotPass`, here and below.
+            starting: [R], bool.
+            seed: [R], int64.
+            seeding: [R], bool.
+            requested: [R], float32, temperatures of the requests.
         """
-        requests = RowRequests(self._draws(slot, position, seeds, temperatures))
+        slot_pass = self._idle._replace(
+            num_rows=num_rows, starting=starting, seed=seed, seeding=seeding
+        )
+        requests = RowRequests(self._draws(slot, position, slot_pass, requested))
         self._sample(rows, slot, position, requests, None)
-        return self._decide(num_rows, starting, seeds, None)
+        return self._decide(slot_pass)
 
     def _draws(
-        self, slot: Tensor, position: Tensor, seeds: Tensor, temperatures: Tensor
+        self, slot: Tensor, position: Tensor, slot_pass: SlotPass, requested: Tensor
     ) -> RowDraws:
+        """What rows are divided by, and what their draws are keyed by."""
         slots = self.slots
-        return RowDraws(
-            schedule_temperature(slots)[slot],
-            temperatures[slot],
-            seeds[slot],
+        judged, drawn = temperatures(slots, requested)
+        draws = RowDraws(
+            judged[slot],
+            drawn[slot],
+            slot_pass.seed[slot],
             slots.canvas_idx[slot],
             slots.step[slot],
             position.to(torch.int32),
+        )
+        if not self.spec.is_seeded:
+            return draws
+        # A canvas's first token is drawn before its first step, and where no position of it is.
+        committed = slots.phase == int(Phase.COMMITTING)
+        is_seed = (committed | slot_pass.seeding)[slot]
+        scale = draws.request_temperature
+        if self.spec.seeds_greedily:
+            scale = torch.where(is_seed, 0.0, scale)
+        return draws._replace(
+            request_temperature=scale,
+            canvas_idx=draws.canvas_idx + committed[slot].to(torch.int32),
+            step=torch.where(is_seed, 0, draws.step),
+            position=torch.where(is_seed, self.slots.canvas_length, draws.position),
         )
 
     def _sample(
@@ -257,7 +319,6 @@ class DiffusionSampler:
             (self._statistics.argmax, results.argmax),
             (self._statistics.candidate, results.candidate),
             (self._statistics.entropy, results.entropy),
-            (self._statistics.confidence, results.confidence),
             (self._statistics.drawn_confidence, results.drawn_confidence),
         ):
             target[slot, position] = values
@@ -268,30 +329,65 @@ class DiffusionSampler:
             self.store_soft_embeds(soft_embeds, slot, position)
         return results.logprobs
 
-    def _decide(
-        self,
-        num_rows: Tensor,
-        starting: Tensor,
-        seeds: Tensor,
-        constraints: ConstraintTensors | None,
-    ) -> StepOutput:
+    def _decide(self, slot_pass: SlotPass) -> StepOutput:
         """What becomes of every canvas."""
-        bounds = self._unconstrained
-        if constraints is not None:
-            bounds = (constraints.num_valid, constraints.free_from, constraints.free_to)
-        # The compiled step sees the same tensors in every pass, so that it is compiled once.
-        for held, given in zip(
-            self._step_inputs, (num_rows, starting, seeds, *bounds), strict=True
-        ):
+        for held, given in zip(self._slot_pass, slot_pass, strict=True):
             held.copy_(given)
-        return self.canvas_step(self._statistics, *self._step_inputs)
+        return self.canvas_step(self._statistics, self._slot_pass)
 
-    def _starting(self, input_batch: InputBatch) -> Tensor:
-        """[R], bool: slots whose last prompt token was in this pass. Known on the host."""
+    def _exchange_logprobs(
+        self,
+        computed: LogprobsTensors,
+        slot: Tensor,
+        position: Tensor,
+        input_batch: InputBatch,
+        seeding: np.ndarray | None,
+    ) -> LogprobsTensors:
+        """What each request may emit of its log-probabilities now.
+
+        Args:
+            computed: Of the rows.
+            slot: [num_rows], int64.
+            position: [num_rows], int64.
+            input_batch: The batch, as :meth:`select_rows` returned it.
+            seeding: See :meth:`select_rows`.
+        """
+        slots, spec = self.slots, self.spec
+        committed = slots.phase == int(Phase.COMMITTING)
+        is_decided = committed[slot]
+        if spec.mask_token_id is not None:
+            # A token is reported as it was when it was revealed.
+            is_decided = is_decided | (slots.canvas[slot, position] != spec.mask_token_id)
+        num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
+        reported = np.arange(len(slot))
+        if seeding is not None:
+            reported = np.flatnonzero(~np.repeat(seeding, num_rows))
+            num_rows = num_rows - seeding
+        index = async_tensor_h2d(reported, device=slot.device)
+        if spec.is_aligned:
+            # The known tokens that a canvas begins with are not emitted.
+            index = (index + slots.num_given[slot[index]]).clamp(max=len(slot) - 1)
+        starts = np.concatenate([[0], np.cumsum(num_rows)])
+        output = self._logprobs.exchange(computed, slot, position, is_decided, index, starts)
+        if spec.is_seeded:
+            # What stands behind a canvas that is committed is the next one's first token.
+            ends = input_batch.cu_num_logits_np[1 : input_batch.num_reqs + 1]
+            last = ends - (num_rows if spec.is_shifted else 1)
+            row = async_tensor_h2d(last[num_rows > 0].astype(np.int64), device=slot.device)
+            self._logprobs.begin(computed, row, slot[row], committed[slot[row]])
+        return output
+
+    def _starting(self, input_batch: InputBatch, seeding: np.ndarray | None) -> Tensor:
+        """[R], bool: slots whose prompt ended in this pass before a canvas. Known on the host."""
         finished = input_batch.is_prefilling_np & (
             input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
             >= input_batch.prefill_len_np
         )
+        # A canvas that begins within the prompt has rows of its own in that pass.
+        has_canvas = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]) > 0
+        if seeding is not None:
+            has_canvas &= ~seeding
+        finished &= ~has_canvas
         starting = np.zeros(self.slots.num_slots, dtype=bool)
         starting[input_batch.idx_mapping_np[finished]] = True
         return async_tensor_h2d(starting, device=self.slots.device)
@@ -340,9 +436,9 @@ class DiffusionSampler:
         if adjustments is not None:
             adjustments = adjustments.rows(async_tensor_h2d(index, device=self.slots.device))
         # A read-only canvas reports the model's own distribution, at temperature 1.
-        temperature = torch.where(
-            self.slots.read_only[slot], 1.0, schedule_temperature(self.slots)[slot]
-        )
+        requested = self.sampling_states.temperature.gpu[: self.slots.num_slots]
+        judged, _ = temperatures(self.slots, requested)
+        temperature = torch.where(self.slots.read_only[slot], 1.0, judged[slot])
         return ReportedRows(index, request, adjustments, temperature)
 
     def _engine_output(
@@ -365,8 +461,8 @@ class DiffusionSampler:
             num_nans=None,
             num_sampled=num_sampled,
             # Rows that are not encoded do not advance the sequence: those of a step that emits its
-            # canvas are not, those of a pass that emits what it encodes are.
-            num_rejected=num_logits.to(torch.int32) - (0 if self.emits_when_done else num_sampled),
+            # canvas are not, those of a pass whose keys and values are final are.
+            num_rejected=num_logits - output.num_finished[batch_slots],
         )
 
     def profile(self, rows: Tensor) -> None:

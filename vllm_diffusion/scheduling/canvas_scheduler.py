@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -22,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
 from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
@@ -33,7 +35,7 @@ from vllm_diffusion.scheduling.constrained_canvas import (
 )
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
-from vllm_diffusion.settings.plugin_settings import fuses_encode
+from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -44,14 +46,17 @@ _TOKENS_IN_FLIGHT = 2
 class WholeCanvasMixin(Scheduler):
     """Placed before a stock scheduler: see the module's docstring."""
 
-    # Whether the pass after the one that converges encodes a canvas, as if it denoised it.
-    encodes_in_place: ClassVar[bool]
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         outlines_rollback.install()
         # Whether a finished canvas is encoded in the same pass as the next one's first step.
         self.fuses_encode = fuses_encode(self.vllm_config)
+        # Whether a canvas is emitted by a pass whose rows are computed tokens with it.
+        self.commits_in_place = commits_in_place(self.vllm_config)
+        self.spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
+        # Of the pass that is being scheduled, where canvases are blocks.
+        self._num_rows_left = 0
+        self._canvas_of_blocks: set[str] = set()
         self._counters = PassCounters()
         self._constrained: dict[str, ConstrainedCanvas] = {}
         # Requests whose last pass was a denoising step, and left an argmax canvas.
@@ -64,6 +69,8 @@ class WholeCanvasMixin(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._give_way()
+        self._num_rows_left = self.max_num_scheduled_tokens
+        self._canvas_of_blocks.clear()
         output = super().schedule(throttle_prefills)
         self._leaves_waiting = bool(self.waiting)
         return output
@@ -95,21 +102,33 @@ class WholeCanvasMixin(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Called by the stock scheduler for each request, after its last cut of ``num_new_tokens``.
+        """How many rows the request runs: called by the stock scheduler after its own cuts.
 
-        A slice of a canvas would be denoised as if the rest did not exist. A canvas that the
-        token budget would cut waits for a pass with room; one that the model length cuts is as
-        wide as it will ever be.
+        The hook is meant for something else, but it is the last word on every request, running or
+        waiting, before blocks are allocated. A slice of a canvas would be denoised as if the rest did
+        not exist, so a canvas runs whole or waits for a pass with room.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        # Of the prompt, or of a canvas that was emitted and has to be encoded.
+        # Of the prompt, or of a canvas that was emitted and has to be encoded; on the assumption
+        # that a pass on its way emits its canvas.
         num_known = max(
             request.num_tokens + request.num_output_placeholders - num_computed_tokens, 0
         )
-        if not request.spec_token_ids or num_new_tokens <= num_known:
-            return num_new_tokens if num_known or not request.spec_token_ids else 0
+        if self.spec.is_aligned:
+            return self._block_rows(request, num_computed_tokens, num_known, num_new_tokens)
+        return self._canvas_rows(request, num_computed_tokens, num_known, num_new_tokens)
+
+    def _canvas_rows(
+        self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
+    ) -> int:
+        """Rows of a request whose canvas begins behind its known tokens."""
+        if not request.spec_token_ids:
+            return num_new_tokens
+        if num_new_tokens <= num_known:
+            return num_new_tokens if num_known else 0
+        # One that the model length cuts is as wide as it will ever be.
         room = self.max_model_len - num_computed_tokens - num_known
         width = min(
             len(request.spec_token_ids), diffusion_canvas_width(request, self.num_spec_tokens)
@@ -117,11 +136,38 @@ class WholeCanvasMixin(Scheduler):
         if room < width and request.num_output_placeholders > 0:
             # Whether the pass in flight moves on to a last, narrower canvas is not known yet.
             return 0
-        width = min(width, room)
-        is_whole = num_new_tokens - num_known >= width
-        if num_known == 0 or (self.fuses_encode and is_whole):
+        is_whole = num_new_tokens - num_known >= min(width, room)
+        if num_known == 0:
             return num_new_tokens if is_whole else 0
-        return num_known
+        return num_new_tokens if is_whole and self.fuses_encode else num_known
+
+    def _block_rows(
+        self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
+    ) -> int:
+        """Rows of a request whose canvases are blocks: whole ones, of known tokens or of a canvas.
+
+        Known tokens that do not fill a block are rows of the canvas, and computed in each of its
+        passes. The stock scheduler has not counted those, and knows of no canvas where a prompt
+        ends, so the budget is kept here as well.
+        """
+        length = self.spec.length
+        num_to_encode = num_known - self.spec.num_given(request.num_tokens)
+        num_rows = 0
+        if num_to_encode > 0:
+            num_rows = min(num_new_tokens, num_to_encode, self._num_rows_left)
+            if num_rows < num_to_encode:
+                num_rows = num_rows // length * length
+        has_canvas = num_to_encode <= 0 or (
+            self.fuses_encode
+            and num_rows == num_to_encode
+            and num_new_tokens >= num_to_encode + length
+        )
+        has_room = num_computed_tokens + num_rows + length <= self.max_model_len
+        if has_canvas and has_room and num_rows + length <= self._num_rows_left:
+            num_rows += length
+            self._canvas_of_blocks.add(request.request_id)
+        self._num_rows_left -= num_rows
+        return num_rows
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -152,6 +198,7 @@ class WholeCanvasMixin(Scheduler):
             and self.requests[request_id].num_output_placeholders > 0
             for request_id in scheduler_output.num_scheduled_tokens
         )
+        self._add_canvases_of_blocks(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         # The stock code knows of grammars only.
         if any(
@@ -160,6 +207,13 @@ class WholeCanvasMixin(Scheduler):
         ):
             scheduler_output.has_structured_output_requests = True
             scheduler_output.pending_structured_output_tokens |= waiting
+
+    def _add_canvases_of_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Say which rows are canvases: all of a block, whatever is known of it."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for request_id in self._canvas_of_blocks & scheduler_output.num_scheduled_tokens.keys():
+            tokens = drafts.get(request_id, [])[: self.spec.length]
+            drafts[request_id] = tokens + [-1] * (self.spec.length - len(tokens))
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Keep a constrained canvas whole; the stock code would cut it to its valid prefix."""
@@ -194,11 +248,13 @@ class WholeCanvasMixin(Scheduler):
             canvas = self._constrained.get(request_id)
             if canvas is None or request_id not in self.requests:
                 continue
+            request = self.requests[request_id]
+            num_given = self.spec.num_given(request.num_tokens)
+            width = len(tokens) - num_given
             if self._was_denoised.pop(request_id, False):
-                canvas.denoised(tokens)
-            constraints[request_id] = self._constraint(
-                self.requests[request_id], canvas, len(tokens)
-            )
+                canvas.denoised(tokens[:width])
+            constraint = self._constraint(request, canvas, width)
+            constraints[request_id] = replace(constraint, num_given=num_given)
         if not constraints:
             return None
         return CanvasConstraints(
@@ -225,7 +281,7 @@ class WholeCanvasMixin(Scheduler):
     def _max_steps(self, request: Request) -> int:
         """The request's step cap."""
         assert request.sampling_params is not None
-        cap: int = self.vllm_config.model_config.canvas_defaults.max_denoising_steps
+        cap = self.spec.max_denoising_steps
         own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
         return min(own, cap) if own else cap
 
@@ -262,12 +318,28 @@ class WholeCanvasMixin(Scheduler):
                     constrained.begin()
             num_canvas_rows = len(canvas)
             denoised = num_canvas_rows
-            if num_emitted and self.encodes_in_place and not is_read_only(request.sampling_params):
+            encodes = self.commits_in_place and not self.spec.rule.can_finish_kv
+            if num_emitted and encodes and not is_read_only(request.sampling_params):
                 denoised = 0
             self._counters.observe(
                 request.spec_decode_metrics,
                 PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted),
             )
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Before the stock code registers computed blocks for the prefix cache."""
+        if self.commits_in_place:
+            if not is_stale:
+                # Rows of the canvas too, which no token was emitted for.
+                request.num_computed_tokens += self.spec.num_given(request.num_tokens)
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        # The rows of the step that emitted them were a canvas's, not those of an encoded text.
+        num_encoded = request.num_computed_tokens - len(new_token_ids)
+        result = super()._update_request_with_output(request, new_token_ids, is_stale)
+        request.num_computed_tokens = num_encoded
+        return result
 
     def _hold_prompt_logprobs(self, model_runner_output: ModelRunnerOutput) -> None:
         """Keep them for the pass that emits the request's first canvas.
@@ -308,19 +380,8 @@ class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
     not computed, and are encoded like a prompt; the last canvas only with ``keep_last_canvas``.
+    With a rule that leaves final keys and values it is emitted by the pass that wrote them.
     """
-
-    encodes_in_place = False
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        # The rows of the step that emitted them were a canvas's, not those of an encoded text. Taken
-        # off before the stock code registers computed blocks for the prefix cache.
-        num_encoded = request.num_computed_tokens - len(new_token_ids)
-        result = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        request.num_computed_tokens = num_encoded
-        return result
 
 
 class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
@@ -329,8 +390,6 @@ class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
     Which step converges is not known in time, so the next pass over the same rows encodes the
     canvas and emits it: the last one too, with or without ``keep_last_canvas``.
     """
-
-    encodes_in_place = True
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         # The stock code holds a request back whose pass in flight is sure to bring its last two

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.settings.plugin_settings import plugin_settings
 
@@ -66,8 +67,14 @@ class LastCanvasMixin(Scheduler):
     ) -> int:
         if request.request_id in self._answered:
             # No canvas follows.
-            return min(num_new_tokens, request.num_tokens - num_computed_tokens)
+            num_left = self._num_whole(request) - num_computed_tokens
+            return min(num_new_tokens, num_left)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+
+    def _num_whole(self, request: Request) -> int:
+        """Tokens that can be encoded: of a block that the answer's end cuts none."""
+        spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
+        return request.num_tokens - spec.num_given(request.num_tokens)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
@@ -86,7 +93,8 @@ class LastCanvasMixin(Scheduler):
         encoded = [
             request_id
             for request_id in self._answered
-            if self.requests[request_id].num_computed_tokens >= self.requests[request_id].num_tokens
+            if self.requests[request_id].num_computed_tokens
+            >= self._num_whole(self.requests[request_id])
         ]
         self.finish_requests(encoded, RequestStatus.FINISHED_STOPPED)
         return outputs

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_diffusion.decoding.settings import PRESETS, SERVER
+from vllm_diffusion.decoding.settings import MAX_STEPS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
@@ -23,50 +25,38 @@ class PluginSettings:
 
     Attributes:
         max_denoising_steps: N, the step cap of every canvas, 1 to 10,000.
-        t_min: Temperature after the last step, 1e-4 to 1e4.
-        t_max: Temperature at the first step, at least ``t_min``.
-        entropy_bound: Nats, above 0.
-        confidence_threshold: Mean entropy in nats, above 0.
-        stability_threshold: Steps, at least 0.
         window_anchor: ``"canvas"`` ties the sliding window of a canvas row to its canvas, as the
             reference implementation does; ``"query"`` to the row, as stock vLLM does.
         attention: Which implementation of :func:`attention_kernels.canvas_attention` runs:
             ``"auto"``, ``"reference"``, ``"triton"`` or ``"cute"``.
-        preset: ``"fast"``, ``"balanced"`` or ``"quality"``: entropy bound and thresholds that go
-            together, where they are not set by themselves.
+        rule: Which of the model's decoding rules runs; ``None`` for the checkpoint's own.
+        preset: Settings of the decoding rule that go together, where they are not set by themselves.
         converge_at_end: Judge a canvas by its positions up to its first end token only, since what
             follows is thrown away.
         fused_encode: Encode a finished canvas in the same pass as the next canvas's first step;
             ``None`` where it can be.
         keep_last_canvas: Encode the last canvas of a request behind its answer, and keep in the
             prefix cache what the next turn of a chat needs of it.
+        of_rule: Everything else: what the model's decoding rule is to know, and check.
     """
 
     max_denoising_steps: int | None = None
-    t_min: float | None = None
-    t_max: float | None = None
-    entropy_bound: float | None = None
-    confidence_threshold: float | None = None
-    stability_threshold: int | None = None
     window_anchor: str = "canvas"
     attention: str = "auto"
+    rule: str | None = None
     preset: str | None = None
     converge_at_end: bool = False
     fused_encode: bool | None = None
     keep_last_canvas: bool = False
+    of_rule: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
 
-        for name, setting in SERVER.items():
-            value = getattr(self, name)
-            if value is not None and not setting.allows(value):
-                raise ValueError(f"{name}={value!r} {setting.rule}.")
-        choices = {
-            "window_anchor": get_args(WindowAnchor),
-            "attention": get_args(Impl),
-            "preset": (None, *PRESETS),
-        }
+        steps = self.max_denoising_steps
+        if steps is not None and not MAX_STEPS.allows(steps):
+            raise ValueError(f"max_denoising_steps={steps!r} {MAX_STEPS.rule}.")
+        choices = {"window_anchor": get_args(WindowAnchor), "attention": get_args(Impl)}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -76,6 +66,10 @@ class PluginSettings:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "fused_encode"):
                 raise ValueError(f"{name}={value!r} must be true or false.")
+
+
+# Known of every model.
+SETTINGS = tuple(each.name for each in fields(PluginSettings) if each.name != "of_rule")
 
 
 def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
@@ -88,14 +82,21 @@ def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
     section = additional.get("diffusion", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(section, Mapping):
         raise ValueError(f"{OPTION}: diffusion must be a mapping; got {section!r}.")
-    known = [field.name for field in fields(PluginSettings)]
-    for name in section:
-        if name not in known:
-            raise ValueError(f"{OPTION}: {name} is not known; known are {', '.join(known)}.")
+    own = {name: value for name, value in section.items() if name in SETTINGS}
+    of_rule = {name: value for name, value in section.items() if name not in SETTINGS}
     try:
-        return PluginSettings(**section)
+        return PluginSettings(**own, of_rule=of_rule)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {error}") from None
+
+
+def commits_in_place(vllm_config: VllmConfig) -> bool:
+    """Whether a canvas is emitted by the pass that makes its keys and values final.
+
+    Otherwise it is emitted by the step that converges, and encoded as known tokens are.
+    """
+    spec: CanvasSpec = vllm_config.model_config.canvas_spec
+    return vllm_config.scheduler_config.async_scheduling or spec.rule.can_finish_kv
 
 
 def fuses_encode(vllm_config: VllmConfig) -> bool:
@@ -111,6 +112,10 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
         reason = f"--attention-backend {backend.name} knows one causal flag for a whole sequence"
     elif vllm_config.scheduler_config.async_scheduling:
         reason = "--async-scheduling does not know in time which step converges"
+    elif vllm_config.model_config.canvas_spec.is_seeded:
+        reason = "this model's canvases begin with a token that the encoding pass gives"
+    elif vllm_config.model_config.canvas_spec.rule.can_finish_kv:
+        reason = "this model's last step mostly leaves nothing to encode"
     else:
         return chosen is not False
     if chosen:

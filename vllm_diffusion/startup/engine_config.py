@@ -7,12 +7,16 @@ Every ``ValueError`` here reaches the user before a weight is read.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion import upstream
 from vllm_diffusion.canvas.cuda_graphs import choose_capture_sizes
-from vllm_diffusion.canvas.slots import DenoisingDefaults
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint
 from vllm_diffusion.quantization.platform_support import check_platform
@@ -33,7 +37,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
+# Blocks of the KV cache are a multiple of it (CanvasAttentionBackend).
+_KERNEL_BLOCK = 16
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
+
+
+@dataclass(frozen=True)
+class PublishedRule:
+    """A decoding rule of a family.
+
+    Attributes:
+        rule: Makes it; of a masked family, from the mask token.
+        settings: What checkpoints are published with, by name.
+    """
+
+    rule: Callable[..., DecodingRule]
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
 
 class BlockDiffusionEngineConfig:
@@ -47,6 +66,14 @@ class BlockDiffusionEngineConfig:
     registration_failure: ClassVar[Exception | None] = None
 
     # What a family says of itself.
+
+    # By the name with which an operator asks for one.
+    rules: ClassVar[Mapping[str, PublishedRule]]
+
+    @classmethod
+    def default_rule(cls, model_config: ModelConfig) -> str:
+        """The rule that a checkpoint is served with unless the operator says otherwise."""
+        return next(iter(cls.rules))
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
@@ -68,14 +95,34 @@ class BlockDiffusionEngineConfig:
             vllm_config.diffusion_config = DiffusionConfig(canvas_length=canvas_length)
 
     @classmethod
-    def denoising_defaults(cls, vllm_config: VllmConfig) -> DenoisingDefaults:
-        """Settings of requests that bring none."""
+    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
+        """What its canvases are, and the settings of requests that bring none."""
         raise NotImplementedError
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
         """Names and shapes of a checkpoint's tensors."""
         raise NotImplementedError
+
+    # What follows from it.
+
+    @classmethod
+    def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
+        """The rule that is asked for, or the checkpoint's own.
+
+        Raises:
+            ValueError: If the family does not have it.
+        """
+        chosen = plugin_settings(vllm_config).rule
+        if chosen is None:
+            chosen = cls.default_rule(vllm_config.model_config)
+        if chosen not in cls.rules:
+            names = " or ".join(f'"{name}"' for name in cls.rules)
+            raise ValueError(
+                f"{OPTION}: rule={chosen!r} is not known for this model; leave it out or set it to "
+                f"{names}."
+            )
+        return cls.rules[chosen]
 
     # What vLLM calls.
 
@@ -101,7 +148,10 @@ class BlockDiffusionEngineConfig:
         cls.apply_stock_defaults(vllm_config)
         request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
         # Known wherever the configuration goes: at the door, in the scheduler and in the workers.
-        vllm_config.model_config.canvas_defaults = cls.denoising_defaults(vllm_config)
+        spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
+        _check_mask(vllm_config.model_config, spec)
+        _check_blocks(vllm_config, spec)
+        _check_block_causal(vllm_config, spec)
         check_options(vllm_config)
         _check_sizes(vllm_config)
         check_media_budget(vllm_config)
@@ -188,6 +238,58 @@ def _check_sizes(vllm_config: VllmConfig) -> None:
             f"max_num_batched_tokens={budget} is below two canvases of {canvas_length}, and a "
             f"canvas is scheduled whole or not at all; set --max-num-batched-tokens to at least "
             f"{2 * canvas_length}."
+        )
+
+
+def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
+    vocab_size = model_config.get_vocab_size()
+    mask = spec.mask_token_id
+    if mask is not None and (isinstance(mask, bool) or not 0 <= mask < vocab_size):
+        raise ValueError(
+            f"mask_token_id={mask!r} of the checkpoint must be an integer of at least 0 and below "
+            f"vocab_size={vocab_size}; correct it in config.json."
+        )
+
+
+def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
+    """What must be whole blocks where canvases are blocks: the model length and blocks of the cache."""
+    if not spec.is_aligned:
+        return
+    length, max_model_len = spec.length, vllm_config.model_config.max_model_len
+    if max_model_len % length:
+        raise ValueError(
+            f"max_model_len={max_model_len} is no whole number of this model's blocks of {length}; "
+            f"set --max-model-len to {max_model_len // length * length}."
+        )
+    cache_config = vllm_config.cache_config
+    if cache_config.user_specified_block_size and cache_config.block_size % length:
+        # A block of the cache that ends within one of the model's would be found by another prompt,
+        # with keys and values that saw what stood behind it here.
+        raise ValueError(
+            f"--block-size {cache_config.block_size} is no multiple of this model's blocks of "
+            f"{length}; leave it unset or set it to {math.lcm(length, _KERNEL_BLOCK)}."
+        )
+    if not cache_config.user_specified_block_size:
+        cache_config.block_size = math.lcm(length, _KERNEL_BLOCK)
+        cache_config.user_specified_block_size = True
+
+
+def _check_block_causal(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
+    """Back ends that know causal sequences and bidirectional ones, and nothing between."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not spec.is_block_causal:
+        return
+    backend = vllm_config.attention_config.backend
+    if backend != AttentionBackendEnum.CUSTOM:
+        raise ValueError(
+            f"--attention-backend {backend.name} cannot serve this model, whose known tokens attend "
+            f"in both directions within blocks of {spec.length}; leave it unset."
+        )
+    if plugin_settings(vllm_config).attention == "cute":
+        raise ValueError(
+            'The setting attention="cute" knows no spans of known tokens that attend in both '
+            f'directions, as this model\'s blocks of {spec.length} do; set attention to "triton".'
         )
 
 

@@ -5,52 +5,40 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_diffusion.canvas.slots import CanvasSlots, DenoisingDefaults
-from vllm_diffusion.canvas.step import (
-    SlotStatistics,
-    make_canvas_step,
-    uniform_noise,
-)
-from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
+from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
+from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics
 from vllm_diffusion.requests.params import CanvasParams
 
 pytestmark = pytest.mark.engine
 
 SLOTS, CANVAS, VOCAB = 5, 8, 50
-
-
-def new_slots() -> CanvasSlots:
-    slots = CanvasSlots(
-        SLOTS, CANVAS, DenoisingDefaults(4, 0.4, 0.8, 0.1, 0.005, 1), torch.device("cpu")
-    )
-    for slot in range(SLOTS):
-        slots.add_request(slot, CanvasParams(), 0)
-    slots.apply_staged_writes()
-    return slots
+CPU = torch.device("cpu")
 
 
 def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
     """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
-    slots = new_slots()
-    step = make_canvas_step(
-        slots, entropy_bound_policy, uniform_noise(VOCAB), compile_backend=backend
-    )
+    slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), CPU)
+    for slot in range(SLOTS):
+        slots.add_request(slot, NewRequest(CanvasParams()))
+    slots.apply_staged_writes()
+    step = CanvasStep(slots, VOCAB, compile_backend=backend)
     generator = torch.Generator().manual_seed(0)
-    seeds = torch.arange(SLOTS)
     canvases, emitted = [], []
     for i in range(14):
         statistics = SlotStatistics(
             argmax=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             candidate=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             entropy=torch.rand(SLOTS, CANVAS, generator=generator),
-            confidence=torch.rand(SLOTS, CANVAS, generator=generator),
             drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
-        num_rows = torch.zeros(SLOTS, dtype=torch.int32)
-        num_rows[: i % (SLOTS + 1)] = CANVAS if i else 0
-        starting = torch.arange(SLOTS) >= 0 if i == 0 else torch.zeros(SLOTS, dtype=torch.bool)
-        none = torch.zeros(SLOTS, dtype=torch.int32)
-        output = step(statistics, num_rows, starting, seeds, none - 1, none, none)
+        slot_pass = SlotPass.idle(SLOTS, CPU)
+        slot_pass.seed.copy_(torch.arange(SLOTS))
+        if i == 0:
+            slot_pass.starting.fill_(True)
+        else:
+            slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
+        output = step(statistics, slot_pass)
         canvases.append(slots.canvas.clone())
         emitted.append(int(output.num_emitted.sum()))
     return canvases, emitted
@@ -71,34 +59,20 @@ def test_compiled_once_and_equal_to_eager():
 @pytest.mark.parametrize("converge_at_end", [False, True])
 def test_what_follows_the_end_need_not_converge(converge_at_end):
     """Position 3 ends the answer; behind it the model never makes up its mind."""
-    slots = CanvasSlots(
-        2, CANVAS, DenoisingDefaults(9, 0.4, 0.8, 0.1, 0.005, 1), torch.device("cpu")
-    )
+    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), CPU)
     for slot in range(2):
         # The second request ignores its end tokens.
-        slots.add_request(slot, CanvasParams(), 0, end_tokens=[7, 9] if slot == 0 else [])
+        ends = [7, 9] if slot == 0 else []
+        slots.add_request(slot, NewRequest(CanvasParams(), end_tokens=ends))
     slots.apply_staged_writes()
-    slots.encoding.fill_(False)
-    step = make_canvas_step(
-        slots,
-        entropy_bound_policy,
-        uniform_noise(VOCAB),
-        converge_at_end=converge_at_end,
-        compile_backend=None,
-    )
+    slots.phase.fill_(int(Phase.DENOISING))
+    step = CanvasStep(slots, VOCAB, converge_at_end=converge_at_end, compile_backend=None)
     argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
     entropy = torch.zeros(2, CANVAS)
     entropy[:, 4:] = 3.0
-    none = torch.zeros(2, dtype=torch.int32)
+    slot_pass = SlotPass.idle(2, CPU)
+    slot_pass.num_rows.fill_(CANVAS)
     for i in range(2):
         argmax[:, 4:] = 10 + i
-        output = step(
-            SlotStatistics(argmax, argmax, entropy, entropy, entropy),
-            none + CANVAS,
-            none.bool(),
-            torch.arange(2),
-            none - 1,
-            none,
-            none,
-        )
+        output = step(SlotStatistics(argmax, argmax, entropy, entropy), slot_pass)
     assert (output.num_emitted > 0).tolist() == [converge_at_end, False]

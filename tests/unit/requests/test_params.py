@@ -8,30 +8,38 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion.decoding.settings import MAX_STEPS, QUALITY
+from tests.support.specs import SETTINGS, diffusion_gemma_spec
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.settings import MAX_STEPS
 from vllm_diffusion.requests.params import PREFIX, RequestParamError, parse_canvas_params
-from vllm_diffusion.settings.plugin_settings import PluginSettings, plugin_settings
+from vllm_diffusion.settings.plugin_settings import PluginSettings
+from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 
 
 def parse(args: dict[str, Any]) -> Any:
-    return parse_canvas_params(args, canvas_length=4, vocab_size=64, max_denoising_steps=8)
+    return parse_canvas_params(args, spec=diffusion_gemma_spec(4, 8), vocab_size=64)
 
 
-@pytest.mark.parametrize("name", QUALITY)
+def configure(section: dict[str, Any]) -> tuple[int, Any]:
+    config = SimpleNamespace(additional_config={"diffusion": section}, diffusion_config=None)
+    published = Published({"max_denoising_steps": 48, **SETTINGS, "t_min": 1e-4}, "a file")
+    return denoising_settings(config, EntropyBound(), published)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EntropyBound.settings)
 @pytest.mark.parametrize("value", [2**31, 1e39, 1e-46, -1, math.nan, math.inf, True, "1"])
 def test_settings_of_a_server_have_the_same_bounds(name: str, value: Any) -> None:
     """Refused at start-up if and only if a request is refused for it, by the setting's name."""
-    config = SimpleNamespace(additional_config={"diffusion": {name: value}})
     expected = None
     try:
         parse({PREFIX + name: value})
     except RequestParamError as error:
         expected = str(error).removeprefix(f"{PREFIX}{name} ").partition(";")[0]
     if expected is None:
-        plugin_settings(config)  # type: ignore[arg-type]
+        configure({name: value})
         return
     with pytest.raises(ValueError, match=f"{name}=.* must be") as refused:
-        plugin_settings(config)  # type: ignore[arg-type]
+        configure({name: value})
     assert expected in str(refused.value)
 
 

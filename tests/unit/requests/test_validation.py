@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.checkpoints import SHIPPED
+from tests.support.specs import diffusion_gemma_spec
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +36,9 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
 
     from vllm_diffusion.requests.validation import validate_sampling_params
 
-    model_config = SimpleNamespace(is_diffusion=True)
+    model_config = SimpleNamespace(
+        is_diffusion=True, canvas_spec=diffusion_gemma_spec(32), get_vocab_size=lambda: 316
+    )
     with pytest.raises(VLLMValidationError, match=f"{field} must be a mapping") as raised:
         validate_sampling_params(SamplingParams(extra_args={field: value}), model_config)
     assert raised.value.parameter == field

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.canvas.slots import DenoisingDefaults
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.families.diffusion_gemma.config_numbers import check_config_numbers
-from vllm_diffusion.families.diffusion_gemma.defaults import diffusion_gemma_defaults
+from vllm_diffusion.families.diffusion_gemma.defaults import published_settings
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
-from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
+from vllm_diffusion.startup.denoising_settings import denoising_settings
+from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, PublishedRule
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
     """The entry of ``DiffusionGemmaForBlockDiffusion``."""
+
+    rules = {"entropy_bound": PublishedRule(EntropyBound)}
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
@@ -32,8 +36,12 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
 
     @classmethod
-    def denoising_defaults(cls, vllm_config: VllmConfig) -> DenoisingDefaults:
-        return diffusion_gemma_defaults(vllm_config)
+    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
+        rule = cls.published_rule(vllm_config).rule()
+        max_steps, settings = denoising_settings(
+            vllm_config, rule, published_settings(vllm_config.model_config)
+        )
+        return CanvasSpec(vllm_config.diffusion_config.canvas_length, rule, max_steps, settings)
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

@@ -13,9 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
-from vllm_diffusion.canvas.step import Noise, uniform_noise
-from vllm_diffusion.decoding.entropy_bound import entropy_bound_policy
-from vllm_diffusion.decoding.policy import Policy
+from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
 from vllm_diffusion.sampling.output_head import OutputHead
 
@@ -47,12 +45,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self.supports_mm_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
-
-    def policy(self) -> Policy:
-        return entropy_bound_policy
-
-    def noise(self) -> Noise:
-        return uniform_noise(self.vocab_size)
 
     def output_head(self) -> OutputHead:
         return OutputHead.of(
@@ -126,7 +118,8 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
         plain = self.model.embed_input_ids(input_ids)
         conditioned = self.model.self_conditioning(plain, signal)
-        embeds = torch.where(slots.encoding[slot][:, None], plain, conditioned)
+        is_committed = slots.phase[slot] == int(Phase.COMMITTING)
+        embeds = torch.where(is_committed[:, None], plain, conditioned)
         self._inputs_embeds[rows] = embeds
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:

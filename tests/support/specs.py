@@ -1,0 +1,21 @@
+"""Canvas specifications for tests that have no checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
+
+SETTINGS = {
+    "entropy_bound": 0.1,
+    "confidence_threshold": 0.005,
+    "stability_threshold": 1,
+    "t_min": 0.4,
+    "t_max": 0.8,
+}
+
+
+def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:
+    """What DiffusionGemma is published with, at another length."""
+    return CanvasSpec(length, EntropyBound(), max_denoising_steps, SETTINGS, **changes)

@@ -1,0 +1,227 @@
+"""The rules, against Hugging Face's own classes and by their definitions."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.families.run import even_schedule, most_confident
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.reveal import DYNAMIC, SEQUENTIAL, STATIC, STRATEGIES, Reveal
+from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+
+MASK = 99
+
+
+def inputs(**values: torch.Tensor) -> StepInputs:
+    """Step inputs of R slots and C positions with everything not given at zero."""
+    R, C = next(v.shape for v in values.values() if v.dim() == 2)
+    zeros = torch.zeros(R, C, dtype=torch.int64)
+    defaults = {
+        "canvas": zeros,
+        "candidate": zeros,
+        "drawn_confidence": torch.zeros(R, C),
+        "argmax": zeros,
+        "entropy": torch.zeros(R, C),
+        "previous_result": zeros - 1,
+        "valid": torch.ones(R, C, dtype=torch.bool),
+        "fixed": torch.zeros(R, C, dtype=torch.bool),
+        "end_tokens": None,
+        "step": torch.zeros(R, dtype=torch.int32),
+        "max_steps": torch.full((R,), C, dtype=torch.int32),
+    }
+    return StepInputs(**(defaults | values))
+
+
+def entropy_bound(
+    given_inputs: StepInputs, stable_steps: torch.Tensor | None = None, **changes: float
+) -> StepDecision:
+    """DiffusionGemma's rule at its published settings, or others."""
+    R = len(given_inputs.canvas)
+    chosen = {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1}
+    if stable_steps is None:
+        stable_steps = torch.zeros(R, dtype=torch.int32)
+    return EntropyBound().decide(
+        given_inputs,
+        {name: torch.full((R,), value) for name, value in (chosen | changes).items()},
+        {"stable_steps": stable_steps},
+    )
+
+
+def reveal(
+    rule: Reveal, given_inputs: StepInputs, threshold: float, strategy: str = DYNAMIC
+) -> StepDecision:
+    """A masked rule's step, with the same settings for all."""
+    R = len(given_inputs.canvas)
+    chosen = {
+        "reveal_threshold": torch.full((R,), threshold),
+        "strategy": torch.full((R,), STRATEGIES.index(strategy)),
+    }
+    return rule.decide(given_inputs, chosen, {})
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.01, 5.0), st.floats(0.1, 20.0))
+def test_acceptance_is_that_of_transformers(seed, bound, gain):
+    """The accepted positions are those of ``EntropyBoundSampler.accept_canvas``."""
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+        EntropyBoundSampler,
+        EntropyBoundSamplerConfig,
+    )
+
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 16, 30, generator=generator) * gain
+    sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(entropy_bound=bound), 16, 30, 8)
+    current = torch.zeros(3, 16, dtype=torch.int64)
+    sampler.accept_canvas(current, current, logits, 1)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    decision = entropy_bound(inputs(entropy=entropy), entropy_bound=bound)
+    assert torch.equal(decision.keep, sampler.accepted_token_mask)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 4), st.lists(st.integers(0, 2), min_size=1, max_size=12), st.booleans())
+def test_stopping_is_that_of_transformers(threshold, canvases, confident):
+    """Step by step the same verdict as ``StableAndConfidentStoppingCriteria``."""
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+        StableAndConfidentStoppingCriteria,
+    )
+
+    criteria = StableAndConfidentStoppingCriteria(threshold, 0.005)
+    previous = torch.full((1, 4), -1)
+    stable_steps = torch.zeros(1, dtype=torch.int32)
+    logits = torch.zeros(1, 4, 8)
+    if confident:
+        logits[..., 0] = 100.0
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    for value in canvases:
+        argmax = torch.full((1, 4), value)
+        decision = entropy_bound(
+            inputs(argmax=argmax, previous_result=previous, entropy=entropy),
+            stable_steps,
+            stability_threshold=threshold,
+        )
+        assert bool(decision.done) == bool(criteria(argmax, logits))
+        previous, stable_steps = argmax, decision.memory["stable_steps"]
+
+
+def test_positions_beyond_a_narrow_canvas_do_not_count():
+    """They are not accepted, take nothing from the budget, and do not decide convergence."""
+    entropy = torch.tensor([[0.05, 0.001, 9.0, 9.0]])
+    valid = torch.tensor([[True, True, False, False]])
+    argmax = torch.tensor([[1, 2, 3, 4]])
+    decision = entropy_bound(
+        inputs(
+            entropy=entropy,
+            valid=valid,
+            argmax=argmax,
+            previous_result=torch.tensor([[1, 2, 7, 7]]),
+        ),
+        confidence_threshold=0.1,
+    )
+    assert decision.keep.tolist() == [[True, True, False, False]]
+    assert bool(decision.done)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.0, 1.0),
+    st.sampled_from(STRATEGIES),
+    st.integers(1, 15),
+    st.sampled_from([None, 4]),
+)
+def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
+    """At least one position is revealed per step and none is masked again: C steps suffice."""
+    length = 12
+    rule = Reveal(MASK, sub_block_length=sub_block_length)
+    generator = torch.Generator().manual_seed(seed)
+    canvas = torch.full((2, length), MASK)
+    # A prompt may hold the mask token, which is no mask there.
+    fixed = torch.zeros(2, length, dtype=torch.bool)
+    fixed[1, :2] = True
+    for step in range(length):
+        candidate = torch.randint(0, 50, (2, length), generator=generator)
+        decision = reveal(
+            rule,
+            inputs(
+                candidate=candidate,
+                canvas=canvas,
+                drawn_confidence=torch.rand(2, length, generator=generator),
+                fixed=fixed,
+                step=torch.full((2,), step),
+                max_steps=torch.full((2,), steps),
+            ),
+            threshold,
+            strategy,
+        )
+        after = torch.where(decision.keep, decision.tokens, MASK)
+        decided = (canvas != MASK) | fixed
+        assert torch.equal(after[decided], canvas[decided])
+        left = (after == MASK) & ~fixed
+        assert (left.sum(-1) < (~decided).sum(-1)).logical_or(decided.all(-1)).all()
+        assert torch.equal(decision.done, ~left.any(-1))
+        assert MASK not in decision.result[~fixed]
+        canvas = after
+        if bool(decision.done.all()):
+            return
+    raise AssertionError(f"not done after {length} steps")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0.1, 0.5, 0.9]),
+    st.sampled_from([DYNAMIC, STATIC, SEQUENTIAL]),
+    st.sampled_from([1, 2, 3, 5, 8]),
+)
+def test_reveal_is_the_published_choice(seed, threshold, strategy, steps):
+    """Step by step what SDAR's loop reveals, with as many steps as there are."""
+    generator = torch.Generator().manual_seed(seed)
+    length = 8
+    schedule = even_schedule(length, steps)
+    canvas = torch.full((length,), MASK)
+    canvas[: seed % 3] = 5
+    for step in range(steps):
+        p = torch.rand(length, generator=generator)
+        # Ties too.
+        p = (p * 8).round() / 8 if seed % 2 else p
+        masked = canvas == MASK
+        confident = masked & (p > threshold)
+        if strategy == SEQUENTIAL:
+            expected = masked & (masked.cumsum(0) <= schedule[step])
+        elif strategy == DYNAMIC and int(confident.sum()) >= schedule[step]:
+            expected = confident
+        else:
+            expected = most_confident(p, masked, schedule[step])
+        decision = reveal(
+            Reveal(MASK),
+            inputs(
+                canvas=canvas[None],
+                drawn_confidence=p[None],
+                step=torch.tensor([step]),
+                max_steps=torch.tensor([steps]),
+            ),
+            threshold,
+            strategy,
+        )
+        assert torch.equal(decision.keep[0], expected | ~masked)
+        canvas = torch.where(expected, 7, canvas)
+        if not (canvas == MASK).any():
+            return
+
+
+def test_an_end_with_no_mask_before_it_ends_the_canvas():
+    """If the family says so, or the server; the prompt's own end tokens end nothing."""
+    canvas = torch.tensor([[3, MASK, MASK, MASK], [3, MASK, MASK, MASK], [9, MASK, MASK, MASK]])
+    given_inputs = inputs(
+        canvas=canvas,
+        candidate=torch.tensor([[0, 9, 1, 1], [0, 1, 9, 1], [0, 1, 2, 1]]),
+        drawn_confidence=torch.tensor([[0, 0.9, 0.1, 0.1], [0, 0.1, 0.9, 0.1], [0, 0.9, 0.1, 0.1]]),
+        fixed=torch.tensor([[True, False, False, False]] * 3),
+        end_tokens=torch.tensor([[9]] * 3),
+    )
+    assert reveal(Reveal(MASK), given_inputs, 0.5).done.tolist() == [True, False, False]
+    unaware = given_inputs._replace(end_tokens=None)
+    assert not reveal(Reveal(MASK), unaware, 0.5).done.any()

@@ -1,0 +1,134 @@
+"""The rule of masked models: reveal what is confident, keep it, stop when nothing is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
+from vllm_diffusion.decoding.settings import Choice, Setting
+
+DYNAMIC, STATIC, SEQUENTIAL = STRATEGIES = ("dynamic", "static", "sequential")
+
+
+class Reveal(DecodingRule):
+    """Reveal masks by the probability of the token drawn there; a revealed one stays.
+
+    A canvas of C positions has N steps, N the step cap: step s is to reveal at least n[s] masks,
+    which is C spread evenly over the steps, the larger numbers first. ``dynamic``: every mask whose
+    probability is above ``reveal_threshold`` if these are n[s], else the n[s] most probable.
+    ``static``: the n[s] most probable. ``sequential``: the n[s] leftmost. The canvas is done when
+    nothing is masked; at the step cap whatever still is is taken as it is drawn. Among equals the
+    leftmost comes first.
+
+    Source: ``block_diffusion_generate`` of JetAstra/SDAR, ``generate.py`` at c2041a8; threshold and
+    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3. What a family does otherwise is
+    said in its start-up checks.
+    """
+
+    settings = {
+        "reveal_threshold": Setting(
+            float, 0.0, 1.0, "`dynamic` reveals every mask whose probability is above it"
+        ),
+        "strategy": Choice(
+            STRATEGIES,
+            "what a step reveals: what is above the threshold, or the most probable or the leftmost "
+            "of an even schedule over the N steps",
+        ),
+    }
+
+    def __init__(
+        self,
+        mask_token_id: int,
+        *,
+        includes_threshold: bool = False,
+        at_request_temperature: bool = True,
+        judges_to_end: bool = False,
+        sub_block_length: int | None = None,
+    ) -> None:
+        """What a family fixes.
+
+        Args:
+            mask_token_id: Stands for "not yet revealed".
+            includes_threshold: Whether a probability that equals the threshold suffices.
+            at_request_temperature: Whether the probability is that under the request's temperature
+                and filters, or the model's own at temperature 1.
+            judges_to_end: Whether an end token with no mask before it ends the canvas.
+            sub_block_length: Masks are revealed in the first sub-block that has any; ``None`` in all.
+        """
+        self.mask_token_id = mask_token_id
+        self.includes_threshold = includes_threshold
+        self.at_request_temperature = at_request_temperature
+        self.judges_to_end = judges_to_end
+        self.sub_block_length = sub_block_length
+
+    def temperatures(
+        self,
+        settings: Mapping[str, Tensor],
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(requested)
+        if not self.at_request_temperature:
+            return one, requested
+        is_greedy = requested == 0
+        return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        masked = self.masked(inputs)
+        reveal = self.revealed(inputs, settings, masked)
+        tokens = torch.where(masked, inputs.candidate, inputs.canvas)
+        decided = reveal | ~masked
+        counted = inputs.counted(tokens, decided)
+        return StepDecision(
+            keep=decided,
+            tokens=tokens,
+            result=tokens,
+            done=~(~decided & counted).any(dim=-1),
+            memory={},
+        )
+
+    def masked(self, inputs: StepInputs) -> Tensor:
+        """[R, C], bool: positions that are not decided before the step."""
+        return (inputs.canvas == self.mask_token_id) & inputs.valid & ~inputs.fixed
+
+    def revealed(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], masked: Tensor
+    ) -> Tensor:
+        """[R, C], bool: the masks that the step reveals."""
+        candidates = masked
+        if self.sub_block_length is not None:
+            length = masked.shape[-1]
+            sub_block = torch.arange(length, device=masked.device) // self.sub_block_length
+            first = torch.where(masked, sub_block, length).amin(dim=-1, keepdim=True)
+            candidates = masked & (sub_block == first)
+        confidence = torch.where(candidates, inputs.drawn_confidence, -1.0)
+        order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
+        place = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        )
+        num_least = self._num_least(inputs, candidates)[:, None]
+        most_confident = candidates & (place < num_least)
+        threshold = settings["reveal_threshold"][:, None]
+        passes = confidence >= threshold if self.includes_threshold else confidence > threshold
+        confident = candidates & passes
+        is_enough = confident.sum(dim=-1, keepdim=True) >= num_least
+        leftmost = candidates & (candidates.cumsum(dim=-1) <= num_least)
+        strategy = settings["strategy"][:, None]
+        chosen = torch.where(
+            strategy == STRATEGIES.index(STATIC),
+            most_confident,
+            torch.where(is_enough, confident, most_confident),
+        )
+        return torch.where(strategy == STRATEGIES.index(SEQUENTIAL), leftmost, chosen)
+
+    def _num_least(self, inputs: StepInputs, candidates: Tensor) -> Tensor:
+        """[R]: how many masks the step is to reveal at least, and never none."""
+        length = candidates.shape[-1]
+        base, more = length // inputs.max_steps.clamp(min=1), length % inputs.max_steps.clamp(min=1)
+        return (base + (inputs.step < more).to(base.dtype)).clamp(min=1)
