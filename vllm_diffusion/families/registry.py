@@ -15,11 +15,14 @@ class Family(NamedTuple):
         model: ``"module:Class"``: layers and weight names; its ``get_model_state_cls`` names the
             state.
         engine_config: ``"module:Class"``, a :class:`BlockDiffusionEngineConfig`.
+        config: ``"module:Class"``, a configuration of ``transformers`` for a ``model_type`` that
+            neither it nor vLLM knows; ``None`` if one of them does.
     """
 
     architecture: str
     model: str
     engine_config: str
+    config: str | None = None
 
 
 FAMILIES = (
@@ -27,5 +30,17 @@ FAMILIES = (
         "DiffusionGemmaForBlockDiffusion",
         _ROOM + "diffusion_gemma.model:DiffusionGemmaForBlockDiffusion",
         _ROOM + "diffusion_gemma.startup:DiffusionGemmaEngineConfig",
+    ),
+    Family(
+        "SDARForCausalLM",
+        _ROOM + "sdar.model:SDARForCausalLM",
+        _ROOM + "sdar.startup:SDAREngineConfig",
+        _ROOM + "sdar.startup:SDARConfig",
+    ),
+    Family(
+        "SDARMoeForCausalLM",
+        _ROOM + "sdar.model:SDARMoeForCausalLM",
+        _ROOM + "sdar.startup:SDARMoeEngineConfig",
+        _ROOM + "sdar.startup:SDARMoeConfig",
     ),
 )

@@ -1,0 +1,150 @@
+"""Every masked family, as the parity tests ask for it. A new one is a line in ``CASES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.families import model as tiny
+from tests.support.families import run, sdar
+from tests.support.families.model import END_IDS, MASK_ID, TinyModel
+from tests.support.families.run import Run
+
+STRATEGIES = {
+    "dynamic": "low_confidence_dynamic",
+    "static": "low_confidence_static",
+    "sequential": "sequential",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request asks for.
+
+    Attributes:
+        max_tokens: Tokens.
+        threshold: ``diffusion_reveal_threshold``.
+        strategy: ``diffusion_strategy``.
+        steps: ``diffusion_max_steps``; ``None`` for as many as the block is long.
+        editing_threshold: ``diffusion_editing_threshold``, of LLaDA2.1.
+        max_post_steps: ``diffusion_max_post_steps``, of LLaDA2.1.
+        temperature: 0 takes the likeliest token.
+        top_k: 0 for all.
+        top_p: 1.0 for all.
+        seed: Of the draws.
+    """
+
+    max_tokens: int = 20
+    threshold: float = 0.3
+    strategy: str = "dynamic"
+    steps: int | None = None
+    editing_threshold: float | None = None
+    max_post_steps: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def sampling_params(self, **changes: Any) -> Any:
+        """vLLM's, which end at nothing but ``max_tokens``."""
+        from vllm import SamplingParams
+
+        extra: dict[str, Any] = {
+            "diffusion_reveal_threshold": self.threshold,
+            "diffusion_strategy": self.strategy,
+        }
+        for name, value in (
+            ("max_steps", self.steps),
+            ("editing_threshold", self.editing_threshold),
+            ("max_post_steps", self.max_post_steps),
+        ):
+            if value is not None:
+                extra[f"diffusion_{name}"] = value
+        options: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "ignore_eos": True,
+            "detokenize": False,
+            "extra_args": extra,
+        }
+        return SamplingParams(**(options | changes))
+
+
+# (model, prompt, wanted, end ids) -> the published loop's run, of at least ``max_tokens`` tokens.
+Loop = Callable[[TinyModel, Sequence[int], Wanted, Sequence[int]], Run]
+
+
+_ALL = tuple(STRATEGIES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family.
+
+    Attributes:
+        make: Its tiny model, given a seed.
+        loop: Its published loop.
+        strategies: Those that its loop has.
+        filters: Of top-k and top-p those that its loop knows.
+        stepped: Strategies that its loop has with fewer steps than positions.
+        options: Of the engine.
+    """
+
+    make: Callable[..., TinyModel]
+    loop: Loop
+    strategies: tuple[str, ...] = _ALL
+    filters: tuple[str, ...] = ("top_k", "top_p")
+    stepped: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _sdar(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+    return sdar.generate(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        mask_id=MASK_ID,
+        gen_length=wanted.max_tokens,
+        block_length=model.block_length,
+        denoising_steps=wanted.steps or model.block_length,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
+        remasking_strategy=STRATEGIES[wanted.strategy],
+        confidence_threshold=wanted.threshold,
+        stopping_criteria_idx=ends,
+        sample=run.keyed_sample(wanted.seed),
+    )
+
+
+def _whole_blocks(model: TinyModel, prompt: Sequence[int], wanted: Wanted) -> int:
+    """At least as many tokens as wanted, up to the end of a block."""
+    end = len(prompt) + wanted.max_tokens
+    return -(-end // model.block_length) * model.block_length - len(prompt)
+
+
+def _end(ends: Sequence[int]) -> int:
+    """The loop's one end token; an impossible one where it is to have none."""
+    return ends[0] if ends else -1
+
+
+CASES: dict[str, Case] = {
+    "sdar": Case(tiny.sdar, _sdar, stepped=_ALL),
+    "sdar-block-32": Case(lambda **given: tiny.sdar(block_length=32, **given), _sdar, stepped=_ALL),
+    "sdar-moe": Case(tiny.sdar_moe, _sdar, stepped=_ALL),
+}
+
+
+def expected(
+    case: Case, model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int] = ()
+) -> Run:
+    """The published loop's run, cut to what a request gets."""
+    found = case.loop(model, prompt, wanted, ends)
+    tokens = run.cut(found.tokens[: wanted.max_tokens], ends)
+    return Run(tokens, found.passes, found.revealed[: len(tokens)], found.rewritten)
+
+
+__all__ = ["CASES", "END_IDS", "Case", "Wanted", "expected"]
