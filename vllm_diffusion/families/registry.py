@@ -43,4 +43,10 @@ FAMILIES = (
         _ROOM + "sdar.startup:SDARMoeEngineConfig",
         _ROOM + "sdar.startup:SDARMoeConfig",
     ),
+    Family(
+        "LLaDA2MoeModelLM",
+        _ROOM + "llada2.model:LLaDA2MoeModelLM",
+        _ROOM + "llada2.startup:LLaDA2EngineConfig",
+        _ROOM + "llada2.startup:LLaDA2MoeConfig",
+    ),
 )

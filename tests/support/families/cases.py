@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.families import llada2, run, sdar
 from tests.support.families import model as tiny
-from tests.support.families import run, sdar
+from tests.support.families.llada2_model import llada2 as tiny_llada2
 from tests.support.families.model import END_IDS, MASK_ID, TinyModel
 from tests.support.families.run import Run
 
@@ -120,6 +121,43 @@ def _sdar(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequenc
     )
 
 
+def _llada2_0(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+    return llada2.generate_2_0(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        temperature=wanted.temperature,
+        block_length=model.block_length,
+        steps=wanted.steps or model.block_length,
+        # No fewer than a block's: the loop takes no more steps than tokens.
+        gen_length=_whole_blocks(model, prompt, wanted) + model.block_length,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        threshold=wanted.threshold,
+        eos_id=_end(ends),
+        mask_id=MASK_ID,
+        sample=run.keyed_sample(wanted.seed),
+    )
+
+
+def _llada2_1(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+    return llada2.generate_2_1(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        temperature=wanted.temperature,
+        block_length=model.block_length,
+        gen_length=_whole_blocks(model, prompt, wanted),
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        eos_early_stop=True,
+        threshold=wanted.threshold,
+        editing_threshold=0.9 if wanted.editing_threshold is None else wanted.editing_threshold,
+        max_post_steps=16 if wanted.max_post_steps is None else wanted.max_post_steps,
+        eos_id=_end(ends),
+        mask_id=MASK_ID,
+        sample=run.keyed_sample(wanted.seed),
+    )
+
+
 def _whole_blocks(model: TinyModel, prompt: Sequence[int], wanted: Wanted) -> int:
     """At least as many tokens as wanted, up to the end of a block."""
     end = len(prompt) + wanted.max_tokens
@@ -131,10 +169,15 @@ def _end(ends: Sequence[int]) -> int:
     return ends[0] if ends else -1
 
 
+# LLaDA2.1's rule has to be asked for where the folder is named otherwise.
+_EDITING: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "reveal_and_edit"}}}
+
 CASES: dict[str, Case] = {
     "sdar": Case(tiny.sdar, _sdar, stepped=_ALL),
     "sdar-block-32": Case(lambda **given: tiny.sdar(block_length=32, **given), _sdar, stepped=_ALL),
     "sdar-moe": Case(tiny.sdar_moe, _sdar, stepped=_ALL),
+    "llada2.0": Case(tiny_llada2, _llada2_0, ("dynamic",), stepped=("dynamic",)),
+    "llada2.1": Case(tiny_llada2, _llada2_1, ("dynamic",), options=_EDITING),
 }
 
 
