@@ -49,4 +49,10 @@ FAMILIES = (
         _ROOM + "llada2.startup:LLaDA2EngineConfig",
         _ROOM + "llada2.startup:LLaDA2MoeConfig",
     ),
+    Family(
+        "NemotronLabsDiffusionModel",
+        _ROOM + "nemotron.model:NemotronLabsDiffusionModel",
+        _ROOM + "nemotron.startup:NemotronLabsDiffusionEngineConfig",
+        _ROOM + "nemotron.startup:NemotronLabsDiffusionConfig",
+    ),
 )

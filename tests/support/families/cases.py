@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.families import llada2, run, sdar
+from tests.support.families import llada2, nemotron, run, sdar
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import llada2 as tiny_llada2
 from tests.support.families.model import END_IDS, MASK_ID, TinyModel
@@ -158,6 +158,21 @@ def _llada2_1(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Seq
     )
 
 
+def _nemotron(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+    B = model.block_length
+    return nemotron.generate(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        max_new_tokens=-(-wanted.max_tokens // B) * B,
+        block_length=B,
+        threshold=None if wanted.strategy == "static" else wanted.threshold,
+        temperature=wanted.temperature,
+        eos_token_id=_end(ends),
+        mask_id=MASK_ID,
+        sample=run.keyed_sample(wanted.seed),
+    )
+
+
 def _whole_blocks(model: TinyModel, prompt: Sequence[int], wanted: Wanted) -> int:
     """At least as many tokens as wanted, up to the end of a block."""
     end = len(prompt) + wanted.max_tokens
@@ -178,6 +193,7 @@ CASES: dict[str, Case] = {
     "sdar-moe": Case(tiny.sdar_moe, _sdar, stepped=_ALL),
     "llada2.0": Case(tiny_llada2, _llada2_0, ("dynamic",), stepped=("dynamic",)),
     "llada2.1": Case(tiny_llada2, _llada2_1, ("dynamic",), options=_EDITING),
+    "nemotron": Case(tiny.nemotron, _nemotron, ("dynamic", "static"), filters=()),
 }
 
 

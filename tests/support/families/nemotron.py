@@ -86,7 +86,11 @@ def generate(
     logits = model(x, causal(len(x)))
     for canvas in range(max_new_tokens // block_length):
         start = len(x)
-        seed = _next_tokens(logits[-1:], start, temperature, sample)
+        if temperature == 0:
+            seed = logits[-1:].argmax(-1)
+        else:
+            # Drawn before the first step, and at no position of the block.
+            seed = sample(logits[-1:] / temperature, block_draws(canvas, 0, [block_length]))
         block = torch.cat([seed, torch.full((block_length - 1,), mask_id)])
         revealed = torch.full_like(block, -1)
         schedule = even_schedule(int((block == mask_id).sum()), block_length)
