@@ -55,4 +55,10 @@ FAMILIES = (
         _ROOM + "nemotron.startup:NemotronLabsDiffusionEngineConfig",
         _ROOM + "nemotron.startup:NemotronLabsDiffusionConfig",
     ),
+    Family(
+        "Fast_dLLM_QwenForCausalLM",
+        _ROOM + "fast_dllm.model:FastDLLMForCausalLM",
+        _ROOM + "fast_dllm.startup:FastDLLMEngineConfig",
+        _ROOM + "fast_dllm.startup:FastDLLMConfig",
+    ),
 )

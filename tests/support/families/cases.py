@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.families import llada2, nemotron, run, sdar
+from tests.support.families import fast_dllm, llada2, nemotron, run, sdar
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import llada2 as tiny_llada2
 from tests.support.families.model import END_IDS, MASK_ID, TinyModel
@@ -173,6 +173,22 @@ def _nemotron(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Seq
     )
 
 
+def _fast_dllm(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+    blocks = -(-wanted.max_tokens // model.block_length) + 1
+    return fast_dllm.generate(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        max_new_tokens=blocks * model.block_length,
+        mask_id=MASK_ID,
+        threshold=wanted.threshold,
+        block_size=model.block_length,
+        stop_token=_end(ends),
+        top_p=wanted.top_p,
+        temperature=wanted.temperature,
+        sample=run.keyed_sample(wanted.seed),
+    )
+
+
 def _whole_blocks(model: TinyModel, prompt: Sequence[int], wanted: Wanted) -> int:
     """At least as many tokens as wanted, up to the end of a block."""
     end = len(prompt) + wanted.max_tokens
@@ -194,6 +210,7 @@ CASES: dict[str, Case] = {
     "llada2.0": Case(tiny_llada2, _llada2_0, ("dynamic",), stepped=("dynamic",)),
     "llada2.1": Case(tiny_llada2, _llada2_1, ("dynamic",), options=_EDITING),
     "nemotron": Case(tiny.nemotron, _nemotron, ("dynamic", "static"), filters=()),
+    "fast-dllm": Case(tiny.fast_dllm, _fast_dllm, ("dynamic",), filters=("top_p",)),
 }
 
 

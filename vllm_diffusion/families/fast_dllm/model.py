@@ -1,0 +1,16 @@
+"""Fast-dLLM v2 on vLLM's Qwen2: the same layers and weight names."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+from vllm_diffusion.model_state.base import BlockDiffusionModelState
+
+
+class FastDLLMForCausalLM(Qwen2ForCausalLM):
+    """1.5B and 7B."""
+
+    @staticmethod
+    def get_model_state_cls() -> type[BlockDiffusionModelState]:
+        """The state whose canvases are tokens."""
+        return BlockDiffusionModelState
