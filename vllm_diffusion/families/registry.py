@@ -61,4 +61,9 @@ FAMILIES = (
         _ROOM + "fast_dllm.startup:FastDLLMEngineConfig",
         _ROOM + "fast_dllm.startup:FastDLLMConfig",
     ),
+    Family(
+        "StableDiffcoderForCausalLM",
+        _ROOM + "stable_diffcoder.model:StableDiffcoderForCausalLM",
+        _ROOM + "stable_diffcoder.startup:StableDiffcoderEngineConfig",
+    ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.families import fast_dllm, llada2, nemotron, run, sdar
+from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stable_diffcoder
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import llada2 as tiny_llada2
 from tests.support.families.model import END_IDS, MASK_ID, TinyModel
@@ -189,6 +189,26 @@ def _fast_dllm(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Se
     )
 
 
+def _stable_diffcoder(
+    model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]
+) -> Run:
+    B = model.block_length
+    # The loop's last block is as much shorter as the first one's given tokens are many.
+    length = -(-wanted.max_tokens // B) * B + B
+    return stable_diffcoder.generate_block(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        steps=(wanted.steps or B) * (length // B),
+        gen_length=length,
+        block_length=B,
+        temperature=wanted.temperature,
+        mask_id=MASK_ID,
+        threshold=None if wanted.strategy == "static" else wanted.threshold,
+        eos_id=_end(ends),
+        sample=run.keyed_sample(wanted.seed),
+    )
+
+
 def _whole_blocks(model: TinyModel, prompt: Sequence[int], wanted: Wanted) -> int:
     """At least as many tokens as wanted, up to the end of a block."""
     end = len(prompt) + wanted.max_tokens
@@ -211,6 +231,13 @@ CASES: dict[str, Case] = {
     "llada2.1": Case(tiny_llada2, _llada2_1, ("dynamic",), options=_EDITING),
     "nemotron": Case(tiny.nemotron, _nemotron, ("dynamic", "static"), filters=()),
     "fast-dllm": Case(tiny.fast_dllm, _fast_dllm, ("dynamic",), filters=("top_p",)),
+    "stable-diffcoder": Case(
+        tiny.stable_diffcoder,
+        _stable_diffcoder,
+        ("dynamic", "static"),
+        filters=(),
+        stepped=("static",),
+    ),
 }
 
 
