@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/compatibility.md`` and ``docs/options.md``.
+"""Write the tables of ``docs/compatibility.md``, ``docs/options.md`` and ``docs/families.md``.
 
 python docs/update_compatibility.py
 """
@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from vllm_diffusion.families.registry import FAMILIES  # noqa: TID251
+from vllm_diffusion.plugin import imported  # noqa: TID251
 from vllm_diffusion.startup.option_table import (  # noqa: TID251 (the ban is for attention_kernels)
     OptionRow,
     read_rows,
 )
 from vllm_diffusion.upstream import TABLE  # noqa: TID251
+
+if TYPE_CHECKING:
+    from vllm_diffusion.decoding.rule import DecodingRule  # noqa: TID251
+    from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig  # noqa: TID251
 
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
@@ -65,7 +72,47 @@ def _why(row: OptionRow) -> str:
     return row.why
 
 
-TABLES = {"compatibility.md": symbols, "options.md": options}
+def families() -> str:
+    """Every family, and every decoding rule with its settings."""
+    rows = ["", "| architecture | blocks | rules, the default first | published settings |"]
+    rows.append("|---|---|---|---|")
+    rules: dict[str, DecodingRule] = {}
+    for family in FAMILIES:
+        entry = imported(family.engine_config)
+        names = ", ".join(f"`{name}`" for name in entry.rules)
+        for name, published in entry.rules.items():
+            is_masked = hasattr(entry, "mask_token_id")
+            rules.setdefault(name, published.rule(*([0] if is_masked else [])))
+        default = next(iter(entry.rules.values())).settings
+        settings = ", ".join(f"`{name}` {value}" for name, value in default.items())
+        layout = _layout(entry)
+        rows.append(f"| `{family.architecture}` | {layout} | {names} | {settings or 'its file'} |")
+    for name, rule in rules.items():
+        rows += ["", f"### `{name}`", "", "| setting | values | meaning |", "|---|---|---|"]
+        for setting, value in rule.settings.items():
+            rows.append(f"| `{setting}` | {value.values} | {value.meaning} |")
+        for preset, values in rule.presets.items():
+            chosen = ", ".join(f"`{setting}` {value}" for setting, value in values.items())
+            rows.append(f'| `preset` `"{preset}"` | | {chosen} |')
+    return "\n".join(rows) + "\n\n"
+
+
+def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
+    length = getattr(entry, "block_length", None)
+    if length is None:
+        return "as `canvas_length` says, where the known tokens end; causal behind them"
+    layout = getattr(entry, "layout", {})
+    where = "counted from the start" if layout.get("is_aligned") else "where the known tokens end"
+    attend = "in both directions" if layout.get("is_block_causal") else "causal behind them"
+    parts = [f"{length}, {where}", attend]
+    if layout.get("is_seeded"):
+        parts.append("the first token from the encoding pass")
+    if layout.get("is_shifted"):
+        parts.append("rows shifted by one")
+    return "; ".join(parts)
+
+
+TABLES = {"compatibility.md": symbols, "options.md": options, "families.md": families}
 
 
 def with_table(name: str, page: str) -> str:

@@ -8,13 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from vllm_diffusion.requests.params import _NAMES
-from vllm_diffusion.settings.plugin_settings import PluginSettings
+from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.requests.params import argument_names
+from vllm_diffusion.settings.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -35,7 +35,7 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["compatibility.md", "options.md"])
+@pytest.mark.parametrize("name", ["compatibility.md", "options.md", "families.md"])
 def test_tables(name: str) -> None:
     """The tables are those of the package; docs/update_compatibility.py writes them."""
     spec = importlib.util.spec_from_file_location("update", ROOT / "docs/update_compatibility.py")
@@ -49,8 +49,8 @@ def test_tables(name: str) -> None:
 
 def test_settings_are_documented() -> None:
     """Every start-up setting and every request argument has its row."""
-    settings = [field.name for field in fields(PluginSettings)]
-    for page, names in (("docs/settings.md", settings), ("docs/requests.md", _NAMES)):
+    names_of_gemma = argument_names(diffusion_gemma_spec(32))
+    for page, names in (("docs/settings.md", SETTINGS), ("docs/requests.md", names_of_gemma)):
         assert [name for name in names if f"`{name}`" not in text_of(page)] == []
 
 
@@ -155,10 +155,12 @@ def test_stock_refuses() -> None:
     """The README's first row of differences: what stock vLLM refuses in a request, and we do not."""
     code = (
         "import types\n"
+        "from tests.support.specs import diffusion_gemma_spec\n"
         "from vllm import SamplingParams\n"
         "from vllm.exceptions import VLLMValidationError\n"
         "from vllm_diffusion.requests import validation\n"
-        "model = types.SimpleNamespace(is_diffusion=True)\n"
+        "model = types.SimpleNamespace(is_diffusion=True, get_vocab_size=lambda: 316)\n"
+        "model.canvas_spec = diffusion_gemma_spec(32)\n"
         "def refused(**params):\n"
         "    try:\n"
         "        SamplingParams(**params)._validate_diffusion(model)\n"
@@ -173,7 +175,7 @@ def test_stock_refuses() -> None:
         "assert not any(refused(**params) for params in settings)\n"
         "assert refused(thinking_token_budget=5)\n"
     )
-    checked = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    checked = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT)
     assert checked.returncode == 0, checked.stderr
 
 
