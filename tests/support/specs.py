@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.reveal import Reveal
 
 SETTINGS = {
     "entropy_bound": 0.1,
@@ -19,3 +20,10 @@ SETTINGS = {
 def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:
     """What DiffusionGemma is published with, at another length."""
     return CanvasSpec(length, EntropyBound(), max_denoising_steps, SETTINGS, **changes)
+
+
+def masked_spec(length: int, **changes: Any) -> CanvasSpec:
+    """Blocks of masks, as SDAR's."""
+    settings = {"reveal_threshold": 0.9, "strategy": "dynamic"}
+    layout = {"mask_token_id": 4, "is_aligned": True, "is_block_causal": True}
+    return CanvasSpec(length, Reveal(4), length, settings, **(layout | changes))

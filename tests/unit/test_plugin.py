@@ -13,7 +13,7 @@ import pytest
 
 from vllm_diffusion import metrics, plugin, upstream
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
-from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.families.registry import FAMILIES, REFUSED
 from vllm_diffusion.requests import validation
 
 pytestmark = pytest.mark.engine
@@ -76,7 +76,7 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     def others() -> tuple[dict[str, Any], dict[str, Any]]:
-        ours = {family.architecture for family in FAMILIES}
+        ours = {family.architecture for family in (*FAMILIES, *REFUSED)}
         return (
             {name: value for name, value in MODELS_CONFIG_MAP.items() if name not in ours},
             {name: value for name, value in ModelRegistry.models.items() if name not in ours},

@@ -1,4 +1,4 @@
-"""The families that are served. A new one is a line here."""
+"""The families that are served, and those that cannot be. A new one is a line here."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ class Family(NamedTuple):
     model: str
     engine_config: str
     config: str | None = None
+
+
+class RefusedFamily(NamedTuple):
+    """A family whose checkpoints are refused by name.
+
+    Attributes:
+        architecture: As ``architectures`` of its checkpoints' ``config.json`` says.
+        model_type: As ``model_type`` says.
+        reason: Why, and what to do.
+    """
+
+    architecture: str
+    model_type: str
+    reason: str
 
 
 FAMILIES = (
@@ -66,4 +80,14 @@ FAMILIES = (
         _ROOM + "stable_diffcoder.model:StableDiffcoderForCausalLM",
         _ROOM + "stable_diffcoder.startup:StableDiffcoderEngineConfig",
     ),
+)
+
+_NO_EXACT_CACHE = (
+    "attends in both directions over the whole sequence, so that no key or value is final before the "
+    "last token is, and no cache of them is exact; serve a block-diffusion model (docs/families.md)."
+)
+
+REFUSED = (
+    RefusedFamily("DreamModel", "Dream", f"Dream (and DiffuCoder) {_NO_EXACT_CACHE}"),
+    RefusedFamily("LLaDAModelLM", "llada", f"LLaDA-8B {_NO_EXACT_CACHE}"),
 )

@@ -24,12 +24,14 @@ class LogprobsRequest(NamedTuple):
         token_ids: [num_rows, num_ids], int64: ids of a row that are reported in their place.
         num_token_ids: [num_rows], int32: how many of them a row has; 0 for the likeliest.
         as_logits: Report logits and not log-probabilities.
+        of_drawn: A row's own token is the one that was drawn, not the likeliest.
     """
 
     num_top: int
     token_ids: Tensor
     num_token_ids: Tensor
     as_logits: bool
+    of_drawn: bool = False
 
     @property
     def num_columns(self) -> int:

@@ -430,6 +430,8 @@ class DiffusionSampler:
             token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
             num_token_ids=ids.num_token_ids.gpu[slot],
             as_logits=self.logits_mode,
+            # What a masked model commits is what it drew.
+            of_drawn=self.spec.mask_token_id is not None,
         )
         if self.reports_raw:
             adjustments = self.adjustments.bind_readable(input_batch)

@@ -139,7 +139,8 @@ class _RowGroup:
                 candidate = candidate.index_copy(0, some, drawn[0])
                 drawn_confidence = drawn_confidence.index_copy(0, some, drawn[1])
             if kept.request is not None:
-                logprobs = self._logprobs(running.argmax, projected, kept, float32_rows)
+                selected = candidate if kept.request[0].of_drawn else running.argmax
+                logprobs = self._logprobs(selected, projected, kept, float32_rows)
         return RowResults(
             running.argmax,
             candidate,

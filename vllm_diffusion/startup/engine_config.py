@@ -244,7 +244,10 @@ def _check_sizes(vllm_config: VllmConfig) -> None:
 def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
     vocab_size = model_config.get_vocab_size()
     mask = spec.mask_token_id
-    if mask is not None and (isinstance(mask, bool) or not 0 <= mask < vocab_size):
+    if mask is None:
+        return
+    is_id = isinstance(mask, int) and not isinstance(mask, bool)
+    if not is_id or not 0 <= mask < vocab_size:
         raise ValueError(
             f"mask_token_id={mask!r} of the checkpoint must be an integer of at least 0 and below "
             f"vocab_size={vocab_size}; correct it in config.json."

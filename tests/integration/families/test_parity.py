@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import pytest
 from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Case, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
+from tests.support.families.run import Run
+from tests.support.generate import run_engine
 
 pytestmark = pytest.mark.engine
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
+# What runs under memory pressure and on two ranks: one for each way in which canvases lie.
+TIGHT = ("sdar", "llada2.1", "nemotron", "fast-dllm")
 
 
 class Family:
@@ -24,8 +30,12 @@ class Family:
         self.case: Case = CASES[name]
         self.model: TinyModel = self.case.make()
         self.block_length = self.model.block_length
+        self.is_asynchronous = bool(options.get("async_scheduling"))
         options = OPTIONS | self.case.options | options
         self.engine = TracedEngine(self.model.save(folder), **options)
+        self.is_aligned = self.engine.state.spec.is_aligned
+        # Whether a pass of its own makes a finished block's keys and values.
+        self.commits = self.engine.state.spec.is_seeded or self.engine.state.spec.rule.can_finish_kv
 
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
         """Token ids of each prompt's answer, all in one batch."""
@@ -35,6 +45,30 @@ class Family:
             use_tqdm=False,
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    @contextmanager
+    def counting(self) -> Iterator[list[int]]:
+        """Rows of each pass that runs."""
+        passes: list[int] = []
+        update = self.engine.scheduler.update_from_output
+
+        def counted(scheduler_output: Any, *args: Any) -> Any:
+            if scheduler_output.total_num_scheduled_tokens:
+                passes.append(scheduler_output.total_num_scheduled_tokens)
+            return update(scheduler_output, *args)
+
+        self.engine.scheduler.update_from_output = counted
+        try:
+            yield passes
+        finally:
+            self.engine.scheduler.update_from_output = update
+
+    def loop_until(self, prompt: list[int], wanted: Wanted) -> Run:
+        """The loop's passes up to the block of the last token that is wanted."""
+        run = self.case.loop(self.model, prompt, wanted, ())
+        end = len(prompt) + wanted.max_tokens
+        run.passes = [one for one in run.passes if one.start < end]
+        return run
 
     def check(self, prompts: list[list[int]], wanted: list[Wanted]) -> None:
         """The answers, in one batch, are the loop's."""
@@ -101,3 +135,145 @@ def test_temperature_and_filters(family: Family) -> None:
         wanted.append(Wanted(temperature=1.0, top_p=0.8, seed=8))
     prompts = [prompt_of(9 + 7 * i, seed=i) for i in range(len(wanted))]
     family.check(prompts, wanted)
+
+
+def test_an_end_token_ends_the_answer(family: Family) -> None:
+    """One that the answer has, first in it and in the middle; it is cut as the loop's is."""
+    prompts = [prompt_of(length, seed=length) for length in (6, 40)]
+    wanted = Wanted(max_tokens=2 * family.block_length)
+    whole = family.generate(prompts, [wanted] * len(prompts))
+    for prompt, answer in zip(prompts, whole, strict=True):
+        for end in {answer[0], answer[len(answer) // 2]}:
+            expected_run = expected(family.case, family.model, prompt, wanted, [end])
+            (found,) = family.generate([prompt], [wanted], stop_token_ids=[end])
+            assert found == expected_run.tokens
+            assert found[-1] == end
+
+
+def test_prefix_cache(family: Family) -> None:
+    """What is found of a prompt, or of a turn before, is what would be computed."""
+    prompt = prompt_of(100, seed=41)
+    wanted = Wanted(max_tokens=2 * family.block_length)
+    (answer,) = family.generate([prompt], [wanted])
+    prompts = [prompt, prompt[:70] + prompt_of(9, seed=42), prompt + answer + prompt_of(3, seed=43)]
+    outputs = family.engine.llm.generate(
+        [{"prompt_token_ids": one} for one in prompts], wanted.sampling_params(), use_tqdm=False
+    )
+    for one, output in zip(prompts, outputs, strict=True):
+        assert output.num_cached_tokens >= 64
+        assert output.num_cached_tokens % family.block_length == 0 or not family.is_aligned
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == expected(family.case, family.model, one, wanted).tokens
+
+
+def test_passes(family: Family) -> None:
+    """Alone, a request takes the loop's passes, and none for a commit that another one makes."""
+    B = family.block_length
+    for length in (3, B, 2 * B + 1, 70):
+        prompt, wanted = prompt_of(length, seed=900 + length), Wanted(max_tokens=3 * B - 1)
+        with family.counting() as passes:
+            family.generate([prompt], [wanted])
+        # The loops go on to the end of a block, and some beyond; ours stops with the last token.
+        loop = family.loop_until(prompt, wanted)
+        denoise = loop.count("prefill", "denoise")
+        if family.is_asynchronous or family.commits:
+            # In the asynchronous order one more is on its way when the last token is known.
+            assert len(passes) <= denoise + loop.count("commit") + family.is_asynchronous
+        else:
+            assert len(passes) == denoise
+
+
+def test_constraints(family: Family) -> None:
+    """A grammar holds the answer, and bad words are not said."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = Wanted(max_tokens=40)
+    pattern = r"[a-f]{3,9} [0-9]{2}"
+    params = [
+        wanted.sampling_params(
+            detokenize=True,
+            ignore_eos=False,
+            structured_outputs=StructuredOutputsParams(regex=pattern),
+        ),
+        wanted.sampling_params(detokenize=True, bad_words=["a"]),
+    ]
+    prompts = [{"prompt_token_ids": prompt_of(length, seed=length)} for length in (37, 21)]
+    held, other = family.engine.llm.generate(prompts, params, use_tqdm=False)
+    tokenizer = family.engine.llm.get_tokenizer()
+    said = tokenizer.decode(held.outputs[0].token_ids, skip_special_tokens=True)
+    assert re.fullmatch(pattern, said)
+    (banned,) = tokenizer.encode("a", add_special_tokens=False)
+    assert banned not in other.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module", params=TIGHT)
+def tight(
+    request: pytest.FixtureRequest,
+    is_asynchronous: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Family]:
+    """Small chunks, and a cache that holds one request of the longest, or two others."""
+    # Blocks of the cache are the model's where these are larger and counted from the start.
+    block_size = 16 if request.param in ("sdar", "nemotron") else 32
+    served = Family(
+        request.param,
+        tmp_path_factory.mktemp("tight"),
+        async_scheduling=is_asynchronous,
+        max_model_len=192,
+        max_num_batched_tokens=80,
+        num_gpu_blocks_override=192 // block_size + 2,
+    )
+    yield served
+    served.engine.close()
+
+
+def test_chunks_and_preemption(tight: Family) -> None:
+    """Twelve requests in eight slots: they lose their memory, and return."""
+    lengths = [90, 33, 5, 61, 64, 17, 100, 2, 45, 32, 80, 71]
+    prompts = [prompt_of(length, seed=7 * length) for length in lengths]
+    wanted = [
+        Wanted(max_tokens=40, threshold=0.2, temperature=(i % 2) * 0.8, seed=i)
+        for i in range(len(lengths))
+    ]
+    tight.engine.preempted.clear()
+    tight.check(prompts, wanted)
+    assert tight.engine.preempted
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    """Two processes with half of the heads and of the vocabulary each."""
+    case = CASES[name]
+    model = case.make()
+    lengths = (3, 40, 64, 77)
+    wanted = [
+        Wanted(max_tokens=40, temperature=t, seed=i)
+        for i, t in zip(range(4), (0.0, 0.7, 1.0, 0.0), strict=True)
+    ]
+    prompts = [prompt_of(length, seed=length) for length in lengths]
+    engine = {
+        "model": str(model.save(tmp_path)),
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 1024**2,
+        "tensor_parallel_size": 2,
+    }
+    batch = [
+        {
+            "prompt": prompt,
+            "params": {
+                "max_tokens": one.max_tokens,
+                "temperature": one.temperature,
+                "seed": one.seed,
+                "ignore_eos": True,
+                "extra_args": {
+                    "diffusion_reveal_threshold": one.threshold,
+                    "diffusion_strategy": one.strategy,
+                },
+            },
+        }
+        for prompt, one in zip(prompts, wanted, strict=True)
+    ]
+    job = {"engine": engine | OPTIONS | case.options, "batches": [batch]}
+    (answers,) = run_engine(job)["batches"]
+    for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
+        assert answer["tokens"] == expected(case, model, prompt, one).tokens

@@ -1,0 +1,151 @@
+"""What a masked family cannot serve is refused by name, before a weight is read or at the door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.families import model as tiny
+from tests.support.families.llada2_model import llada2
+from tests.support.specs import masked_spec
+
+pytestmark = pytest.mark.engine
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    """What start-up says."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {"max_model_len": 256, "enforce_eager": True} | options
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        EngineArgs(model=str(folder), **arguments).create_engine_config()
+    return str(raised.value)
+
+
+def changed(folder: Path, **values: Any) -> Path:
+    """The folder with other values in ``config.json``."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+@pytest.mark.parametrize("mask", [999, -1, "4", True])
+def test_mask_outside_the_vocabulary(mask: Any, tmp_path: Path) -> None:
+    """Named with its value and the vocabulary's size."""
+    message = refusal(changed(tiny.sdar().save(tmp_path), mask_token_id=mask))
+    assert f"mask_token_id={mask!r}" in message
+    assert "vocab_size=320" in message
+
+
+@pytest.mark.parametrize("length", [0, -4, "4", 2.5, True])
+def test_block_length(length: Any, tmp_path: Path) -> None:
+    """Under the name that config.json has for it."""
+    message = refusal(changed(tiny.sdar().save(tmp_path), block_size=length))
+    assert f"block_size={length!r} in config.json" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 250}, ["max_model_len=250", "blocks of 32", "--max-model-len to 224"]),
+        ({"block_size": 16}, ["--block-size 16", "blocks of 32", "set it to 32"]),
+        ({"rule": "entropy_bound"}, ["rule='entropy_bound'", '"reveal"']),
+        ({"reveal_threshold": 1.5}, ["reveal_threshold=1.5 must be a number of at least 0"]),
+        ({"strategy": "random"}, ["strategy='random' must be one of dynamic, static, sequential"]),
+        ({"entropy_bound": 0.1}, ["entropy_bound is not known", "reveal_threshold"]),
+        ({"preset": "fast"}, ["preset='fast' is not known", "this model has none"]),
+        ({"max_denoising_steps": 0}, ["max_denoising_steps=0"]),
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    """An option of vLLM's or a setting, with the remedy."""
+    if not options.keys() & {"max_model_len", "block_size"}:
+        options = {"additional_config": {"diffusion": options}}
+    message = refusal(tiny.sdar(block_length=32).save(tmp_path), **options)
+    for word in words:
+        assert word in message
+
+
+def test_fused_encode_of_a_seeded_family(tmp_path: Path) -> None:
+    """Nothing can be denoised before the pass that gives its first token."""
+    settings = {"diffusion": {"fused_encode": True}}
+    message = refusal(tiny.nemotron().save(tmp_path), additional_config=settings)
+    assert "fused_encode cannot be true: this model's canvases begin with a token" in message
+
+
+def test_routing_by_block(tmp_path: Path) -> None:
+    """LLaDA2.2 would be served with experts that its blocks do not have."""
+    assert "LLaDA2.2" in refusal(llada2(version="2.2").save(tmp_path))
+
+
+@pytest.mark.parametrize("architecture", ["DreamModel", "LLaDAModelLM"])
+def test_families_without_an_exact_cache(architecture: str, tmp_path: Path) -> None:
+    """Refused by name with the reason, though no code of theirs is here."""
+    model_type = {"DreamModel": "Dream", "LLaDAModelLM": "llada"}[architecture]
+    tiny.sdar().save(tmp_path)
+    changed(tmp_path, architectures=[architecture], model_type=model_type)
+    assert "no cache of them is exact" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["sdar", "nemotron", "fast_dllm", "stable_diffcoder", "llada2"])
+def test_tensors(family: str, tmp_path: Path) -> None:
+    """Missing, unknown and misshapen ones are named."""
+    (llada2() if family == "llada2" else getattr(tiny, family)()).save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    norm = next(name for name in tensors if name.endswith("input_layernorm.weight"))
+    head = next(name for name in tensors if "head" in name)
+    changes: dict[str, dict[str, Any]] = {
+        norm: {name: value for name, value in tensors.items() if name != norm},
+        "model.surplus.weight": tensors | {"model.surplus.weight": tensors[norm].clone()},
+        head: tensors | {head: tensors[head][:-1].clone()},
+    }
+    for name, held in changes.items():
+        save_file(held, path, metadata={"format": "pt"})
+        assert name in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"diffusion_reveal_threshold": 1.5}, "diffusion_reveal_threshold"),
+        ({"diffusion_strategy": "random"}, "diffusion_strategy"),
+        ({"diffusion_strategy": 1}, "diffusion_strategy"),
+        ({"diffusion_entropy_bound": 0.1}, "diffusion_entropy_bound"),
+        ({"diffusion_preset": "fast"}, "diffusion_preset"),
+        ({"diffusion_canvas_length": 3}, "diffusion_canvas_length"),
+        ({"diffusion_max_steps": 0}, "diffusion_max_steps"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_request(arguments: dict[str, Any], field: str) -> None:
+    """A 400 with the field's name."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests.validation import validate_diffusion_arguments
+
+    with pytest.raises(VLLMValidationError, match=field) as raised:
+        validate_diffusion_arguments(SamplingParams(extra_args=arguments), masked_spec(8), 320)
+    assert raised.value.parameter == field
+
+
+def test_prompt_log_probabilities(tmp_path: Path) -> None:
+    """No position of a block predicts the next one."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests.validation import validate_sampling_params
+
+    model_config = SimpleNamespace(
+        is_diffusion=True, canvas_spec=masked_spec(8), get_vocab_size=lambda: 320
+    )
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
+        validate_sampling_params(SamplingParams(prompt_logprobs=1), model_config)
