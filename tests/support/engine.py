@@ -78,7 +78,9 @@ class TracedEngine:
 
         def recording_call(this: Any, rows: Tensor, input_batch: Any, *args: Any) -> Any:
             if rows.shape[0]:
-                projected = RowLogits(this.head.project(rows, slice(None)), 0, this.head.softcap)
+                projected = RowLogits(
+                    this.head.project(rows, slice(0, len(this.head.weight))), 0, this.head.softcap
+                )
                 logits = projected.scaled(torch.ones(len(rows)))
                 bounds = input_batch.cu_num_logits_np
                 for i, req_id in enumerate(input_batch.req_ids):

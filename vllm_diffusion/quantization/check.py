@@ -23,7 +23,6 @@ from vllm_diffusion.quantization.tensor_rules import (
     Shape,
     TensorRules,
     has_split_experts,
-    linear_modules,
     split_experts,
 )
 from vllm_diffusion.quantization.weight_files import StoredTensor, stored_tensors
@@ -31,7 +30,7 @@ from vllm_diffusion.quantization.weight_files import StoredTensor, stored_tensor
 # Scales of the KV cache may be there or not; without them vLLM uses 1.
 _OPTIONAL_ENDS = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")
 # Row-parallel modules: tensor parallelism cuts their rows' groups.
-_CUT_ACROSS_INPUT = ("o_proj", "down_proj")
+_CUT_ACROSS_INPUT = ("o_proj", "down_proj", "attention.dense")
 _NAMED = 3
 
 
@@ -75,7 +74,7 @@ def expected_specs(
     specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
     if quantized is None:
         return specs
-    for name, shape in linear_modules(shapes).items():
+    for name, shape in rules.linear_modules(shapes).items():
         if quantized.quantizes(rules.all_names(name)):
             del specs[f"{name}.weight"]
             specs |= {f"{name}.{end}": spec for end, spec in quantized.tensors(shape).items()}
@@ -153,7 +152,7 @@ def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape], rules: Te
 def _check_groups(quantized: Format, shapes: dict[str, Shape], rules: TensorRules, tp: int) -> None:
     if not quantized.is_fp4:
         return
-    for name, (_, in_size) in linear_modules(shapes).items():
+    for name, (_, in_size) in rules.linear_modules(shapes).items():
         if not quantized.quantizes(rules.all_names(name)):
             continue
         ranks = tp if name.endswith(_CUT_ACROSS_INPUT) and ".layers." in name else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vllm_diffusion.quantization.tensor_rules import TensorRules, linear_modules, split_experts
+from vllm_diffusion.quantization.tensor_rules import TensorRules, split_experts
 
 
 def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mapper: Any) -> None:
@@ -27,7 +27,7 @@ def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mappe
     patterns = [entry[3:] for entry in quant_config.ignore if entry.startswith("re:")]
     if not patterns:
         return
-    names = linear_modules(split_experts(rules.shapes(config)))
+    names = rules.linear_modules(split_experts(rules.shapes(config)))
     quant_config.ignore += [
         mapper.map_name(name)
         for name in names

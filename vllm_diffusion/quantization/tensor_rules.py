@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)(?:\..*)?$")
 
@@ -16,7 +16,14 @@ Shape = tuple[int, ...]
 
 
 class TensorRules:
-    """A family says what its checkpoints hold."""
+    """A family says what its checkpoints hold.
+
+    Attributes:
+        unquantised: Ends of names of matrices that stay as they are in every format: embeddings, and
+            routers that vLLM gives no quantised form.
+    """
+
+    unquantised: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "router.proj.weight")
 
     def shapes(self, config: Any) -> dict[str, Shape]:
         """Canonical name to shape of every tensor; experts are fused, as in a BF16 checkpoint.
@@ -33,6 +40,18 @@ class TensorRules:
     def all_names(self, name: str) -> tuple[str, ...]:
         """Every name of a module with this canonical name."""
         return (name,)
+
+    def linear_modules(self, shapes: dict[str, Shape]) -> dict[str, Shape]:
+        """Canonical name to [out_features, in_features] of the modules that vLLM can quantise.
+
+        Args:
+            shapes: With split experts.
+        """
+        return {
+            name.removesuffix(".weight"): shape
+            for name, shape in shapes.items()
+            if name.endswith(".weight") and len(shape) == 2 and not name.endswith(self.unquantised)
+        }
 
     def copy_of(self, name: str) -> str:
         """The name of a tensor that may stand in for this one where a checkpoint has only it."""
@@ -66,23 +85,6 @@ def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
             for part, size in parts.items():
                 split[f"{stem}.{idx}.{part}.weight"] = size
     return split
-
-
-def linear_modules(shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """Canonical name to [out_features, in_features] of the modules that vLLM can quantise.
-
-    The routers and the embeddings stay as they are in every format.
-
-    Args:
-        shapes: With split experts.
-    """
-    return {
-        name.removesuffix(".weight"): shape
-        for name, shape in shapes.items()
-        if name.endswith(".weight")
-        and len(shape) == 2
-        and not name.endswith(("embed_tokens.weight", "router.proj.weight"))
-    }
 
 
 def has_split_experts(names: Iterable[str]) -> bool:

@@ -83,7 +83,13 @@ def is_asynchronous(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(scope="module", params=CASES)
+# In CI one family for each way in which canvases lie and are decided; the others with ``-m slow``.
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in TIGHT else pytest.param(name, marks=pytest.mark.slow) for name in CASES
+    ],
+)
 def family(
     request: pytest.FixtureRequest,
     is_asynchronous: bool,

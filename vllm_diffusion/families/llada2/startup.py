@@ -87,6 +87,8 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
 class LLaDA2Tensors(TensorRules):
     """Names and shapes as published; experts fused here, and one by one in the files."""
 
+    unquantised = ("word_embeddings.weight", "mlp.gate.weight")
+
     def shapes(self, config: Any) -> dict[str, Shape]:
         hidden, head_dim = config.hidden_size, config.head_dim
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
