@@ -278,11 +278,12 @@ class CanvasStep:
         initial = torch.where(brings[:, None], slots.seed_canvas, initial)
         canvas = torch.where(begins[:, None], initial, slots.canvas)
         if self._spec.is_seeded:
-            # The pass that committed the canvas before ran over its last row too.
-            last = 0 if self._spec.is_shifted else self._spec.length - 1
-            token = torch.where(
-                committed, statistics.candidate[:, last], statistics.candidate[:, 0]
-            )
+            token = statistics.candidate[:, 0]
+            if not self._spec.is_shifted:
+                # The pass that committed the canvas before ran over its last row too.
+                last = (slot_pass.num_rows - 1).clamp(min=0).long()[:, None]
+                behind = statistics.candidate.gather(-1, last)[:, 0]
+                token = torch.where(committed, behind, token)
             is_seed = (committed | slot_pass.seeding)[:, None] & (position == 0)
             canvas = torch.where(is_seed, token[:, None], canvas)
         slots.canvas.copy_(canvas)

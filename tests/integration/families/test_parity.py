@@ -143,6 +143,20 @@ def test_temperature_and_filters(family: Family) -> None:
     family.check(prompts, wanted)
 
 
+@pytest.mark.parametrize("family", ["llada2.1"], indirect=True)
+@pytest.mark.parametrize("max_post_steps", [0, 2, 16])
+def test_editing(family: Family, max_post_steps: int) -> None:
+    """Revealed tokens are rewritten, with a threshold of 0 whatever differs."""
+    wanted = [
+        Wanted(70, threshold=0.2, editing_threshold=editing, max_post_steps=max_post_steps)
+        for editing in (0.0, 0.5)
+    ]
+    prompts = [prompt_of(45, seed=3), prompt_of(20, seed=4)]
+    family.check(prompts, wanted)
+    loop = expected(family.case, family.model, prompts[0], wanted[0])
+    assert loop.rewritten > 0
+
+
 def test_an_end_token_ends_the_answer(family: Family) -> None:
     """One that the answer has, first in it and in the middle; it is cut as the loop's is."""
     prompts = [prompt_of(length, seed=length) for length in (6, 40)]
