@@ -308,6 +308,9 @@ def test_client_that_goes_away(server: Server) -> None:
     body = {
         "prompt": "Count: one two three",
         "max_tokens": 900,
+        # So many that they still run when a busy machine has answered the next request.
+        "n": 16,
+        "temperature": 0.8,
         "ignore_eos": True,
         "stream": True,
     }
@@ -319,7 +322,7 @@ def test_client_that_goes_away(server: Server) -> None:
         lines = response.iter_lines()
         first = next(line for line in lines if line.startswith("data: "))
         assert json.loads(first.removeprefix("data: "))["choices"]
-        assert server.metric("vllm:num_requests_running") == 1
+        assert server.metric("vllm:num_requests_running") >= 1
     server.wait_until_idle(30)
     server.assert_alive()
 

@@ -260,7 +260,14 @@ def test_chunks_and_preemption(tight: Family) -> None:
     assert tight.engine.preempted
 
 
-@pytest.mark.parametrize("name", TIGHT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sdar",
+        "nemotron",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llada2.1", "fast-dllm")),
+    ],
+)
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Two processes with half of the heads and of the vocabulary each."""
     case = CASES[name]

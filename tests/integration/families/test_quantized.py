@@ -79,7 +79,9 @@ def emulate_fp8(model: TinyModel) -> None:
             module.register_forward_pre_hook(lambda _, inputs: (rounded_rows(inputs[0]),))
 
 
-@pytest.mark.parametrize("name", ["sdar", "nemotron", "llada2"])
+@pytest.mark.parametrize(
+    "name", ["sdar", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nemotron", "llada2"))]
+)
 def test_fp8_dynamic(name: str, tmp_path: Path) -> None:
     """The first step's logits are those of PyTorch with the same rounding, which is not none."""
     model: TinyModel = llada2() if name == "llada2" else getattr(tiny, name)()
