@@ -8,8 +8,10 @@ checkpoint can be quantised to FP8 and NVFP4 like the big one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -306,15 +308,24 @@ def save_checkpoint(model, directory: str | Path) -> None:
         model: A ``DiffusionGemmaForBlockDiffusion`` in fp32.
         directory: Made if absent. A reader never sees half a file.
     """
+    with moved_in_when_complete(directory) as staging:
+        model.save_pretrained(staging)
+        build_processor(build_tokenizer()).save_pretrained(staging)
+        # Written by hand: the reader of the published file finds the same keys in the same form.
+        (staging / "generation_config.json").write_text(
+            json.dumps(GENERATION_CONFIG, indent=2) + "\n"
+        )
+        _write_published_layer_keys(staging / "config.json")
+
+
+@contextlib.contextmanager
+def moved_in_when_complete(directory: str | Path) -> Iterator[Path]:
+    """A folder beside ``directory`` whose files are moved there, over older ones, at the end."""
     directory = Path(directory)
     staging = directory.with_name(directory.name + ".partial")
     staging.mkdir(parents=True, exist_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(staging)
-    build_processor(build_tokenizer()).save_pretrained(staging)
-    # Written by hand: the reader of the published file finds the same keys in the same form.
-    (staging / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
-    _write_published_layer_keys(staging / "config.json")
+    yield staging
     for path in sorted(staging.iterdir()):
         path.chmod(0o644)
         os.replace(path, directory / path.name)
