@@ -1,8 +1,9 @@
-"""Score the tiny checkpoint on held-out prompts: ``transformers`` and vLLM side by side.
+"""Score a tiny checkpoint on held-out prompts: ``transformers`` and vLLM side by side.
 
     python examples/evaluate.py --num-prompts 100
     python examples/evaluate.py --engine vllm --families sums json
     python examples/evaluate.py --engine vllm --settings '{"preset": "fast"}'
+    python examples/evaluate.py --engine vllm --checkpoint "$(vllm-diffusion checkpoint --family sdar)"
     python examples/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
 
 For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
@@ -13,7 +14,8 @@ settings of the checkpoint's ``generation_config.json``; their random draws diff
 and prints what quantising costs (``format_comparison.py``).
 
 ``transformers`` runs ``generate`` on batches of prompts of one length only. Such a batch has no
-padding, so each row is computed as it would be alone.
+padding, so each row is computed as it would be alone. SDAR has no ``generate`` there: its loop in
+``tiny_sdar.py`` over ``transformers``' Qwen3 answers one prompt at a time, without a cache.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from format_comparison import Distribution, FormatRun, table
-from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
+from tiny_tasks import FAMILIES, Example, Size, evaluation_set, is_correct
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
-# Longer than any answer: six canvases of 32 tokens.
+# Longer than any answer: six canvases of 32 tokens, 24 blocks of 8.
 MAX_NEW_TOKENS = 192
 # Vocabularies up to this size are compared whole.
 SMALL_VOCABULARY = 1000
@@ -136,6 +138,36 @@ class TransformersEngine:
         return answers
 
 
+class SdarEngine:
+    """SDAR's loop over ``transformers``' Qwen3 in fp32 on this machine."""
+
+    name = "transformers"
+
+    def __init__(self, checkpoint: Path, *, threads: int | None):
+        import torch
+        from tiny_sdar import load_model
+        from transformers import AutoTokenizer
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.model = load_model(checkpoint)
+
+    def answer(self, prompts: list[list[int]]) -> list[Answer]:
+        """Answers in the order of ``prompts`` (token ids)."""
+        from tiny_sdar import generate
+
+        found = [generate(self.model, prompt, MAX_NEW_TOKENS) for prompt in prompts]
+        return [
+            Answer(
+                self.tokenizer.decode(one.tokens, skip_special_tokens=True),
+                one.num_blocks,
+                one.num_steps,
+            )
+            for one in found
+        ]
+
+
 class VllmEngine:
     """Stock vLLM with this package's plugin, offline."""
 
@@ -157,12 +189,10 @@ class VllmEngine:
 
     def answer(self, prompts: list[list[int]]) -> list[Answer]:
         """Answers in the order of ``prompts`` (token ids)."""
-        from vllm import SamplingParams
-
+        sampling = self.llm.get_default_sampling_params()
+        sampling.max_tokens = MAX_NEW_TOKENS
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(max_tokens=MAX_NEW_TOKENS),
-            use_tqdm=False,
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
         )
         return [self._read(output.outputs[0]) for output in outputs]
 
@@ -206,6 +236,12 @@ class VllmEngine:
         return Answer(completion.text, len(steps), sum(steps))
 
 
+def is_sdar(checkpoint: Path) -> bool:
+    """Whether a checkpoint is a masked one, by the architecture's name."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return config["architectures"] == ["SDARForCausalLM"]
+
+
 def prompt_token_ids(tokenizer, example: Example) -> list[int]:
     """The chat as the template writes it, up to where the answer begins."""
     return tokenizer.apply_chat_template(
@@ -213,9 +249,11 @@ def prompt_token_ids(tokenizer, example: Example) -> list[int]:
     )
 
 
-def score(engine, tokenizer, family: str, num_prompts: int, seed: int) -> Score:
+def score(
+    engine, tokenizer, family: str, num_prompts: int, seed: int, size: Size | None = None
+) -> Score:
     """Run one family through one engine."""
-    examples = evaluation_set(family, num_prompts, seed)
+    examples = evaluation_set(family, num_prompts, seed, size)
     start = time.monotonic()
     answers = engine.answer([prompt_token_ids(tokenizer, example) for example in examples])
     seconds = time.monotonic() - start
@@ -280,6 +318,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=("transformers", "vllm", "both"), default="both")
     parser.add_argument("--num-prompts", type=int, default=500, help="per family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument(
+        "--size",
+        choices=("one", "few", "many"),
+        help="items in a question, with nothing before it (default: a mix, a fifth with context)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--batch-size", type=int, default=16, help="transformers only")
     parser.add_argument("--threads", type=int, help="transformers only")
@@ -307,14 +350,16 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     scores: list[Score] = []
     for name in ("transformers", "vllm") if args.engine == "both" else (args.engine,):
-        if name == "transformers":
+        if name == "vllm":
+            engine = VllmEngine(args.checkpoint, seed=args.seed, settings=args.settings)
+        elif is_sdar(args.checkpoint):
+            engine = SdarEngine(args.checkpoint, threads=args.threads)
+        else:
             engine = TransformersEngine(
                 args.checkpoint, batch_size=args.batch_size, seed=args.seed, threads=args.threads
             )
-        else:
-            engine = VllmEngine(args.checkpoint, seed=args.seed, settings=args.settings)
         for family in args.families:
-            scores.append(score(engine, tokenizer, family, args.num_prompts, args.seed))
+            scores.append(score(engine, tokenizer, family, args.num_prompts, args.seed, args.size))
             print(scores[-1], flush=True)
             if args.show_wrong:
                 for expected, said in scores[-1].wrong:

@@ -390,7 +390,9 @@ def draw_training_example(
     return example
 
 
-def evaluation_set(family: str, num_prompts: int = 500, seed: int = 0) -> list[Example]:
+def evaluation_set(
+    family: str, num_prompts: int = 500, seed: int = 0, size: Size | None = None
+) -> list[Example]:
     """Held-out prompts of a checked family, all different.
 
     Every fourth has an answer of ``many`` items (over three canvases or more), every fifth has
@@ -400,15 +402,16 @@ def evaluation_set(family: str, num_prompts: int = 500, seed: int = 0) -> list[E
         family: One of ``FAMILIES``.
         num_prompts: How many; a smaller set is a prefix of a larger one.
         seed: Another seed gives another set from the same split.
+        size: Questions of this size alone, and nothing before them.
     """
     rng = random.Random(f"{family}-{seed}")
     examples: list[Example] = []
     seen: set[tuple[Any, ...]] = set()
     while len(examples) < num_prompts:
         idx = len(examples)
-        size: Size = "many" if idx % 4 == 0 else rng.choice(("one", "few"))
-        example = draw_question(rng, family, size, held_out=True)
-        if idx % 5 == 0:
+        drawn: Size = size or ("many" if idx % 4 == 0 else rng.choice(("one", "few")))
+        example = draw_question(rng, family, drawn, held_out=True)
+        if size is None and idx % 5 == 0:
             example = add_context(rng, example, rng.choice(("filler", "turns")))
         key = (example.question, example.filler, example.turns)
         if key not in seen:

@@ -1,4 +1,4 @@
-"""The README's first command, as a person runs it."""
+"""The README's first commands, as a person runs them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ def _vllm_processes() -> set[int]:
     return {child.pid for child in children if "vllm" in " ".join(child.cmdline())}
 
 
-def test_demo(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["What is 7+8?"], "15"),
+        pytest.param(["--family", "sdar"], "1. cat\n2. dog\n3. tree", marks=pytest.mark.slow),
+    ],
+    ids=["default", "sdar"],
+)
+def test_demo(arguments: list[str], said: str, tmp_path: Path) -> None:
     """From any folder: the answer alone on standard output, figures on standard error, no trace."""
     script = Path(sys.executable).with_name("vllm-diffusion")
     # Would be imported in vLLM's place if the folder of the user were searched.
     (tmp_path / "vllm.py").write_text("raise SystemExit('wrong vllm')", encoding="utf-8")
     before = _vllm_processes()
     demo = subprocess.run(
-        [str(script), "demo", "What is 7+8?"],
+        [str(script), "demo", *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -33,7 +41,7 @@ def test_demo(tmp_path: Path) -> None:
         check=False,
     )
     assert demo.returncode == 0, demo.stderr
-    assert "15" in demo.stdout
+    assert said in demo.stdout
     assert "denoise steps per canvas" in demo.stderr
     assert "tokens per pass" in demo.stderr
     assert "tokens per second" in demo.stderr

@@ -90,7 +90,7 @@ def run_demo(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Runs ``vllm-diffusion demo`` against a fake server."""
     # The test's process keeps its own signal handlers.
     monkeypatch.setattr(demo, "_ENDING_SIGNALS", ())
-    monkeypatch.setattr(demo, "shipped_checkpoint", lambda: tmp_path)
+    monkeypatch.setattr(demo, "shipped_checkpoint", lambda family: tmp_path)
 
     def run(behaviour: str, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(demo, "vllm_serve", lambda *_: command(behaviour))
@@ -124,20 +124,70 @@ def assert_gone(pids: list[int]) -> None:
 
 
 def test_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    """The path, alone on standard output, of a folder that has a model in it."""
-    assert main(["checkpoint"]) == 0
-    folder = Path(capsys.readouterr().out.removesuffix("\n"))
-    assert (folder / "model.safetensors").is_file()
+    """The path, alone on standard output; DiffusionGemma's unless another family is asked for."""
+    for arguments, name in (
+        ([], "tiny_diffusion_gemma"),
+        (["--family", "diffusion_gemma"], "tiny_diffusion_gemma"),
+        (["--family", "sdar"], "tiny_sdar"),
+    ):
+        assert main(["checkpoint", *arguments]) == 0
+        folder = Path(capsys.readouterr().out.removesuffix("\n"))
+        assert folder.name == name
+        assert (folder / "model.safetensors").is_file()
+    assert checkpoint.shipped_checkpoint().name == "tiny_diffusion_gemma"
 
 
-def test_checkpoint_missing(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("family", checkpoint.FOLDERS)
+def test_checkpoint_complete(family: str) -> None:
+    """Everything that vLLM reads and no code, in at most 10 MB."""
+    folder = checkpoint.shipped_checkpoint(family)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"chat_template.jinja", "tokenizer_config.json"}
+    assert not [name for name in names if name.endswith(".py")]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 10_000_000
+
+
+@pytest.mark.parametrize("family", checkpoint.FOLDERS)
+def test_checkpoint_missing(family: str, tmp_path: Path, monkeypatch, capsys) -> None:
     """One sentence that names the file, nothing on standard output."""
-    monkeypatch.setattr(checkpoint, "FOLDER", tmp_path)
-    assert main(["checkpoint"]) == 1
+    monkeypatch.setitem(checkpoint.FOLDERS, family, tmp_path)
+    assert main(["checkpoint", "--family", family]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert str(tmp_path / "config.json") in captured.err
+
+
+@pytest.mark.parametrize("command", ["demo", "checkpoint"])
+def test_family_choices(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help names every family; another is refused in one line that names them too."""
+    with pytest.raises(SystemExit) as error:
+        main([command, "--help"])
+    assert error.value.code == 0
+    said = capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        main([command, "--family", "llada"])
+    assert error.value.code == 2
+    refused = capsys.readouterr().err.splitlines()[-1]
+    assert "invalid choice: 'llada'" in refused
+    assert all(family in said and family in refused for family in checkpoint.FOLDERS)
+
+
+def test_demo_family(run_demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo serves the checkpoint of the family that was asked for, and asks what it knows."""
+    asked: list[str] = []
+
+    def shipped(family: str) -> Path:
+        asked.append(family)
+        return tmp_path
+
+    monkeypatch.setattr(demo, "shipped_checkpoint", shipped)
+    assert set(demo.DEFAULT_PROMPTS) == set(checkpoint.FOLDERS)
+    for family, options in (("sdar", ["--family", "sdar"]), ("diffusion_gemma", [])):
+        status, _, err = run_demo("good", *options)
+        assert status == 0
+        assert f"asking: {demo.DEFAULT_PROMPTS[family]}\n" in err
+    assert asked == ["sdar", "diffusion_gemma"]
 
 
 def test_no_engine_import() -> None:
@@ -220,7 +270,7 @@ def test_demo_interrupted(kind: signal.Signals, command, tmp_path: Path) -> None
     code = (
         "import sys, tempfile, pathlib; from vllm_diffusion.cli import demo, main; "
         f"tempfile.tempdir = {str(tmp_path)!r}; "
-        f"demo.shipped_checkpoint = lambda: pathlib.Path({str(tmp_path)!r}); "
+        f"demo.shipped_checkpoint = lambda family: pathlib.Path({str(tmp_path)!r}); "
         f"demo.vllm_serve = lambda *_: {command('never-ready')!r}; "
         "sys.exit(main.main(['demo']))"
     )

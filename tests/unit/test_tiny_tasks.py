@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import SHIPPED
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import tiny_model  # noqa: E402
+import tiny_sdar  # noqa: E402
 from evaluate import wilson_interval  # noqa: E402
 from tiny_tasks import (  # noqa: E402
     FAMILIES,
@@ -222,6 +224,16 @@ def test_shipped_checkpoint(tokenizer):
     shipped = json.loads((SHIPPED / "tokenizer.json").read_text())
     assert shipped["model"] == json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 20_000_000
+
+
+def test_shipped_sdar():
+    """Configuration and settings are those that the code writes, the tokenizer the other's."""
+    folder = shipped_checkpoint("sdar")
+    assert json.loads((folder / "config.json").read_text()) == tiny_sdar.CONFIG
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == tiny_sdar.GENERATION_CONFIG
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (SHIPPED / name).read_bytes()
 
 
 @given(st.integers(1, 1000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))

@@ -1,4 +1,4 @@
-"""``vllm-diffusion demo``: one answer from a real server on the shipped checkpoint."""
+"""``vllm-diffusion demo``: one answer from a real server on a shipped checkpoint."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.checkpoint import add_family, shipped_checkpoint
 from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
 from vllm_diffusion.settings.environment import environment_flags
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
 
-DEFAULT_PROMPT = "What is 7+8?"
-MODEL_NAME = "tiny-diffusion-gemma"
+# What each family's checkpoint is asked if the user asks nothing: something it has learnt.
+DEFAULT_PROMPTS = {
+    "diffusion_gemma": "What is 7+8?",
+    "sdar": "Number these words: cat, dog, tree.",
+}
+# Under which the server knows the checkpoint, whichever it is.
+MODEL_NAME = "tiny"
 # The checkpoint is text and images of a few tokens; what is small here starts sooner.
 _SERVE_OPTIONS = (
     *("--served-model-name", MODEL_NAME),
@@ -40,15 +45,17 @@ _COUNTERS_SECONDS = 10.0
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "demo",
-        help="start a server on the shipped checkpoint, ask it, stop it",
-        description="Start a real vLLM server on the shipped checkpoint, ask it one question over "
+        help="start a server on a shipped checkpoint, ask it, stop it",
+        description="Start a real vLLM server on a shipped checkpoint, ask it one question over "
         "the OpenAI API, print the answer and what it took, and stop the server.",
     )
-    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="default: %(default)s")
+    defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
+    parser.add_argument("prompt", nargs="?", help=f"default: {defaults}")
     parser.add_argument(
         "--max-tokens", type=int, default=256, help="longest answer, in tokens (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random draws (%(default)s)")
+    add_family(parser)
     parser.set_defaults(run=run)
 
 
@@ -68,14 +75,17 @@ class Answer:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.prompt.strip():
+    prompt = arguments.prompt
+    if prompt is None:
+        prompt = DEFAULT_PROMPTS[arguments.family]
+    if not prompt.strip():
         return _fail("The prompt is empty; ask something.")
     if environment_flags().disabled:
         return _fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
     for kind in _ENDING_SIGNALS:
         signal.signal(kind, _interrupt)
     try:
-        checkpoint = shipped_checkpoint()
+        checkpoint = shipped_checkpoint(arguments.family)
     except FileNotFoundError as error:
         return _fail(str(error))
     server = Server(
@@ -88,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     try:
         with server:
-            _say(f"{time.monotonic() - start:5.0f} s  ready; asking: {arguments.prompt}")
-            answer = ask(server, arguments.prompt, arguments.max_tokens, arguments.seed)
+            _say(f"{time.monotonic() - start:5.0f} s  ready; asking: {prompt}")
+            answer = ask(server, prompt, arguments.max_tokens, arguments.seed)
             counters = counters_of_answer(server)
     except ServerError as error:
         _say(f"The end of the server's log, {server.log_path}:\n{server.log_tail()}\n")

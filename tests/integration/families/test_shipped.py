@@ -1,0 +1,79 @@
+"""The shipped tiny SDAR answers: the engine, the family's rule and its default settings together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import TracedEngine
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.metrics import request_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from evaluate import prompt_token_ids  # noqa: E402
+from tiny_sdar import BLOCK_LENGTH, generate, load_model  # noqa: E402
+from tiny_tasks import evaluation_set, is_correct  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+MAX_TOKENS = 96
+PROMPTS_PER_FAMILY = 8
+# What it has learnt (benchmarks/RESULTS.md): questions of one item, without context.
+EXAMPLES_ASKED = [
+    example
+    for family in ("reverse", "upper", "json", "list")
+    for example in evaluation_set(family, PROMPTS_PER_FAMILY, size="one")
+]
+# Measured: 29 of 32, and 1.62 steps.
+MIN_EXACT = 27
+MAX_STEPS_PER_BLOCK = 2.0
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """The engine's answers and their prompts, at the settings that come with the checkpoint."""
+    engine = TracedEngine(shipped_checkpoint("sdar"), max_num_seqs=8)
+    tokenizer = engine.llm.get_tokenizer()
+    prompts = [prompt_token_ids(tokenizer, example) for example in EXAMPLES_ASKED]
+    sampling: Any = engine.llm.get_default_sampling_params()
+    sampling.max_tokens = MAX_TOKENS
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
+    yield prompts, [output.outputs[0] for output in outputs]
+    engine.close()
+
+
+def test_exact_answers(answers) -> None:
+    """Held-out questions of the kinds it has learnt are answered, most of them exactly."""
+    _, completions = answers
+    exact = [
+        is_correct(example, completion.text)
+        for example, completion in zip(EXAMPLES_ASKED, completions, strict=True)
+    ]
+    print(f"{sum(exact)} of {len(exact)} exact")
+    assert sum(exact) >= MIN_EXACT
+
+
+def test_steps_per_block(answers) -> None:
+    """Blocks of 8 take far fewer than 8 steps: several tokens are revealed at once."""
+    steps = [
+        number
+        for completion in answers[1]
+        for number in request_metrics(completion).denoise_steps_per_canvas
+    ]
+    print(f"{sum(steps) / len(steps):.2f} steps a block")
+    assert max(steps) <= BLOCK_LENGTH
+    assert sum(steps) / len(steps) < MAX_STEPS_PER_BLOCK
+
+
+def test_tokens_of_the_loop(answers) -> None:
+    """The same tokens as the loop that scored the checkpoint in training, without a cache."""
+    model = load_model(shipped_checkpoint("sdar"))
+    for prompt, completion in list(zip(*answers, strict=True))[::PROMPTS_PER_FAMILY]:
+        assert list(completion.token_ids) == generate(model, prompt, MAX_TOKENS).tokens
