@@ -253,10 +253,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def launch(train: Callable[[int, argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Call ``train`` with rank and ``args`` in each of ``args.processes`` processes."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.processes == 1:
         train(0, args)
         return
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         args.rendezvous = f"file://{directory}/rendezvous"
         torch.multiprocessing.spawn(train, (args,), nprocs=args.processes)
