@@ -12,7 +12,11 @@ import re
 import sys
 from typing import Any
 
+from vllm_diffusion.families.registry import FAMILIES, REFUSED
+
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+# What is served, and what is refused by name.
+OURS = {family.architecture for family in (*FAMILIES, *REFUSED)}
 
 
 def tables() -> dict[str, Any]:
@@ -31,14 +35,14 @@ def tables() -> dict[str, Any]:
     hooks = {name: _name(hook) for name, hook in MODELS_CONFIG_MAP.items()}
     return {
         "platform": _name(type(current_platform)),
-        "model": models.pop(ARCHITECTURE, None),
-        "config_hook": hooks.pop(ARCHITECTURE, None),
+        "model": models.get(ARCHITECTURE),
+        "config_hook": hooks.get(ARCHITECTURE),
         "validation": [
             _name(SamplingParams._validate_diffusion),
             _name(input_processor.validate_diffusion_sampling_params),
         ],
-        "other_models": models,
-        "other_config_hooks": hooks,
+        "other_models": {name: value for name, value in models.items() if name not in OURS},
+        "other_config_hooks": {name: value for name, value in hooks.items() if name not in OURS},
     }
 
 
