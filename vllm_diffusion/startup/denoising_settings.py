@@ -60,6 +60,11 @@ def denoising_settings(
     """
     chosen = plugin_settings(vllm_config)
     _check_names(chosen.of_rule, chosen.preset, rule)
+    steps: Any = chosen.max_denoising_steps
+    if steps is None and vllm_config.diffusion_config:
+        steps = vllm_config.diffusion_config.max_denoising_steps
+    if steps is None:
+        steps = published.value("max_denoising_steps", MAX_STEPS)
     preset = {} if chosen.preset is None else rule.presets[chosen.preset]
     values: dict[str, float | str] = {}
     for name, setting in rule.settings.items():
@@ -69,11 +74,6 @@ def denoising_settings(
             values[name] = preset[name]
         else:
             values[name] = published.value(name, setting)
-    steps: Any = chosen.max_denoising_steps
-    if steps is None and vllm_config.diffusion_config:
-        steps = vllm_config.diffusion_config.max_denoising_steps
-    if steps is None:
-        steps = published.value("max_denoising_steps", MAX_STEPS)
     if problem := rule.contradiction(values):
         raise ValueError(f"{problem[1]}.")
     return int(_checked("max_denoising_steps", steps, MAX_STEPS, "--diffusion-config")), values
