@@ -13,9 +13,10 @@ import random
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMClientError
 
 from tests.integration.test_nothing_left import in_use
-from tests.robustness.requests import COMPLETIONS, Request, Served, draw_request
+from tests.robustness.requests import CHAT, COMPLETIONS, Request, Served, draw_request
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 
@@ -26,6 +27,21 @@ OUTSTANDING = 12
 SEED = 11
 MAX_MODEL_LEN = 320
 COMPARED = 60
+
+
+def described() -> dict[str, Any]:
+    """Of a server's description as much as drawing a request looks at."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for path, request in ((COMPLETIONS, CompletionRequest), (CHAT, ChatCompletionRequest)):
+        schema = request.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {}) | {request.__name__: schema}
+        body = {"schema": {"$ref": f"#/components/schemas/{request.__name__}"}}
+        paths[path] = {"post": {"requestBody": {"content": {"application/json": body}}}}
+    return {"paths": paths, "components": {"schemas": schemas}}
 
 
 def draw_completions(served: Served, count: int) -> list[Request]:
@@ -75,7 +91,9 @@ def test_soak(asynchronous: bool) -> None:
         kv_cache_memory_bytes=1024**2,
     )
     core = engine.llm.llm_engine
-    served = Served(engine.state.canvas_length, 316, MAX_MODEL_LEN, images=False, openapi={})
+    served = Served(
+        engine.state.canvas_length, 316, MAX_MODEL_LEN, images=False, openapi=described()
+    )
     requests = draw_completions(served, NUM_REQUESTS)
     rng = random.Random(SEED)
     before = in_use(engine)
@@ -90,7 +108,7 @@ def test_soak(asynchronous: bool) -> None:
                 try:
                     core.add_request(name, *parsed(requests[num_sent - 1], num_sent - 1))
                     waiting.add(name)
-                except ValueError:
+                except (ValueError, VLLMClientError):
                     assert requests[num_sent - 1].kind == "edge", requests[num_sent - 1]
                     num_refused += 1
             for output in core.step():
