@@ -1,0 +1,151 @@
+"""A masked family through the engine beside its published loop, on the same weights, in one run.
+
+    python benchmarks/bench_families.py
+    python benchmarks/bench_families.py --family sdar --requests 1 8 --tokens 64
+
+Tiny checkpoints with random weights, on this machine; greedy, so that both give the same tokens, which
+is checked. The loop is the published one in plain PyTorch, one request after another (each is batch 1
+as published), with a KV cache: a call computes the rows behind the longest prefix of whole blocks that
+it computed before. The engine gets all requests at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.model import TinyModel, prompt_of
+
+# Bodies of transformers, which take a cache.
+FAMILIES = ("sdar", "sdar-block-32", "stable-diffcoder", "nemotron", "fast-dllm")
+REPEATS = 3
+
+
+class CachedModel:
+    """A tiny model that computes only what is behind the whole blocks that it has seen before.
+
+    With a causal context a token's keys and values are final at once; with blocks they are once
+    another block has begun.
+    """
+
+    def __init__(self, model: TinyModel) -> None:
+        self._model = model
+        self.block_length = model.block_length
+        self.config = model.config
+        self._cache = DynamicCache()
+        self._known: list[int] = []
+        self._causal: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, visible: Tensor) -> Tensor:
+        """[T, V], float32, of which the rows of the cached prefix are zero."""
+        length, tokens = len(ids), ids.tolist()
+        num_final = self._num_final(visible)
+        start = next(
+            (i for i, (a, b) in enumerate(zip(self._known, tokens, strict=False)) if a != b),
+            min(len(self._known), length),
+        )
+        start = min(start, num_final, length - 1)
+        if not self._is_causal(visible):
+            start = start // self.block_length * self.block_length
+        self._keep(start)
+        bias = torch.zeros(length - start, length).masked_fill(
+            ~visible[start:], torch.finfo(torch.float32).min
+        )
+        logits = self._model.body(
+            ids[None, start:],
+            attention_mask=bias[None, None],
+            position_ids=torch.arange(start, length)[None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[0]
+        self._known = tokens[:num_final]
+        self._keep(num_final)
+        return torch.cat([logits.new_zeros(start, logits.shape[-1]), logits])
+
+    def _keep(self, num_tokens: int) -> None:
+        """Forget the keys and values behind as many."""
+        surplus = self._cache.get_seq_length() - num_tokens
+        if surplus > 0:
+            self._cache.crop(-surplus)
+
+    def _num_final(self, visible: Tensor) -> int:
+        """Leading rows whose keys and values will not change."""
+        length = len(visible)
+        if not self._is_causal(visible):
+            return (length - 1) // self.block_length * self.block_length
+        sees_ahead = visible.triu(1).any(dim=-1)
+        return int(sees_ahead.int().argmax()) if bool(sees_ahead.any()) else length
+
+    @staticmethod
+    def _is_causal(visible: Tensor) -> bool:
+        """Whether the context is causal, up to a block at its end."""
+        return len(visible) > 1 and not bool(visible[0, 1])
+
+
+def measure(name: str, counts: list[int], num_tokens: int) -> None:
+    """Print a row of the table for each number of requests."""
+    from vllm import LLM
+
+    case = CASES[name]
+    model = case.make()
+    wanted = Wanted(max_tokens=num_tokens, threshold=0.3)
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(model.save(Path(folder))),
+            max_model_len=256,
+            max_num_seqs=8,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=64 * 1024**2,
+            **case.options,
+        )
+        for count in counts:
+            prompts = [prompt_of(40 + 9 * i, seed=i) for i in range(count)]
+            requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+            ours, theirs = [], []
+            # The first round warms both up.
+            for _ in range(REPEATS + 1):
+                began = time.perf_counter()
+                outputs = llm.generate(requests, wanted.sampling_params(), use_tqdm=False)
+                ours.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                runs = [expected(case, CachedModel(model), p, wanted) for p in prompts]  # type: ignore[arg-type]
+                theirs.append(time.perf_counter() - began)
+            for output, run in zip(outputs, runs, strict=True):
+                assert list(output.outputs[0].token_ids) == run.tokens, "the tokens differ"
+            seconds = statistics.median(ours[1:]), statistics.median(theirs[1:])
+            rates = [count * num_tokens / each for each in seconds]
+            ratio = rates[0] / rates[1]
+            print(
+                f"| {name} | {count} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} |", flush=True
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="all of them if unset")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    arguments = parser.parse_args()
+    print("| family | requests | engine, tokens/s | published loop, tokens/s | ratio |")
+    print("|---|---|---|---|---|", flush=True)
+    for name in arguments.family or FAMILIES:
+        measure(name, arguments.requests, arguments.tokens)
+
+
+if __name__ == "__main__":
+    main()
