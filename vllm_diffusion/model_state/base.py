@@ -313,7 +313,8 @@ class BlockDiffusionModelState(ModelState):
         """Leading causal rows of each request, and the same as a flag per request.
 
         Rows of a canvas that is being denoised attend in both directions; prompt rows and rows of
-        a finished canvas are causal, apart from their spans. A flag says the same to back ends that know only those: for
+        a finished canvas are causal, apart from their spans. A flag says the same to back ends that
+        know only those: for
         them the scheduler never has a request do both in one pass.
 
         Returns:

@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stable_diffcoder
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import llada2 as tiny_llada2
-from tests.support.families.model import END_IDS, MASK_ID, TinyModel
+from tests.support.families.model import MASK_ID, TinyModel
 from tests.support.families.run import Run
 
 STRATEGIES = {
@@ -248,6 +248,3 @@ def expected(
     found = case.loop(model, prompt, wanted, ends)
     tokens = run.cut(found.tokens[: wanted.max_tokens], ends)
     return Run(tokens, found.passes, found.revealed[: len(tokens)], found.rewritten)
-
-
-__all__ = ["CASES", "END_IDS", "Case", "Wanted", "expected"]
