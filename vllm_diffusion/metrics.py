@@ -1,23 +1,28 @@
-"""What a request, and the whole engine, took: passes, rows and denoising steps.
+"""What a request, and the whole engine, took: passes, rows, denoising steps and seconds.
 
 The scheduler counts on the host, from what it scheduled and what came back. The numbers of one
-request ride to the API process in vLLM's ``RequestSpecDecodeMetrics``, whose per-step lists are
-free for diffusion models; those of the engine in ``SpecDecodingStats.num_draft_tokens_per_pos``,
-likewise. :func:`request_metrics` and :class:`DiffusionStatLogger` read them there.
+request reach the API process with its last report (``canvas/report.py``), and its finished output
+holds them; those of the engine ride in ``SpecDecodingStats.num_draft_tokens_per_pos``, a list that
+is free for diffusion models. :func:`request_metrics` and :class:`DiffusionStatLogger` read them.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.settings.environment import environment_flags
+
+# Under which a finished output holds its metrics.
+METRICS = "diffusion_metrics"
 
 
 @dataclass(frozen=True)
@@ -35,22 +40,6 @@ class PassRows:
     denoised: int
     projected: int
     num_emitted: int
-
-
-class CanvasRequestRecord(RequestSpecDecodeMetrics):
-    """The trace of one request.
-
-    ``per_step_drafted`` has three entries per pass: its causal rows (prompt and finished canvas),
-    its canvas rows, its projected rows. ``per_step_accepted`` has the tokens that it emitted.
-    """
-
-    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Called by the stock scheduler for passes with draft tokens; keeps its totals only."""
-        super().observe(num_draft_tokens, num_accepted, detailed=False)
-
-    def observe_pass(self, rows: PassRows) -> None:
-        self.per_step_drafted.extend((rows.encoded, rows.denoised, rows.projected))
-        self.per_step_accepted.append(rows.num_emitted)
 
 
 @dataclass(frozen=True)
@@ -72,19 +61,16 @@ class DiffusionRequestMetrics:
     denoise_steps_per_canvas: tuple[int, ...]
 
 
-def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
-    """Metrics of a finished ``CompletionOutput``; ``None`` while it is unfinished.
+def metrics_of_passes(passes: Sequence[int]) -> DiffusionRequestMetrics:
+    """What a request took.
 
     Args:
-        completion: One of ``RequestOutput.outputs``.
+        passes: For each one, in order, the four numbers of :class:`PassRows`.
     """
-    record = completion.spec_decode_metrics
-    if record is None or not record.per_step_drafted:
-        return None
-    encoded, denoised, projected = (record.per_step_drafted[i::3] for i in range(3))
+    encoded, denoised, projected, emitted = (passes[i::4] for i in range(4))
     steps: list[int] = []
     is_new_canvas = True
-    for num_rows, num_emitted in zip(denoised, record.per_step_accepted, strict=True):
+    for num_rows, num_emitted in zip(denoised, emitted, strict=True):
         if num_rows > 0:
             if is_new_canvas:
                 steps.append(0)
@@ -100,6 +86,15 @@ def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
     )
 
 
+def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
+    """Metrics of a finished ``CompletionOutput``; ``None`` while it is unfinished.
+
+    Args:
+        completion: One of ``RequestOutput.outputs``.
+    """
+    return getattr(completion, METRICS, None)
+
+
 @dataclass
 class PassTotals:
     """Totals of the engine since the last time they were sent."""
@@ -111,6 +106,33 @@ class PassTotals:
     denoise_steps: int = 0
     canvases: int = 0
     stuck_requests: int = 0
+    canvases_at_step_cap: int = 0
+    encode_passes: int = 0
+    denoise_passes: int = 0
+    fused_passes: int = 0
+
+
+class CanvasTotals(NamedTuple):
+    """What one canvas took, from its first step until it was emitted.
+
+    Attributes:
+        steps: Denoising steps.
+        passes: Passes: the steps, and one that committed it if there was one.
+        tokens: Emitted.
+        microseconds: On the scheduler's clock.
+    """
+
+    steps: int
+    passes: int
+    tokens: int
+    microseconds: int
+
+
+@dataclass
+class _OpenCanvas:
+    begun: float
+    steps: int = 0
+    passes: int = 0
 
 
 class PassCounters:
@@ -118,18 +140,44 @@ class PassCounters:
 
     def __init__(self) -> None:
         self._totals = PassTotals()
+        self._finished: list[CanvasTotals] = []
+        self._open: dict[str, _OpenCanvas] = {}
 
-    def observe(self, record: Any, rows: PassRows) -> None:
-        """Count one request's part of one pass, in its :class:`CanvasRequestRecord` too."""
+    def observe(self, request_id: str, rows: PassRows, max_steps: int) -> None:
+        """Count one request's part of one pass.
+
+        Args:
+            request_id: Of it.
+            rows: What ran.
+            max_steps: The request's step cap.
+        """
         totals = self._totals
         totals.passes += 1
         totals.encode_rows += rows.encoded
         totals.canvas_rows += rows.denoised
         totals.projected_rows += rows.projected
-        totals.denoise_steps += 1 if rows.denoised else 0
-        totals.canvases += 1 if rows.num_emitted else 0
-        if isinstance(record, CanvasRequestRecord):
-            record.observe_pass(rows)
+        totals.encode_passes += not rows.denoised
+        totals.denoise_passes += bool(rows.denoised and not rows.encoded)
+        totals.fused_passes += bool(rows.denoised and rows.encoded)
+        if rows.denoised:
+            totals.denoise_steps += 1
+            canvas = self._open.setdefault(request_id, _OpenCanvas(time.monotonic()))
+            canvas.steps += 1
+        if request_id in self._open:
+            self._open[request_id].passes += 1
+        if rows.num_emitted:
+            totals.canvases += 1
+            if finished := self._open.pop(request_id, None):
+                self._finish(finished, rows.num_emitted, max_steps)
+
+    def _finish(self, canvas: _OpenCanvas, num_emitted: int, max_steps: int) -> None:
+        self._totals.canvases_at_step_cap += canvas.steps >= max_steps
+        microseconds = int((time.monotonic() - canvas.begun) * 1e6)
+        self._finished.append(CanvasTotals(canvas.steps, canvas.passes, num_emitted, microseconds))
+
+    def forget(self, request_id: str) -> None:
+        """The request ended, or its canvas is lost with a preemption."""
+        self._open.pop(request_id, None)
 
     def observe_stuck_request(self) -> None:
         """Count a request that was ended since it settled nothing."""
@@ -138,13 +186,13 @@ class PassCounters:
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int
     ) -> SpecDecodingStats | None:
-        """Move the totals into the engine's statistics of this step; ``None`` if there are none."""
+        """Move the numbers into the engine's statistics of this step; ``None`` if there are none."""
         if self._totals == PassTotals():
             return stats
         if stats is None:
             stats = SpecDecodingStats.new(num_spec_tokens)
-        stats.num_draft_tokens_per_pos = list(astuple(self._totals))
-        self._totals = PassTotals()
+        stats.num_draft_tokens_per_pos = [*astuple(self._totals), *chain(*self._finished)]
+        self._totals, self._finished = PassTotals(), []
         return stats
 
 
@@ -156,13 +204,54 @@ _HELP = {
     "denoise_steps": "Denoising steps of canvases.",
     "canvases": "Canvases emitted.",
     "stuck_requests": "Requests that were ended since they settled nothing.",
+    "canvases_at_step_cap": "Canvases that took as many steps as they may.",
 }
+# Counters with a label: passes by what a request had in them.
+_KINDS = {"encode_passes": "encode", "denoise_passes": "denoise", "fused_passes": "fused"}
+# A canvas is at most 10,000 steps; tens of milliseconds each on a GPU, seconds on a CPU.
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+_TOKENS = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class _Instruments:
+    """One set a process, since there is one registry, whatever the number of its engines."""
+
+    def __init__(self) -> None:
+        labels = ["model_name", "engine"]
+        self.counters = {
+            name: Counter(f"vllm_diffusion:{name}", text, labels) for name, text in _HELP.items()
+        }
+        self.passes_by_kind = Counter(
+            "vllm_diffusion:passes_by_kind",
+            "Forward passes of requests, by what they had in them: encode (causal rows), denoise "
+            "(a canvas), fused (both).",
+            [*labels, "kind"],
+        )
+        self.steps_per_canvas = Histogram(
+            "vllm_diffusion:denoise_steps_per_canvas",
+            "Denoising steps of a canvas.",
+            labels,
+            buckets=_STEPS,
+        )
+        self.tokens_per_pass = Histogram(
+            "vllm_diffusion:tokens_per_pass",
+            "Tokens of a canvas for each pass that it took.",
+            labels,
+            buckets=_TOKENS,
+        )
+        self.seconds_per_canvas = Histogram(
+            "vllm_diffusion:seconds_per_canvas",
+            "Seconds from a canvas's first step until it was emitted.",
+            labels,
+            buckets=_SECONDS,
+        )
 
 
 class DiffusionStatLogger(StatLoggerBase):
-    """Adds ``vllm_diffusion:*`` counters to the server's ``/metrics``, for diffusion models."""
+    """Adds ``vllm_diffusion:*`` metrics to the server's ``/metrics``, for diffusion models."""
 
-    _counters: dict[str, Counter] | None = None
+    _instruments: _Instruments | None = None
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config
@@ -174,12 +263,8 @@ class DiffusionStatLogger(StatLoggerBase):
         )
         if not self._is_diffusion:
             return
-        # One registry per process, several engines.
-        if DiffusionStatLogger._counters is None:
-            DiffusionStatLogger._counters = {
-                name: Counter(f"vllm_diffusion:{name}", help_text, ["model_name", "engine"])
-                for name, help_text in _HELP.items()
-            }
+        if DiffusionStatLogger._instruments is None:
+            DiffusionStatLogger._instruments = _Instruments()
         self._labels = (model_config.served_model_name, str(engine_index))
 
     def record(
@@ -192,11 +277,25 @@ class DiffusionStatLogger(StatLoggerBase):
         if not self._is_diffusion or scheduler_stats is None:
             return
         stats = scheduler_stats.spec_decoding_stats
-        if stats is None or len(stats.num_draft_tokens_per_pos) != len(fields(PassTotals)):
+        names = [field.name for field in fields(PassTotals)]
+        if stats is None or len(stats.num_draft_tokens_per_pos) < len(names):
             return
-        assert self._counters is not None
-        for field, value in zip(fields(PassTotals), stats.num_draft_tokens_per_pos, strict=True):
-            self._counters[field.name].labels(*self._labels).inc(value)
+        instruments = self._instruments
+        assert instruments is not None
+        numbers = stats.num_draft_tokens_per_pos
+        for name, value in zip(names, numbers, strict=False):
+            if name in _KINDS:
+                instruments.passes_by_kind.labels(*self._labels, _KINDS[name]).inc(value)
+            else:
+                instruments.counters[name].labels(*self._labels).inc(value)
+        width = len(CanvasTotals._fields)
+        for start in range(len(names), len(numbers), width):
+            canvas = CanvasTotals(*numbers[start : start + width])
+            instruments.steps_per_canvas.labels(*self._labels).observe(canvas.steps)
+            tokens_per_pass = canvas.tokens / canvas.passes
+            instruments.tokens_per_pass.labels(*self._labels).observe(tokens_per_pass)
+            seconds = canvas.microseconds / 1e6
+            instruments.seconds_per_canvas.labels(*self._labels).observe(seconds)
 
     def log_engine_initialized(self) -> None:
         """vLLM's own loggers say what is to be said at start."""

@@ -280,10 +280,37 @@ TABLE: tuple[Symbol, ...] = (
     ),
     Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
+    *(
+        Symbol(path, Use.CALLED, "Carries frames, step maps and a request's counters.")
+        for path in (
+            "vllm.v1.worker.gpu.async_utils:AsyncOutput",
+            "vllm.v1.engine:EngineCoreOutput",
+        )
+    ),
+    *(
+        Symbol(path, Use.REPLACED, "Takes them out of the engine's outputs, for whoever asked.")
+        for path in (
+            "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+            "vllm.outputs:RequestOutput.add",
+        )
+    ),
     Symbol(
-        "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",
-        Use.SUBCLASSED,
-        "Carries a request's counters to the API process.",
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
+        Use.CALLED,
+        "The text that a canvas would add; its lists and its stream are copied.",
+    ),
+    *(
+        Symbol(f"vllm.entrypoints.openai.{path}", Use.REPLACED, "Sends frames and step maps.")
+        for path in (
+            "chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
+            "completion.protocol:CompletionRequest.to_sampling_params",
+            "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+            "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+            "completion.serving:OpenAIServingCompletion.completion_stream_generator",
+            "completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+        )
     ),
     Symbol(
         "vllm.v1.spec_decode.metrics:SpecDecodingStats",

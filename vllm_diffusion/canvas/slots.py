@@ -70,6 +70,8 @@ class CanvasSlots:
         # What each step would have committed, for the next one to compare with.
         self.previous_result = zeros(R, C, dtype=torch.int64)
         self.step = zeros(R, dtype=torch.int32)
+        # The step, from 1 on, that wrote what each position would commit; 0 before the first one.
+        self.decided_step = zeros(R, C, dtype=torch.int32)
         self.canvas_idx = zeros(R, dtype=torch.int32)
         # Leading positions of the canvas that are known tokens.
         self.num_given = zeros(R, dtype=torch.int32)
@@ -81,6 +83,7 @@ class CanvasSlots:
             name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
         }
         self.read_only = zeros(R, dtype=torch.bool)
+        self.maps_steps = zeros(R, dtype=torch.bool)
         self.seed_canvas = zeros(R, C, dtype=torch.int64)
         self.has_seed_canvas = zeros(R, dtype=torch.bool)
         self.pinned = zeros(R, C, dtype=torch.bool)
@@ -89,6 +92,8 @@ class CanvasSlots:
 
         # Host side: what features are in use, so that those that are not cost nothing.
         self.read_only_np = np.zeros(R, dtype=bool)
+        # Slots whose canvases are shown to somebody.
+        self.shown: set[int] = set()
         # By slot, the only ids that a read-only canvas is asked about.
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
         self._staged: dict[int, NewRequest] = {}
@@ -97,6 +102,9 @@ class CanvasSlots:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
         self.read_only_np[slot] = request.params.read_only
+        self.shown.discard(slot)
+        if request.params.shown:
+            self.shown.add(slot)
         self.allowed_ids.pop(slot, None)
         if request.params.allowed_ids is not None:
             self.allowed_ids[slot] = request.params.allowed_ids
@@ -105,6 +113,7 @@ class CanvasSlots:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
         self._staged.pop(slot, None)
         self.read_only_np[slot] = False
+        self.shown.discard(slot)
         self.allowed_ids.pop(slot, None)
 
     def apply_staged_writes(self) -> None:
@@ -124,6 +133,7 @@ class CanvasSlots:
                 for name, tensor in self.settings.items()
             ),
             (self.read_only, [row.params.read_only for row in rows]),
+            (self.maps_steps, [row.params.shown.step_map for row in rows]),
             (self.has_seed_canvas, [row.params.seed_canvas is not None for row in rows]),
             (self.canvas_idx, [self._num_canvases(row) for row in rows]),
             (self.num_given, [len(row.given) for row in rows]),
@@ -132,7 +142,7 @@ class CanvasSlots:
         ):
             tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
         # Assigning a number by index would wait for the device to take it.
-        for tensor in (self.step, *self.rule_memory.values()):
+        for tensor in (self.step, self.decided_step, *self.rule_memory.values()):
             tensor.index_fill_(0, index, 0)
         self.previous_result.index_fill_(0, index, -1)
 

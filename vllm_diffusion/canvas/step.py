@@ -78,18 +78,33 @@ class SlotPass(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What the engine is told.
+    """What the engine is told, and whoever watches the canvases.
 
     Attributes:
         tokens: [R, C], int64: what a canvas would emit, from its first position that is no known
             token on.
         num_emitted: [R], int32, how many of them are emitted now; 0 for most.
         num_finished: [R], int32, canvas rows whose keys and values are final with this pass.
+        denoised: [R], bool, canvases that took a step in this pass.
+        done: [R], bool, those of them for which it was the last.
+        step: [R], int32, steps that they have taken, this one among them.
+        num_given: [R], int32, their leading positions that are known tokens.
+        kept: [R, C], bool, positions that enter the next step, or are committed, as they are.
+        decided: [R, C], bool, positions whose token this step wrote: the mask was decided or the
+            token replaced; without a mask, another token became the likeliest.
+        decided_step: [R, C], int32, the step that last wrote each position, from 1 on.
     """
 
     tokens: Tensor
     num_emitted: Tensor
     num_finished: Tensor
+    denoised: Tensor
+    done: Tensor
+    step: Tensor
+    num_given: Tensor
+    kept: Tensor
+    decided: Tensor
+    decided_step: Tensor
 
 
 def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,20 +171,32 @@ class CanvasStep:
         done = done & (decision.done | (slots.step + 1 >= slots.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
+        step = slots.step + denoised.to(torch.int32)
+        before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
+        decided = denoised[:, None] & (decision.result != before)
+        decided_step = torch.where(decided, step[:, None], slots.decided_step)
+        kept = self._enters_next(decision, slot_pass, position)
         output = StepOutput(
             tokens=self._from_first(result, position),
             num_emitted=torch.where(
                 emitted | (done & slots.read_only), slot_pass.num_rows - slots.num_given, 0
             ),
             num_finished=torch.where(finished, slot_pass.num_rows, 0),
+            denoised=denoised,
+            done=done,
+            step=step,
+            num_given=slots.num_given.clone(),
+            kept=kept | ~denoised[:, None] | done[:, None],
+            decided=decided,
+            decided_step=decided_step,
         )
 
-        canvas = self._next_input(decision, slot_pass, position)
+        canvas = self._next_input(decision, kept, slot_pass, position)
         canvas = torch.where(done[:, None], result, canvas)
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
         begins = emitted | slot_pass.starting
         phase = torch.where(done & ~slots.read_only, _COMMITTING, slots.phase)
-        self._write(canvas, phase, denoised, begins, emitted, decision)
+        self._write(canvas, phase, output, begins, emitted, decision)
         self._begin(begins, statistics, slot_pass, committed, position)
         return output
 
@@ -221,12 +248,18 @@ class CanvasStep:
         source = position + self._slots.num_given[:, None]
         return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
 
-    def _next_input(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
+    def _enters_next(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
+        """[R, C], bool: positions that are no noise in the next step."""
+        freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
+        return decision.keep & ~freed
+
+    def _next_input(
+        self, decision: StepDecision, kept: Tensor, slot_pass: SlotPass, position: Tensor
+    ) -> Tensor:
         """[R, C]: what the next step of a canvas that is not done starts from."""
         slots = self._slots
-        freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
         canvas = torch.where(
-            decision.keep & ~freed,
+            kept,
             decision.tokens,
             self._noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
         )
@@ -244,18 +277,19 @@ class CanvasStep:
         self,
         canvas: Tensor,
         phase: Tensor,
-        denoised: Tensor,
+        output: StepOutput,
         begins: Tensor,
         emitted: Tensor,
         decision: StepDecision,
     ) -> None:
         """Keep what the step did; slots that begin a canvas forget their last one."""
-        slots = self._slots
+        slots, denoised = self._slots, output.denoised
         zero = torch.zeros_like(slots.step)
         previous = torch.where(denoised[:, None], decision.result, slots.previous_result)
         slots.canvas.copy_(canvas)
         slots.previous_result.copy_(torch.where(begins[:, None], -1, previous))
-        slots.step.copy_(torch.where(begins, zero, slots.step + denoised.to(torch.int32)))
+        slots.step.copy_(torch.where(begins, zero, output.step))
+        slots.decided_step.copy_(torch.where(begins[:, None], 0, output.decided_step))
         slots.phase.copy_(torch.where(begins, _DENOISING, phase))
         slots.canvas_idx.copy_(slots.canvas_idx + emitted.to(torch.int32))
         for name, tensor in slots.rule_memory.items():

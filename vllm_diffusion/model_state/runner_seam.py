@@ -30,6 +30,8 @@ def _sampling_hidden_rows(stock: Any) -> Any:
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         if not isinstance(self.sampler, DiffusionSampler):
             return stock(self, hidden_states, input_batch, grammar_output)
+        # Asked next for what leaves the device beside tokens.
+        self.aux_output_connector = self.sampler.views
         rows, batch, seeding = self.sampler.select_rows(hidden_states, input_batch)
         output = self.sampler(rows, batch, grammar_output, seeding)
         return output, output.num_sampled, output.num_rejected

@@ -30,6 +30,24 @@ class RequestParamError(ValueError):
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What is sent of a request's canvases besides their tokens.
+
+    Attributes:
+        frame_interval: Every so many steps a canvas is sent as it stands; ``None`` never.
+        frame_fields: What a frame holds besides its text.
+        step_map: Whether it is told which step decided each token.
+    """
+
+    frame_interval: int | None = None
+    frame_fields: tuple[str, ...] = ()
+    step_map: bool = False
+
+    def __bool__(self) -> bool:
+        return self.frame_interval is not None or self.step_map
+
+
+@dataclass(frozen=True)
 class CanvasParams:
     """What a request asks of its canvases.
 
@@ -40,6 +58,7 @@ class CanvasParams:
         pinned: Positions that keep their ``seed_canvas`` token as input in every step.
         read_only: Emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: The only token ids that may be read; ``None`` for all.
+        shown: What is sent of its canvases besides their tokens.
         settings: What it sets of the decoding rule's settings, by name.
     """
 
@@ -49,8 +68,11 @@ class CanvasParams:
     pinned: tuple[int, ...] = ()
     read_only: bool = False
     allowed_ids: tuple[int, ...] | None = None
+    shown: Shown = Shown()
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
+
+FRAME_FIELDS = ("token_ids", "kept", "entropy")
 
 _NAMES: tuple[str, ...] = (
     "diffusion_max_steps",
@@ -59,6 +81,9 @@ _NAMES: tuple[str, ...] = (
     "diffusion_pinned",
     "diffusion_read_only",
     "diffusion_constrained",
+    "diffusion_frames",
+    "diffusion_frame_fields",
+    "diffusion_step_map",
 )
 
 
@@ -120,6 +145,13 @@ def parse_canvas_params(
         raise RequestParamError(
             "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
         )
+    shown, read_only = parse_shown(args), _flag(args, "diffusion_read_only")
+    if shown.step_map and read_only:
+        raise RequestParamError(
+            "diffusion_step_map",
+            "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing of "
+            "it; leave one of them out.",
+        )
     settings = _preset(args, spec)
     for name, setting in spec.rule.settings.items():
         if (value := _value(args, PREFIX + name, setting)) is not None:
@@ -133,9 +165,36 @@ def parse_canvas_params(
         canvas_length=width,
         seed_canvas=seed_canvas,
         pinned=pinned or (),
-        read_only=_flag(args, "diffusion_read_only"),
+        read_only=read_only,
+        shown=shown,
         allowed_ids=tuple(logprob_token_ids) if constrained and logprob_token_ids else None,
     )
+
+
+def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:
+    """Check those of a request's ``diffusion_*`` arguments that say what is sent besides tokens.
+
+    Args:
+        extra_args: As for :func:`parse_canvas_params`.
+
+    Raises:
+        RequestParamError: Naming the field, what it got and what is allowed.
+    """
+    args = extra_args or {}
+    interval = _value(args, "diffusion_frames", REQUESTED_STEPS)
+    fields = args.get("diffusion_frame_fields")
+    if fields is not None and interval is None:
+        raise RequestParamError(
+            "diffusion_frame_fields", "needs diffusion_frames, the interval of frames in steps."
+        )
+    if fields is not None and not (
+        isinstance(fields, (list, tuple)) and all(field in FRAME_FIELDS for field in fields)
+    ):
+        raise RequestParamError(
+            "diffusion_frame_fields",
+            f"must be a list of {', '.join(FRAME_FIELDS)}; got {_shown(fields)}.",
+        )
+    return Shown(interval, tuple(fields or ()), _flag(args, "diffusion_step_map"))
 
 
 def end_token_ids(sampling_params: Any) -> list[int]:

@@ -25,6 +25,7 @@ from vllm_diffusion.canvas.step import (
     temperatures,
 )
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
+from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
 from vllm_diffusion.sampling.output_head import OutputHead
@@ -105,6 +106,7 @@ class DiffusionSampler:
         self._idle = SlotPass.idle(R, device)
         # The compiled step sees the same tensors in every pass, so that it is compiled once.
         self._slot_pass = SlotPass.idle(R, device)
+        self.views = CanvasViewConnector(slots, self._slot_pass.num_rows, self._statistics.entropy)
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
         self.sampling_states.add_request(slot, sampling_params)
@@ -211,15 +213,18 @@ class DiffusionSampler:
         draws = self._draws(slot, position, slot_pass, requested)
         requests = RowRequests(draws, adjustments, filtered, reported)
         logprobs = self._sample(rows, slot, position, requests, constraints)
-        if logprobs is not None:
-            logprobs = self._exchange_logprobs(logprobs, slot, position, input_batch, seeding)
         if constraints is not None:
             slot_pass = slot_pass._replace(
                 num_valid=constraints.num_valid,
                 free_from=constraints.free_from,
                 free_to=constraints.free_to,
             )
+        committed = slots.phase == int(Phase.COMMITTING)
         output = self._decide(slot_pass)
+        if logprobs is not None:
+            logprobs = self._exchange_logprobs(
+                logprobs, slot, position, output, committed, input_batch, seeding
+            )
         return self._engine_output(output, input_batch, num_logits, logprobs)
 
     def capture(self, capture: Capture, max_canvases: int, hidden: Tensor) -> None:
@@ -340,6 +345,8 @@ class DiffusionSampler:
         computed: LogprobsTensors,
         slot: Tensor,
         position: Tensor,
+        step: StepOutput,
+        committed: Tensor,
         input_batch: InputBatch,
         seeding: np.ndarray | None,
     ) -> LogprobsTensors:
@@ -349,15 +356,18 @@ class DiffusionSampler:
             computed: Of the rows.
             slot: [num_rows], int64.
             position: [num_rows], int64.
+            step: What became of the canvases.
+            committed: [R], bool, those that this pass committed.
             input_batch: The batch, as :meth:`select_rows` returned it.
             seeding: See :meth:`select_rows`.
         """
-        slots, spec = self.slots, self.spec
-        committed = slots.phase == int(Phase.COMMITTING)
-        is_decided = committed[slot]
-        if spec.mask_token_id is not None:
-            # A token is reported as it was when it was revealed.
-            is_decided = is_decided | (slots.canvas[slot, position] != spec.mask_token_id)
+        spec = self.spec
+        # A token is reported as it was when it was revealed, or rewritten; without a mask as it is
+        # in the last step, but for who is told which step decided it.
+        is_decided = ~step.decided[slot, position]
+        if spec.mask_token_id is None:
+            is_decided = is_decided & self.slots.maps_steps[slot]
+        is_decided = is_decided | committed[slot]
         num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
         reported = np.arange(len(slot))
         if seeding is not None:
@@ -366,7 +376,7 @@ class DiffusionSampler:
         index = async_tensor_h2d(reported, device=slot.device)
         if spec.is_aligned:
             # The known tokens that a canvas begins with are not emitted.
-            index = (index + slots.num_given[slot[index]]).clamp(max=len(slot) - 1)
+            index = (index + step.num_given[slot[index]]).clamp(max=len(slot) - 1)
         starts = np.concatenate([[0], np.cumsum(num_rows)])
         output = self._logprobs.exchange(computed, slot, position, is_decided, index, starts)
         if spec.is_seeded:
@@ -450,6 +460,7 @@ class DiffusionSampler:
         num_logits: Tensor,
         logprobs: LogprobsTensors | None,
     ) -> SamplerOutput:
+        self.views.keep(output)
         batch_slots = input_batch.idx_mapping
         num_sampled = output.num_emitted[batch_slots]
         # Draft tokens are what the engine hands to the scheduler's constraints; the canvas itself

@@ -24,9 +24,10 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.metrics import CanvasRequestRecord, PassCounters, PassRows
+from vllm_diffusion.metrics import PassCounters, PassRows
 from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
+from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constrained_canvas import (
     ConstrainedCanvas,
     DeadEndError,
@@ -58,6 +59,7 @@ class WholeCanvasMixin(Scheduler):
         self._num_rows_left = 0
         self._canvas_of_blocks: set[str] = set()
         self._counters = PassCounters()
+        self._reports = CanvasReports()
         self._constrained: dict[str, ConstrainedCanvas] = {}
         # Requests whose last pass was a denoising step, and left an argmax canvas.
         self._was_denoised: dict[str, bool] = {}
@@ -171,8 +173,7 @@ class WholeCanvasMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        # Always on: the record costs a few integers per pass, and tells a user what a request took.
-        request.spec_decode_metrics = CanvasRequestRecord.new(self.num_spec_tokens)
+        self._reports.add(request)
         if is_constrained(request):
             self._constrained[request.request_id] = ConstrainedCanvas(
                 request, self.structured_output_manager
@@ -183,11 +184,15 @@ class WholeCanvasMixin(Scheduler):
         self._was_denoised.pop(request.request_id, None)
         self._held_prompt_logprobs.pop(request.request_id, None)
         self._stuck.forget(request.request_id)
+        self._counters.forget(request.request_id)
+        self._reports.freed(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
         self._stuck.forget(request.request_id)
+        self._counters.forget(request.request_id)
+        self._reports.preempted(request.request_id)
         if canvas := self._constrained.get(request.request_id):
             canvas.begin_again()
             self._was_denoised.pop(request.request_id, None)
@@ -292,6 +297,7 @@ class WholeCanvasMixin(Scheduler):
         self._hold_prompt_logprobs(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._stuck.end(outputs)
+        self._reports.attach(outputs)
         return outputs
 
     def _count_passes(
@@ -299,6 +305,7 @@ class WholeCanvasMixin(Scheduler):
     ) -> None:
         """Record each request's rows in this pass, before the stock code finishes any of them."""
         emitted = model_runner_output.sampled_token_ids or []
+        views = model_runner_output.aux_output_connector_output or {}
         for req_id, num_rows in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
@@ -321,10 +328,9 @@ class WholeCanvasMixin(Scheduler):
             encodes = self.commits_in_place and not self.spec.rule.can_finish_kv
             if num_emitted and encodes and not is_read_only(request.sampling_params):
                 denoised = 0
-            self._counters.observe(
-                request.spec_decode_metrics,
-                PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted),
-            )
+            rows = PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted)
+            self._counters.observe(req_id, rows, self._max_steps(request))
+            self._reports.observe(req_id, rows, views.get(req_id) if is_running else None)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -58,8 +58,6 @@ class LastCanvasMixin(Scheduler):
             super()._enqueue_waiting_request(request)
             return
         request.status = RequestStatus.RUNNING
-        # It was handed over with the answer: what follows is not part of it.
-        request.spec_decode_metrics = None
         self.running.append(request)
 
     def _reserve_prefill_lookahead(

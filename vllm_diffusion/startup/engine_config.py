@@ -17,6 +17,7 @@ from vllm_diffusion import upstream
 from vllm_diffusion.canvas.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.live import delivery, http
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint
 from vllm_diffusion.quantization.platform_support import check_platform
@@ -160,6 +161,8 @@ class BlockDiffusionEngineConfig:
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         refused_fields.install()
+        delivery.install()
+        http.install()
 
 
 def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:

@@ -1,0 +1,102 @@
+"""What a pass did to a canvas, as one row of integers that a worker sends to the scheduler."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_diffusion.canvas.step import StepOutput
+
+_NUMBERS = 7
+
+
+class CanvasView(NamedTuple):
+    """A canvas after a pass. P is its number of positions that are no known tokens.
+
+    Attributes:
+        denoised: Whether the pass was a step of it.
+        done: Whether that was its last one.
+        step: Steps that it has taken, this one among them.
+        max_steps: The step cap.
+        num_emitted: Tokens of it that the pass emitted; 0 before it is done.
+        tokens: [P], int32, what it would commit.
+        kept: [P], bool, positions that enter the next step, or are committed, as they are.
+        decided_step: [P], int32, the step that last wrote each position: 1 is the first, 0 the pass
+            before it.
+        entropy: [P], float32, nats.
+    """
+
+    denoised: bool
+    done: bool
+    step: int
+    max_steps: int
+    num_emitted: int
+    tokens: np.ndarray
+    kept: np.ndarray
+    decided_step: np.ndarray
+    entropy: np.ndarray
+
+
+def pack(
+    output: StepOutput,
+    num_rows: Tensor,
+    max_steps: Tensor,
+    entropy: Tensor,
+    slot: Tensor,
+) -> Tensor:
+    """Rows for :func:`unpack`, of some slots.
+
+    Args:
+        output: Of the pass.
+        num_rows: [R], int32, canvas rows of each slot in it.
+        max_steps: [R], int32.
+        entropy: [R, C], float32.
+        slot: [n], int64.
+
+    Returns:
+        [n, 7 + 4 * C], int32.
+    """
+    numbers = (
+        output.denoised,
+        output.done,
+        output.step,
+        max_steps,
+        num_rows,
+        output.num_given,
+        output.num_emitted,
+    )
+    positions = (
+        output.tokens,
+        output.kept,
+        output.decided_step,
+        entropy.view(torch.int32),
+    )
+    return torch.cat(
+        [
+            torch.stack([number[slot].to(torch.int32) for number in numbers], dim=1),
+            *(values[slot].to(torch.int32) for values in positions),
+        ],
+        dim=1,
+    )
+
+
+def unpack(row: np.ndarray) -> CanvasView:
+    """One row of :func:`pack`, on the host."""
+    denoised, done, step, max_steps, num_rows, num_given, num_emitted = row[:_NUMBERS].tolist()
+    tokens, kept, decided_step, entropy = row[_NUMBERS:].reshape(4, -1)
+    # The tokens begin with the first that is not known; the rest begins with the canvas.
+    of_canvas = slice(num_given, num_rows)
+    return CanvasView(
+        denoised=bool(denoised),
+        done=bool(done),
+        step=step,
+        max_steps=max_steps,
+        num_emitted=num_emitted,
+        tokens=tokens[: max(num_rows - num_given, 0)],
+        kept=kept[of_canvas].astype(bool),
+        decided_step=decided_step[of_canvas],
+        entropy=entropy[of_canvas].view(np.float32),
+    )

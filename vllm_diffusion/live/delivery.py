@@ -1,0 +1,145 @@
+"""Reports of the engine, handed in an API process to whoever asked for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_diffusion.canvas.report import RequestReport
+from vllm_diffusion.live.frame import CanvasStepMap, frame_of
+from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, open_inbox
+from vllm_diffusion.metrics import METRICS, metrics_of_passes
+from vllm_diffusion.replacement import replace
+from vllm_diffusion.requests.params import Shown, parse_shown
+
+# Under which a finished output holds the steps that decided its tokens.
+STEP_MAP = "diffusion_step_map"
+
+
+def install() -> None:
+    """Take reports out of the engine's outputs before vLLM sees them. Safe to call twice."""
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    replace(OutputProcessor, "add_request", _with_inbox)
+    replace(OutputProcessor, "process_outputs", _taking_reports)
+    replace(RequestState, "_new_completion_output", _with_what_was_told)
+    replace(RequestOutput, "add", _keeping_what_was_told)
+
+
+class _Told:
+    """What a request of this process was told so far."""
+
+    def __init__(self, shown: Shown, inbox: Inbox | None, prompt_index: int) -> None:
+        self.shown = shown
+        self.inbox = inbox
+        self.prompt_index = prompt_index
+        self.num_canvases = 0
+        self.steps: list[int] = []
+        self.passes: list[int] = []
+
+    def take(self, report: RequestReport, state: Any) -> None:
+        """Keep a report, or hand it on.
+
+        Args:
+            report: Of the request.
+            state: vLLM's, before it takes the tokens that come with the report.
+        """
+        self.steps += report.step_map
+        self.passes += report.passes
+        if self.inbox is None:
+            return
+        for reported in report.frames:
+            fields = self.shown.frame_fields
+            self.inbox.put(frame_of(reported, fields, state, self.prompt_index))
+        if report.step_map:
+            self.inbox.put(
+                CanvasStepMap(
+                    index=state.request_index,
+                    prompt_index=self.prompt_index,
+                    block=self.num_canvases,
+                    steps=tuple(report.step_map),
+                )
+            )
+            self.num_canvases += 1
+
+
+# Of a request's state, which is vLLM's and lives as long as the request.
+_TOLD = "_vllm_diffusion_told"
+
+
+def _with_inbox(stock: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        params = request.sampling_params
+        shown = parse_shown(params.extra_args if params else None)
+        inbox = open_inbox() if shown.frame_interval else None
+        if shown.frame_interval and inbox is None:
+            raise VLLMValidationError(
+                "diffusion_frames is sent while an answer is written: set stream to true on "
+                "/v1/chat/completions or /v1/completions, the only ones that send frames; in Python "
+                "use vllm_diffusion.live.watch.",
+                parameter="diffusion_frames",
+                value=shown.frame_interval,
+            )
+        prompt_index = 0
+        if inbox is not None:
+            inbox.num_answers += 1
+            if inbox.num_answers > MOST_WATCHED_ANSWERS:
+                raise VLLMValidationError(
+                    f"diffusion_frames shows at most {MOST_WATCHED_ANSWERS} answers of one request; "
+                    "lower n or the number of prompts.",
+                    parameter="diffusion_frames",
+                    value=shown.frame_interval,
+                )
+            prompt_index = inbox.prompt_index(request.external_req_id)
+        stock(self, request, *args, **kwargs)
+        state = self.request_states[request.request_id]
+        setattr(state, _TOLD, _Told(shown, inbox, prompt_index))
+
+    return add_request
+
+
+def _taking_reports(stock: Any) -> Any:
+    def process_outputs(
+        self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        of_vllm = []
+        for output in engine_core_outputs:
+            report, output.routed_experts = output.routed_experts, None
+            state = self.request_states.get(output.request_id)
+            if report is not None and state is not None:
+                getattr(state, _TOLD).take(RequestReport.decode(report), state)
+            # vLLM has none in which nothing happened: it is a report alone.
+            if report is None or output.new_token_ids or output.finish_reason is not None:
+                of_vllm.append(output)
+        return stock(self, of_vllm, *args, **kwargs)
+
+    return process_outputs
+
+
+def _with_what_was_told(stock: Any) -> Any:
+    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, *args: Any) -> Any:
+        output = stock(self, token_ids, finish_reason, *args)
+        told: _Told | None = getattr(self, _TOLD, None)
+        if told is not None and finish_reason is not None:
+            if told.passes:
+                setattr(output, METRICS, metrics_of_passes(told.passes))
+            if told.shown.step_map:
+                num_tokens = self.detokenizer.num_output_tokens()
+                setattr(output, STEP_MAP, tuple(told.steps[:num_tokens]))
+        return output
+
+    return new_completion_output
+
+
+def _keeping_what_was_told(stock: Any) -> Any:
+    def add(self: Any, next_output: Any, aggregate: bool) -> None:
+        stock(self, next_output, aggregate)
+        mine = {completion.index: completion for completion in self.outputs}
+        for completion in next_output.outputs:
+            for name in (METRICS, STEP_MAP):
+                if hasattr(completion, name):
+                    setattr(mine[completion.index], name, getattr(completion, name))
+
+    return add

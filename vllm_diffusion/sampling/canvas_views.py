@@ -1,0 +1,79 @@
+"""Canvases that somebody watches leave the device with the pass's own outputs.
+
+vLLM's model runner has a connector for outputs beside tokens: it asks it for a pass's tensors, has
+them copied on its output stream, and hands what was copied to the scheduler. vLLM's own serves
+routed experts, which no diffusion model is started with, so the place is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_diffusion.canvas.canvas_view import pack
+from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.canvas.step import StepOutput
+
+
+class CanvasViewConnector:
+    """The runner's ``aux_output_connector``. A pass in which nobody watches costs it one comparison."""
+
+    def __init__(self, slots: CanvasSlots, num_rows: Tensor, entropy: Tensor) -> None:
+        """Bind the connector to a sampler, whose tensors hold the last pass.
+
+        Args:
+            slots: The canvases.
+            num_rows: [R], int32, canvas rows of each slot.
+            entropy: [R, C], float32.
+        """
+        self._slots = slots
+        self._num_rows = num_rows
+        self._entropy = entropy
+        self._output: StepOutput | None = None
+
+    def keep(self, output: StepOutput) -> None:
+        """Remember what the sampler did in this pass."""
+        self._output = output
+
+    def begin_step(self, metadata: None) -> None:
+        """Nothing: which requests are watched is known with the requests."""
+
+    def prepare_output(self, input_batch: InputBatch) -> PendingViews | None:
+        """The views of this pass, on the device; ``None`` if nobody watches."""
+        if not self._slots.shown:
+            return None
+        num_reqs = input_batch.num_reqs
+        slots = input_batch.idx_mapping_np[:num_reqs]
+        has_canvas = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]) > 0
+        chosen = [i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.shown]
+        if not chosen:
+            return None
+        assert self._output is not None
+        slot = async_tensor_h2d(slots[chosen].astype(np.int64), device=self._slots.device)
+        views = pack(self._output, self._num_rows, self._slots.max_steps, self._entropy, slot)
+        return PendingViews([input_batch.req_ids[i] for i in chosen], views)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class PendingViews:
+    """Views of a pass that are being copied."""
+
+    def __init__(self, req_ids: list[str], views: Tensor) -> None:
+        self._req_ids = req_ids
+        self._views = views
+        self._copied: np.ndarray | None = None
+
+    def enqueue_cpu_copy(self, num_sampled: Any, num_rejected: Any) -> None:
+        """Called on the stream of output copies."""
+        self._copied = self._views.to("cpu", non_blocking=True).numpy()
+
+    def process_output(self) -> dict[str, np.ndarray]:
+        """Called when the copies are done: rows for ``canvas_view.unpack``, by request."""
+        assert self._copied is not None
+        return dict(zip(self._req_ids, self._copied, strict=True))

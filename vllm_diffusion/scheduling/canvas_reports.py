@@ -1,0 +1,145 @@
+"""What the scheduler tells of requests besides their tokens: frames, step maps, what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request
+
+from vllm_diffusion.canvas.canvas_view import CanvasView, unpack
+from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
+from vllm_diffusion.metrics import PassRows
+from vllm_diffusion.requests.params import Shown, end_token_ids, parse_shown
+
+
+@dataclass
+class _Told:
+    """Of one request.
+
+    Attributes:
+        request: vLLM's.
+        shown: What it asked for.
+        end_tokens: Those that end it.
+        num_canvases: Canvases that it emitted.
+        is_lost: Whether a canvas of it that was shown is lost.
+        passes: As in :class:`RequestReport`; ``None`` once they were told.
+        report: What this pass tells.
+    """
+
+    request: Request
+    shown: Shown
+    end_tokens: Sequence[int]
+    num_canvases: int = 0
+    is_lost: bool = False
+    passes: list[int] | None = field(default_factory=list)
+    report: RequestReport | None = None
+
+    def num_shown(self, tokens: np.ndarray) -> tuple[int, bool]:
+        """How many of a canvas's tokens an answer would hold, and whether the last one ends it."""
+        request = self.request
+        room = min(len(tokens), request.max_tokens - request.num_output_tokens)
+        ends = np.flatnonzero(np.isin(tokens[:room], self.end_tokens))
+        return (int(ends[0]) + 1, True) if ends.size else (room, False)
+
+
+class CanvasReports:
+    """Reports of all requests, attached to the engine's outputs of a pass."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, _Told] = {}
+        self._reporting: set[str] = set()
+        self._freed: list[str] = []
+
+    def add(self, request: Request) -> None:
+        """Begin with a request, whose arguments were checked at the door."""
+        params = request.sampling_params
+        assert params is not None
+        shown = parse_shown(params.extra_args)
+        self._told[request.request_id] = _Told(request, shown, end_token_ids(params))
+
+    def preempted(self, request_id: str) -> None:
+        """The request's canvas is lost, and will begin anew."""
+        self._told[request_id].is_lost = True
+
+    def freed(self, request_id: str) -> None:
+        """The request's last output, if there is one, is that of this pass."""
+        self._freed.append(request_id)
+
+    def observe(self, request_id: str, rows: PassRows, view: np.ndarray | None) -> None:
+        """Note a request's part of a pass.
+
+        Args:
+            request_id: Of it.
+            rows: What ran.
+            view: Of its canvas, for ``canvas_view.unpack``; ``None`` if it is not shown.
+        """
+        told = self._told[request_id]
+        if told.passes is not None:
+            told.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
+        if view is not None:
+            self._observe_view(request_id, told, unpack(view))
+        told.num_canvases += rows.num_emitted > 0
+
+    def _observe_view(self, request_id: str, told: _Told, view: CanvasView) -> None:
+        report = RequestReport()
+        interval = told.shown.frame_interval
+        if interval and view.denoised and (view.done or view.step % interval == 0):
+            fields = told.shown.frame_fields
+            num_shown, is_ended = told.num_shown(view.tokens)
+            report.frames.append(
+                ReportedFrame(
+                    block=told.num_canvases,
+                    step=view.step,
+                    max_steps=view.max_steps,
+                    is_last=view.done,
+                    begins_anew=told.is_lost,
+                    num_shown=num_shown,
+                    is_ended=is_ended,
+                    tokens=view.tokens.tobytes(),
+                    kept=view.kept.astype(np.uint8).tobytes() if "kept" in fields else b"",
+                    entropy=view.entropy.tobytes() if "entropy" in fields else b"",
+                )
+            )
+            told.is_lost = False
+        if told.shown.step_map:
+            report.step_map += view.decided_step[: view.num_emitted].tolist()
+        if report.frames or report.step_map:
+            told.report = report
+            self._reporting.add(request_id)
+
+    def attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add what there is to tell to the engine's outputs of this pass.
+
+        Args:
+            outputs: By API process; added to.
+        """
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                self._attach(output)
+        for request_id in list(self._reporting):
+            told = self._told[request_id]
+            output = EngineCoreOutput(request_id, [])
+            self._attach(output)
+            outputs.setdefault(told.request.client_index, EngineCoreOutputs()).outputs.append(
+                output
+            )
+        self._reporting.clear()
+        for request_id in self._freed:
+            self._told.pop(request_id, None)
+        self._freed.clear()
+
+    def _attach(self, output: EngineCoreOutput) -> None:
+        told = self._told.get(output.request_id)
+        if told is None:
+            return
+        report, told.report = told.report, None
+        self._reporting.discard(output.request_id)
+        if output.finish_reason is not None and told.passes:
+            report = report or RequestReport()
+            # What follows an answer, to keep it for the next turn, is no part of it.
+            report.passes, told.passes = told.passes, None
+        if report is not None:
+            output.routed_experts = report.encode()
