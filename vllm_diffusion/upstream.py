@@ -312,6 +312,13 @@ TABLE: tuple[Symbol, ...] = (
             "completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
         )
     ),
+    *(
+        Symbol(f"vllm.entrypoints.{path}", Use.REPLACED, "Refuses frames, which it cannot send.")
+        for path in (
+            "openai.responses.serving:OpenAIServingResponses.create_responses",
+            "anthropic.serving:AnthropicServingMessages.create_messages",
+        )
+    ),
     Symbol(
         "vllm.v1.spec_decode.metrics:SpecDecodingStats",
         Use.CALLED,

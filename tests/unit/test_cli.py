@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_diffusion.cli import checkpoint, demo, server
+from vllm_diffusion.cli import checkpoint, demo, server, shipped_server
 from vllm_diffusion.cli.main import main
 
 # Behaves as its first argument says: see the tests.
@@ -50,6 +50,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if behaviour == "refuses":
             return self.reply(400, json.dumps({"error": {"message": "too long"}}).encode())
         chunks = [{"choices": [{"index": 0, "delta": {"content": p}}]} for p in PIECES]
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         chunks.append({"choices": [], "usage": {"completion_tokens": 3}})
         lines = ["data: " + json.dumps(chunk) for chunk in chunks] + ["data: [DONE]", ""]
         if behaviour == "breaks-off":
@@ -89,11 +90,11 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def run_demo(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Runs ``vllm-diffusion demo`` against a fake server."""
     # The test's process keeps its own signal handlers.
-    monkeypatch.setattr(demo, "_ENDING_SIGNALS", ())
-    monkeypatch.setattr(demo, "shipped_checkpoint", lambda family: tmp_path)
+    monkeypatch.setattr(shipped_server, "_ENDING_SIGNALS", ())
+    monkeypatch.setattr(shipped_server, "shipped_checkpoint", lambda family: tmp_path)
 
     def run(behaviour: str, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(demo, "vllm_serve", lambda *_: command(behaviour))
+        monkeypatch.setattr(shipped_server, "vllm_serve", lambda *_: command(behaviour))
         status = main(["demo", *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
@@ -181,7 +182,7 @@ def test_demo_family(run_demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         asked.append(family)
         return tmp_path
 
-    monkeypatch.setattr(demo, "shipped_checkpoint", shipped)
+    monkeypatch.setattr(shipped_server, "shipped_checkpoint", shipped)
     assert set(demo.DEFAULT_PROMPTS) == set(checkpoint.FOLDERS)
     for family, options in (("sdar", ["--family", "sdar"]), ("diffusion_gemma", [])):
         status, _, err = run_demo("good", *options)
@@ -239,7 +240,7 @@ def test_demo_server_dies(run_demo, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "said"), [("refuses", "too long"), ("breaks-off", "did not answer")]
+    ("behaviour", "said"), [("refuses", "too long"), ("breaks-off", "broke off in mid-answer")]
 )
 def test_demo_refused(behaviour: str, said: str, run_demo) -> None:
     """What the server said, in a sentence and no stack trace."""
@@ -268,10 +269,10 @@ def test_demo_disabled(run_demo, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_interrupted(kind: signal.Signals, command, tmp_path: Path) -> None:
     """Ctrl-C and an end from outside stop the server and its child, without a stack trace."""
     code = (
-        "import sys, tempfile, pathlib; from vllm_diffusion.cli import demo, main; "
+        "import sys, tempfile, pathlib; from vllm_diffusion.cli import main, shipped_server; "
         f"tempfile.tempdir = {str(tmp_path)!r}; "
-        f"demo.shipped_checkpoint = lambda family: pathlib.Path({str(tmp_path)!r}); "
-        f"demo.vllm_serve = lambda *_: {command('never-ready')!r}; "
+        f"shipped_server.shipped_checkpoint = lambda family: pathlib.Path({str(tmp_path)!r}); "
+        f"shipped_server.vllm_serve = lambda *_: {command('never-ready')!r}; "
         "sys.exit(main.main(['demo']))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.checkpoint import add_family, shipped_checkpoint
-from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
+from vllm_diffusion.cli.answer import Answer, AnswerError, client_of, stream_answer
+from vllm_diffusion.cli.checkpoint import add_family
+from vllm_diffusion.cli.display import display_for
+from vllm_diffusion.cli.server import Server, ServerError
+from vllm_diffusion.cli.shipped_server import MODEL_NAME, end_with_signals, shipped_server
 from vllm_diffusion.settings.environment import environment_flags
 
 if TYPE_CHECKING:
@@ -21,24 +22,6 @@ DEFAULT_PROMPTS = {
     "diffusion_gemma": "What is 7+8?",
     "sdar": "Number these words: cat, dog, tree.",
 }
-# Under which the server knows the checkpoint, whichever it is.
-MODEL_NAME = "tiny"
-# The checkpoint is text and images of a few tokens; what is small here starts sooner.
-_SERVE_OPTIONS = (
-    *("--served-model-name", MODEL_NAME),
-    *("--max-model-len", "1024"),
-    *("--max-num-seqs", "2"),
-    # Compiling the decision step takes longer than one answer.
-    "--enforce-eager",
-    *("--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'),
-)
-# Nothing is fetched or reported: the checkpoint is here.
-_SERVE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Closing the terminal or ending this process ends the server too.
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-# A machine that is busy with other work may need minutes; one that failed is noticed at once.
-_START_SECONDS = 900.0
-_ANSWER_SECONDS = 300.0
 _COUNTERS_SECONDS = 10.0
 
 
@@ -47,7 +30,8 @@ def add_parser(subcommands: Subcommands) -> None:
         "demo",
         help="start a server on a shipped checkpoint, ask it, stop it",
         description="Start a real vLLM server on a shipped checkpoint, ask it one question over "
-        "the OpenAI API, print the answer and what it took, and stop the server.",
+        "the OpenAI API, show the answer and what it took, and stop the server. In a terminal the canvas "
+        "is drawn while it is denoised.",
     )
     defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
     parser.add_argument("prompt", nargs="?", help=f"default: {defaults}")
@@ -59,21 +43,6 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the server said.
-
-    Attributes:
-        text: The whole answer, as it was printed.
-        num_tokens: Its length in tokens, as the server counts.
-        seconds: From sending the request to the last token.
-    """
-
-    text: str
-    num_tokens: int
-    seconds: float
-
-
 def run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     if prompt is None:
@@ -82,27 +51,22 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail("The prompt is empty; ask something.")
     if environment_flags().disabled:
         return _fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
-    for kind in _ENDING_SIGNALS:
-        signal.signal(kind, _interrupt)
+    end_with_signals()
     try:
-        checkpoint = shipped_checkpoint(arguments.family)
+        with shipped_server(arguments.family, _say) as server:
+            _say(f"         asking: {prompt}")
+            request = {
+                "model": MODEL_NAME,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": arguments.max_tokens,
+                "seed": arguments.seed,
+            }
+            client = client_of(server.url, server.api_key)
+            answer = stream_answer(client, request, display_for(sys.stdout))
+            counters = counters_of_answer(server)
     except FileNotFoundError as error:
         return _fail(str(error))
-    server = Server(
-        vllm_serve(str(checkpoint), *_SERVE_OPTIONS),
-        report=_say,
-        timeout=_START_SECONDS,
-        environment=_SERVE_ENVIRONMENT,
-    )
-    _say(f"Starting vLLM on {server.url} with {checkpoint}")
-    start = time.monotonic()
-    try:
-        with server:
-            _say(f"{time.monotonic() - start:5.0f} s  ready; asking: {prompt}")
-            answer = ask(server, prompt, arguments.max_tokens, arguments.seed)
-            counters = counters_of_answer(server)
     except ServerError as error:
-        _say(f"The end of the server's log, {server.log_path}:\n{server.log_tail()}\n")
         return _fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
     except AnswerError as error:
         return _fail(f"{error} The server's log: {server.log_path}")
@@ -110,63 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not answer.text.strip():
         return _fail("The answer is empty.")
     return 0
-
-
-class AnswerError(Exception):
-    """The server is there but did not answer. The message is for the user."""
-
-
-def ask(server: Server, prompt: str, max_tokens: int, seed: int) -> Answer:
-    """Stream the answer to standard output as it arrives.
-
-    Raises:
-        AnswerError: If the server refuses the request or breaks off.
-    """
-    from openai import DefaultHttpxClient, OpenAI
-
-    client = OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key=server.api_key,
-        timeout=_ANSWER_SECONDS,
-        max_retries=0,
-        # The server is on this machine: a proxy of the environment is not for it.
-        http_client=DefaultHttpxClient(trust_env=False),
-    )
-    text, num_tokens = "", 0
-    start = end = time.monotonic()
-    try:
-        chunks = client.chat.completions.create(
-            model=MODEL_NAME,
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=max_tokens,
-            seed=seed,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        for chunk in chunks:
-            if chunk.usage is not None:
-                num_tokens = chunk.usage.completion_tokens
-            for choice in chunk.choices:
-                piece = printable(choice.delta.content or "")
-                end = time.monotonic()
-                text += piece
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-    except Exception as error:
-        # While a stream is read, errors of the HTTP library come through the client as they are.
-        raise AnswerError(f"The server did not answer: {error}") from error
-    finally:
-        if text:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-    return Answer(text, num_tokens, end - start)
-
-
-def printable(text: str) -> str:
-    """``text`` without the control characters that could steer a terminal."""
-    return "".join(
-        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 def counters_of_answer(server: Server) -> dict[str, float]:
@@ -222,10 +129,6 @@ def report(answer: Answer, counters: dict[str, float]) -> list[str]:
 
 def _count(number: float, singular: str, plural: str | None = None) -> str:
     return f"{number:.0f} {singular if number == 1 else plural or singular + 's'}"
-
-
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:

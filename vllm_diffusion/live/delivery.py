@@ -13,6 +13,11 @@ from vllm_diffusion.requests.params import Shown, parse_shown
 
 # Under which a finished output holds the steps that decided its tokens.
 STEP_MAP = "diffusion_step_map"
+# What is said of frames that were asked for elsewhere, behind the field's name.
+WHERE_FRAMES_ARE = (
+    "is sent while an answer is written: set stream to true on /v1/chat/completions or "
+    "/v1/completions, the only ones that send frames; in Python use vllm_diffusion.live.watch."
+)
 
 
 def install() -> None:
@@ -76,9 +81,7 @@ def _with_inbox(stock: Any) -> Any:
         inbox = open_inbox() if shown.frame_interval else None
         if shown.frame_interval and inbox is None:
             raise VLLMValidationError(
-                "diffusion_frames is sent while an answer is written: set stream to true on "
-                "/v1/chat/completions or /v1/completions, the only ones that send frames; in Python "
-                "use vllm_diffusion.live.watch.",
+                f"diffusion_frames {WHERE_FRAMES_ARE}",
                 parameter="diffusion_frames",
                 value=shown.frame_interval,
             )

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from vllm_diffusion.live.delivery import STEP_MAP
+from vllm_diffusion.live.delivery import STEP_MAP, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.watch import watch_async
 from vllm_diffusion.replacement import replace
@@ -20,10 +20,12 @@ from vllm_diffusion.requests.params import parse_shown
 
 def install() -> None:
     """Send frames on the two endpoints that stream completions. Safe to call twice."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     replace(ChatCompletionRequest, "to_sampling_params", _reading_diffusing)
     replace(CompletionRequest, "to_sampling_params", _reading_diffusing)
@@ -35,6 +37,26 @@ def install() -> None:
         "request_output_to_completion_response",
         _completion_with_step_maps,
     )
+    # Where a stream has begun, a refusal comes too late for its status.
+    replace(OpenAIServingResponses, "create_responses", _without_frames)
+    replace(AnthropicServingMessages, "create_messages", _without_frames)
+
+
+def _without_frames(stock: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        for field, of_field in (
+            ("diffusion_frames", request.vllm_xargs or {}),
+            ("diffusing", request.model_extra or {}),
+        ):
+            if of_field.get(field):
+                raise VLLMValidationError(
+                    f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=of_field[field]
+                )
+        return await stock(self, request, *args, **kwargs)
+
+    return create
 
 
 def _reading_diffusing(stock: Any) -> Any:

@@ -142,4 +142,6 @@ class CanvasReports:
             # What follows an answer, to keep it for the next turn, is no part of it.
             report.passes, told.passes = told.passes, None
         if report is not None:
+            # Behind an end token nothing is part of the answer.
+            del report.step_map[len(output.new_token_ids) :]
             output.routed_experts = report.encode()

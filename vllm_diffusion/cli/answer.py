@@ -1,0 +1,150 @@
+"""One streamed answer of an OpenAI server, with its canvases where the server sends them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from vllm_diffusion.cli.display import Display
+
+_ANSWER_SECONDS = 300.0
+# What a terminal needs of a frame: each token's text, and which tokens stay.
+FRAMES = {"diffusion_frames": 1, "diffusion_frame_fields": ["tokens", "kept"]}
+
+
+@dataclass
+class Answer:
+    """What the server said.
+
+    Attributes:
+        text: The answer as far as it came, harmless to a terminal.
+        num_tokens: Its length in tokens, as the server counts; 0 if it broke off.
+        seconds: From sending the request to the last token.
+        num_steps: Denoising steps that were seen.
+        num_canvases: Canvases that were seen.
+        finish_reason: Why it ended; ``None`` if it broke off.
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_steps: int = 0
+    num_canvases: int = 0
+    finish_reason: str | None = None
+
+
+class AnswerError(Exception):
+    """The server is there but did not answer. The message is for the user."""
+
+
+def client_of(url: str, api_key: str) -> OpenAI:
+    """The official client of a server of vLLM.
+
+    Args:
+        url: Of its root.
+        api_key: What it asks for; anything but nothing if it does not.
+    """
+    from openai import DefaultHttpxClient, OpenAI
+
+    return OpenAI(
+        base_url=f"{url}/v1",
+        api_key=api_key,
+        timeout=_ANSWER_SECONDS,
+        max_retries=0,
+        # A server on this machine is not reached through a proxy of the environment.
+        http_client=DefaultHttpxClient(trust_env=not url.startswith("http://127.0.0.1")),
+    )
+
+
+def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) -> Answer:
+    """Show an answer as it arrives.
+
+    Args:
+        client: Of the server.
+        request: Arguments of ``chat.completions.create``, but for those that make it a stream.
+        display: Where it is shown; one that draws canvases is sent them.
+
+    Raises:
+        AnswerError: If the server refuses the request or breaks off.
+    """
+    answer = Answer()
+    request = dict(request)
+    extra_body = dict(request.pop("extra_body", {}))
+    if display.draws_canvases:
+        extra_body["vllm_xargs"] = {**FRAMES, **extra_body.get("vllm_xargs", {})}
+    start = time.monotonic()
+    try:
+        with display:
+            chunks = client.chat.completions.create(
+                **request,
+                extra_body=extra_body,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            with chunks:
+                for chunk in chunks:
+                    answer.seconds = time.monotonic() - start
+                    _take(chunk, answer, display)
+    except Exception as error:
+        # Of the HTTP library or of the client's, once there was an answer.
+        if answer.seconds:
+            raise AnswerError(f"The server broke off in mid-answer: {error}") from error
+        raise AnswerError(reason(error)) from error
+    if answer.finish_reason is None:
+        raise AnswerError("The server broke off in mid-answer.")
+    return answer
+
+
+def _take(chunk: Any, answer: Answer, display: Display) -> None:
+    if chunk.usage is not None:
+        answer.num_tokens = chunk.usage.completion_tokens
+    if getattr(chunk, "type", None) == "diffusion_frame":
+        answer.num_steps += 1
+        answer.num_canvases = max(answer.num_canvases, chunk.block + 1)
+        display.frame(chunk, answer)
+        return
+    for choice in chunk.choices:
+        answer.finish_reason = choice.finish_reason or answer.finish_reason
+        if piece := printable(choice.delta.content or ""):
+            answer.text += piece
+            display.committed(piece, answer)
+
+
+def reason(error: Exception) -> str:
+    """What went wrong between us and the server, in one sentence."""
+    from openai import (
+        APIConnectionError,
+        APIStatusError,
+        APITimeoutError,
+        AuthenticationError,
+        NotFoundError,
+    )
+
+    if isinstance(error, APITimeoutError):
+        return f"The server said nothing for {_ANSWER_SECONDS:.0f} s."
+    if isinstance(error, APIConnectionError):
+        return f"The server cannot be reached at {error.request.url.host}:{error.request.url.port}."
+    if isinstance(error, AuthenticationError):
+        return "The server does not take this key; set --api-key or VLLM_API_KEY to its own."
+    if isinstance(error, NotFoundError):
+        return f"The server does not have this model: {_message(error)}"
+    if isinstance(error, APIStatusError):
+        return f"The server refused the request: {_message(error)}"
+    return f"The server did not answer to the end: {error or type(error).__name__}"
+
+
+def _message(error: Any) -> str:
+    body = error.body if isinstance(error.body, dict) else {}
+    return printable(str(body.get("message") or error.message))
+
+
+def printable(text: str) -> str:
+    """``text`` without the control characters that could steer a terminal."""
+    return "".join(
+        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

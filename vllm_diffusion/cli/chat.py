@@ -1,0 +1,272 @@
+"""``vllm-diffusion chat``: a conversation in the terminal, with the canvas while it is denoised."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import mimetypes
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.cli.answer import (
+    Answer,
+    AnswerError,
+    client_of,
+    printable,
+    reason,
+    stream_answer,
+)
+from vllm_diffusion.cli.checkpoint import add_family
+from vllm_diffusion.cli.display import display_for, figures
+from vllm_diffusion.cli.server import ServerError
+from vllm_diffusion.cli.shipped_server import end_with_signals, shipped_server
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from vllm_diffusion.cli.checkpoint import Subcommands
+
+# The official client wants one, also for a server that asks for none.
+_NO_KEY = "none"
+_KEY_VARIABLES = ("VLLM_API_KEY", "OPENAI_API_KEY")
+
+
+def add_parser(subcommands: Subcommands) -> None:
+    parser = subcommands.add_parser(
+        "chat",
+        help="talk to a model and watch its canvases",
+        description="A conversation in the terminal: the canvas is drawn while it is denoised, its "
+        "kept tokens plain and the others dim. Without --url a server is started on a shipped "
+        "checkpoint, and stopped at the end. Ctrl-C stops an answer, Ctrl-D or /quit ends the "
+        "conversation, /help lists the other commands.",
+    )
+    parser.add_argument("--url", help="of a server that runs, for example http://127.0.0.1:8000")
+    parser.add_argument(
+        "--api-key", help="of that server; VLLM_API_KEY and OPENAI_API_KEY are looked at too"
+    )
+    parser.add_argument("--model", help="which of its models (default: its first)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="longest answer, in tokens (%(default)s)"
+    )
+    parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
+    add_family(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        if arguments.url is None:
+            end_with_signals()
+            try:
+                server = stack.enter_context(shipped_server(arguments.family, _say))
+            except (ServerError, FileNotFoundError) as error:
+                _say(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
+                return 1
+            url, key = server.url, server.api_key
+        else:
+            url = arguments.url.rstrip("/").removesuffix("/v1")
+            keys = (arguments.api_key, *(os.environ.get(name) for name in _KEY_VARIABLES))
+            key = next((key for key in keys if key), _NO_KEY)
+        client = client_of(url, key)
+        try:
+            model = arguments.model or client.models.list().data[0].id
+        except Exception as error:
+            _say(reason(error))
+            return 1
+        _say(f"Talking to {model}. /help lists commands; Ctrl-D ends.")
+        Conversation(client, model, arguments.max_tokens, arguments.plain).run()
+    return 0
+
+
+@dataclass
+class Settings:
+    """What the commands set; ``None`` leaves it to the server."""
+
+    preset: str | None = None
+    steps: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    schema: dict[str, Any] | None = None
+
+    def request(self) -> dict[str, Any]:
+        """Arguments of ``chat.completions.create``."""
+        own = {"diffusion_preset": self.preset, "diffusion_max_steps": self.steps}
+        request: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed}
+        if self.schema is not None:
+            schema = {"name": "answer", "schema": self.schema}
+            request["response_format"] = {"type": "json_schema", "json_schema": schema}
+        request = {name: value for name, value in request.items() if value is not None}
+        if own := {name: value for name, value in own.items() if value is not None}:
+            request["extra_body"] = {"vllm_xargs": own}
+        return request
+
+
+class CommandError(Exception):
+    """A command that cannot be done as it was typed. The message is for the user."""
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and how it goes on."""
+
+    client: OpenAI
+    model: str
+    max_tokens: int
+    plain: bool
+    settings: Settings = field(default_factory=Settings)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Read lines until there are no more."""
+        is_typed = sys.stdin.isatty()
+        while True:
+            try:
+                line = input("> " if is_typed else "").strip()
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                _say("\nCtrl-D or /quit ends the conversation.")
+                continue
+            if line == "/quit":
+                break
+            if line.startswith("/"):
+                _say(self.command(line))
+            elif line:
+                self.ask(line)
+
+    def ask(self, text: str) -> None:
+        """Show the answer to a message, and remember both."""
+        message = {"role": "user", "content": self._content(text)}
+        request = {
+            "model": self.model,
+            "messages": [*self.messages, message],
+            "max_tokens": self.max_tokens,
+            **self.settings.request(),
+        }
+        try:
+            answer = stream_answer(self.client, request, display_for(sys.stdout, plain=self.plain))
+        except AnswerError as error:
+            _say(str(error))
+            return
+        except KeyboardInterrupt:
+            _say("Stopped; the question and what was said are forgotten.")
+            return
+        self._remember(message, answer)
+
+    def _remember(self, message: dict[str, Any], answer: Answer) -> None:
+        self.images.clear()
+        self.messages += [message, {"role": "assistant", "content": answer.text}]
+        if took := figures(answer):
+            _say(f"  {took}")
+        if answer.finish_reason == "length":
+            _say("  cut at --max-tokens or at the model's length")
+
+    def _content(self, text: str) -> Any:
+        if not self.images:
+            return text
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return [*parts, {"type": "text", "text": text}]
+
+    def command(self, line: str) -> str:
+        """Do what a line that begins with a slash says.
+
+        Returns:
+            What was done, or why it was not.
+        """
+        name, _, value = line[1:].partition(" ")
+        value = value.strip()
+        if name == "help":
+            return _HELP
+        if name == "reset":
+            self.messages.clear()
+            self.images.clear()
+            return "The conversation begins anew; settings stay."
+        if name == "image":
+            return self._add_image(value)
+        if name not in _READERS:
+            return f"/{printable(name)} is no command; /help lists them."
+        try:
+            read = None if value in ("", "off") else _READERS[name](value)
+        except CommandError as error:
+            return f"/{name} {error}"
+        setattr(self.settings, name, read)
+        return f"{name}: {'left to the server' if read is None else printable(str(read))}"
+
+    def _add_image(self, value: str) -> str:
+        if not value:
+            self.images.clear()
+            return "No image goes with the next message."
+        if value.startswith(("http://", "https://", "data:")):
+            self.images.append(value)
+            return "The image goes with the next message."
+        path = Path(value).expanduser()
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        if not kind.startswith("image/"):
+            return f"/image needs the file or the address of an image; got {printable(value)}."
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            return f"/image: {printable(value)} cannot be read: {error.strerror}."
+        self.images.append(f"data:{kind};base64,{data}")
+        return "The image goes with the next message."
+
+
+def _integer(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise CommandError(f"needs an integer; got {printable(value)}.") from None
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise CommandError(f"needs a number; got {printable(value)}.") from None
+
+
+def _schema(value: str) -> dict[str, Any]:
+    """A JSON schema, or the file that holds one."""
+    text = value
+    if not value.lstrip().startswith("{"):
+        try:
+            text = Path(value).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"{printable(value)} cannot be read: {error.strerror}.") from None
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"needs JSON: {error}.") from None
+    if not isinstance(schema, dict):
+        raise CommandError("needs a JSON object.")
+    return schema
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "preset": str,
+    "steps": _integer,
+    "temperature": _number,
+    "seed": _integer,
+    "schema": _schema,
+}
+_HELP = """\
+/preset NAME        the model's settings for quality or speed
+/steps N            at most N denoising steps a canvas
+/temperature X      of the draws; 0 takes the likeliest tokens
+/seed N             the same draws every time
+/schema FILE        answers are JSON that fits this schema (or the schema itself)
+/image FILE         goes with the next message; an address does too
+/reset              forget what was said
+/quit               or Ctrl-D
+Without a value, or with off, a setting is the server's again. Ctrl-C stops an answer."""
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

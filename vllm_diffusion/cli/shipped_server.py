@@ -1,0 +1,70 @@
+"""A server on a shipped checkpoint, as small and as soon there as it can be."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
+
+# Under which the server knows the checkpoint, whichever it is.
+MODEL_NAME = "tiny"
+# The checkpoint is text and images of a few tokens; what is small here starts sooner.
+_SERVE_OPTIONS = (
+    *("--served-model-name", MODEL_NAME),
+    *("--max-model-len", "1024"),
+    *("--max-num-seqs", "2"),
+    # Compiling the decision step takes longer than one answer.
+    "--enforce-eager",
+    *("--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'),
+)
+# Nothing is fetched or reported: the checkpoint is here.
+_SERVE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# Closing the terminal or ending this process ends the server too.
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# A machine that is busy with other work may need minutes; one that failed is noticed at once.
+_START_SECONDS = 900.0
+
+
+def end_with_signals() -> None:
+    """Have the signals that end this process end its server too."""
+    for kind in _ENDING_SIGNALS:
+        signal.signal(kind, _interrupt)
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def shipped_server(family: str, say: Callable[[str], None]) -> Iterator[Server]:
+    """A server that is ready, and gone when the block is left.
+
+    Args:
+        family: Whose checkpoint it serves.
+        say: Told of progress, line by line, and the end of the log of a server that fails.
+
+    Raises:
+        FileNotFoundError: If the installation lacks a file of the checkpoint.
+        ServerError: If the server did not start, or stopped.
+    """
+    checkpoint = shipped_checkpoint(family)
+    server = Server(
+        vllm_serve(str(checkpoint), *_SERVE_OPTIONS),
+        report=say,
+        timeout=_START_SECONDS,
+        environment=_SERVE_ENVIRONMENT,
+    )
+    say(f"Starting vLLM on {server.url} with {checkpoint}")
+    start = time.monotonic()
+    try:
+        with server:
+            say(f"{time.monotonic() - start:5.0f} s  ready")
+            yield server
+    except ServerError:
+        say(f"The end of the server's log, {server.log_path}:\n{server.log_tail()}\n")
+        raise
