@@ -11,6 +11,7 @@ import torch
 from tests.support.checkpoints import random_checkpoint
 from tests.support.device_waits import DeviceWaits
 from tests.support.engine import TracedEngine
+from tests.support.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
 
@@ -43,6 +44,7 @@ def guarded(tmp_path):
     watched_sampler = type("WatchedSampler", (type(engine.runner.sampler),), {})
     engine.runner.sampler.__class__ = watched_sampler
     watch(watched_sampler, "__call__")
+    watch(engine.runner.sampler.views, "prepare_output")
     yield engine, found, calls
     engine.close()
 
@@ -53,7 +55,7 @@ def test_no_call_waits(guarded):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(20, 276, n).tolist() for n in (5, 40, 90, 130)]
     options = [
-        {"logprobs": 3},
+        {"logprobs": 3, "extra_args": EVERY_FIELD},
         {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5},
         {"extra_args": {"diffusion_seed_canvas": [30] * CANVAS, "diffusion_pinned": [0, 3]}},
         {
@@ -65,16 +67,17 @@ def test_no_call_waits(guarded):
         engine.sampling_params(seed=i, max_tokens=2 * CANVAS, ignore_eos=True, **option)
         for i, option in enumerate(options)
     ]
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [64, 64, 64, 32]
+    watched = Watched(engine.llm, prompts, params)
+    tokens = [len(output.outputs[0].token_ids) for output in watched.outputs]
+    assert tokens == [64, 64, 64, 32]
+    assert len(watched.frames[0, 0]) > 2
     assert set(calls) == {
         "add_request",
         "apply_staged_writes",
         "prepare_inputs",
         "prepare_attn",
         "__call__",
+        "prepare_output",
     }
     assert calls["__call__"] > 30
     assert found == []

@@ -14,7 +14,9 @@ from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Case, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
+from tests.support.frames import EVERY_FIELD, Watched, steps_that_decided
 from tests.support.generate import run_engine
+from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
@@ -129,6 +131,36 @@ def test_strategies_and_steps(family: Family) -> None:
     B = family.block_length
     wanted = [Wanted(2 * B, threshold=0.9, strategy=s, steps=n) for s, n in strategies]
     family.check(prompts, wanted)
+
+
+def test_frames_and_step_maps(family: Family) -> None:
+    """What is shown ends as what is answered, changes no token, and gives the step map again."""
+    B, spec = family.block_length, family.engine.state.spec
+    prompts = [prompt_of(length, seed=length) for length in (5, 33, 2 * B)]
+    wanted = [
+        Wanted(2 * B + 3, threshold=0.1),
+        Wanted(B, threshold=0.95),
+        Wanted(2 * B, temperature=1.0, seed=3),
+    ]
+    unseen = family.generate(prompts, wanted)
+    seen = Watched(
+        family.engine.llm,
+        prompts,
+        [one.sampling_params(shown=EVERY_FIELD) for one in wanted],
+    )
+    for i, (tokens, output) in enumerate(zip(unseen, seen.outputs, strict=True)):
+        completion = output.outputs[0]
+        assert list(completion.token_ids) == tokens
+        canvases = seen.canvases(i)
+        last = [token for frames in canvases for token in frames[-1].token_ids or ()]
+        assert last[: len(tokens)] == tokens
+        assert all(frames[-1].is_last and all(frames[-1].kept or ()) for frames in canvases)
+        replayed = steps_that_decided(canvases, has_mask=True, is_seeded=spec.is_seeded)
+        assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
+        assert [n for part in seen.step_maps[i, 0] for n in part.steps] == replayed[: len(tokens)]
+        metrics = request_metrics(completion)
+        assert metrics is not None
+        assert metrics.denoise_steps_per_canvas == tuple(len(frames) for frames in canvases)
 
 
 def test_temperature_and_filters(family: Family) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,13 @@ class Wanted:
     top_p: float = 1.0
     seed: int = 0
 
-    def sampling_params(self, **changes: Any) -> Any:
-        """vLLM's, which end at nothing but ``max_tokens``."""
+    def sampling_params(self, shown: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+        """vLLM's, which end at nothing but ``max_tokens``.
+
+        Args:
+            shown: Arguments that say what is sent besides tokens.
+            changes: Of any parameter.
+        """
         from vllm import SamplingParams
 
         extra: dict[str, Any] = {
@@ -62,6 +67,7 @@ class Wanted:
         ):
             if value is not None:
                 extra[f"diffusion_{name}"] = value
+        extra |= shown or {}
         options: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
