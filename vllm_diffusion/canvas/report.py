@@ -44,8 +44,8 @@ class RequestReport(msgspec.Struct, array_like=True):
     Attributes:
         frames: Canvases that are being denoised.
         step_map: The step that decided each token which the pass emitted, if that was asked for.
-        passes: Of a request that ends, for each pass its causal rows, canvas rows, projected rows
-            and emitted tokens.
+        passes: With tokens: for each pass since the last ones, causal rows, canvas rows, projected
+            rows and emitted tokens.
     """
 
     frames: list[ReportedFrame] = []

@@ -25,7 +25,7 @@ class _Told:
         end_tokens: Those that end it.
         num_canvases: Canvases that it emitted.
         is_lost: Whether a canvas of it that was shown is lost.
-        passes: As in :class:`RequestReport`; ``None`` once they were told.
+        passes: As in :class:`RequestReport`, since they were told; ``None`` behind the answer.
         report: What this pass tells.
     """
 
@@ -137,10 +137,12 @@ class CanvasReports:
             return
         report, told.report = told.report, None
         self._reporting.discard(output.request_id)
-        if output.finish_reason is not None and told.passes:
+        is_finished = output.finish_reason is not None
+        if told.passes and (output.new_token_ids or is_finished):
+            # Not at the end alone: of a stop string the engine hears nothing.
             report = report or RequestReport()
             # What follows an answer, to keep it for the next turn, is no part of it.
-            report.passes, told.passes = told.passes, None
+            report.passes, told.passes = told.passes, None if is_finished else []
         if report is not None:
             # Behind an end token nothing is part of the answer.
             del report.step_map[len(output.new_token_ids) :]

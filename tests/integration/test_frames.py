@@ -1,0 +1,228 @@
+"""Frames and step maps of the shipped DiffusionGemma: their text, their order, what they cost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import TracedEngine
+from tests.support.frames import EVERY_FIELD, Watched, steps_that_decided
+from tests.support.prompts import random_prompt
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.metrics import request_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from evaluate import prompt_token_ids
+from tiny_tasks import evaluation_set
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    served = TracedEngine(
+        shipped_checkpoint(), async_scheduling=request.param, max_num_seqs=4, max_logprobs=-1
+    )
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: TracedEngine) -> list[list[int]]:
+    """Short and long ones, whose answers take one canvas and several."""
+    tokenizer = engine.llm.get_tokenizer()
+    return [
+        prompt_token_ids(tokenizer, example)
+        for family in ("sums", "json", "upper")
+        for example in evaluation_set(family, 2)
+    ]
+
+
+# What a request may ask for beside frames.
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cut": {"max_tokens": 37},
+    "two answers": {"n": 2, "temperature": 1.3},
+    "stop string": {"stop": [", "]},
+    "stop token": {"stop_token_ids": [105]},
+    "regex": {"structured_outputs": {"regex": "[a-z]{5,12}!"}},
+    "bad words": {"bad_words": ["a"]},
+    "special tokens": {"skip_special_tokens": False},
+    "log-probabilities": {"logprobs": 2},
+}
+
+
+def params_of(asked: dict[str, Any], extra_args: dict[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    options = {"max_tokens": 96, "seed": 3, "skip_special_tokens": True} | asked
+    if "structured_outputs" in options:
+        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+    return TracedEngine.sampling_params(**options, extra_args=extra_args)
+
+
+def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]) -> None:
+    """Whatever a request asks for: the same tokens, and the last frame's text is what is committed."""
+    asked = [(prompt, one) for one in ASKED.values() for prompt in prompts[:4]]
+    unseen, seen = [], []
+    # As many as run at once: where others wait, a constrained canvas may give way to them.
+    for start in range(0, len(asked), 4):
+        part = asked[start : start + 4]
+        part_prompts = [prompt for prompt, _ in part]
+        unseen += Watched(engine.llm, part_prompts, [params_of(one, {}) for _, one in part]).outputs
+        params = [params_of(one, EVERY_FIELD) for _, one in part]
+        watched = Watched(engine.llm, part_prompts, params)
+        seen += [(watched, i, output) for i, output in enumerate(watched.outputs)]
+    num_canvases = []
+    for before, (watched, i, output) in zip(unseen, seen, strict=True):
+        for expected, completion in zip(before.outputs, output.outputs, strict=True):
+            assert completion.token_ids == expected.token_ids
+            assert completion.text == expected.text
+            assert completion.finish_reason == expected.finish_reason
+            canvases = watched.canvases(i, completion.index)
+            num_canvases.append(len(canvases))
+            assert "".join(frames[-1].text for frames in canvases) == completion.text
+            replayed = steps_that_decided(canvases, has_mask=False, is_seeded=False)
+            num_tokens = len(completion.token_ids)
+            assert list(completion.diffusion_step_map) == replayed[:num_tokens]
+            metrics, usual = request_metrics(completion), request_metrics(expected)
+            assert metrics is not None
+            assert metrics.denoise_steps_per_canvas == tuple(len(frames) for frames in canvases)
+            # Of the prompt the second time less is computed, since it is in the cache.
+            assert usual == replace(metrics, passes=usual.passes, encode_rows=usual.encode_rows)
+    assert max(num_canvases) >= 3
+
+
+def test_entropy(engine: TracedEngine, prompts: list[list[int]]) -> None:
+    """In nats, of the logits that the pass projected, at the schedule's temperature."""
+    with engine.recording() as passes:
+        watched = Watched(engine.llm, prompts[:1], [params_of({"max_tokens": 20}, EVERY_FIELD)])
+    frames = [frame for canvas in watched.canvases(0) for frame in canvas]
+    # An asynchronous pass of a canvas that nobody wanted any more may follow.
+    records = [record for record in passes if not record.encoding][: len(frames)]
+    spec = engine.state.spec
+    t_min, t_max = spec.settings["t_min"], spec.settings["t_max"]
+    for frame, record in zip(frames, records, strict=True):
+        remaining = (frame.total - frame.step + 1) / frame.total
+        temperature = t_min + (t_max - t_min) * remaining
+        logprobs = (record.logits.double() / temperature).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).nansum(-1)
+        assert frame.entropy == pytest.approx(entropy.tolist(), abs=2e-4)
+
+
+def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> None:
+    """Every third step and the last one; nothing that was not asked for."""
+    params = params_of({}, {"diffusion_frames": 3, "diffusion_frame_fields": ["kept"]})
+    watched = Watched(engine.llm, prompts[:2], [params, params])
+    for canvas in (*watched.canvases(0), *watched.canvases(1)):
+        assert all(frame.step % 3 == 0 or frame.is_last for frame in canvas)
+        assert [frame.is_last for frame in canvas] == [False] * (len(canvas) - 1) + [True]
+        assert all(frame.token_ids is None and frame.entropy is None for frame in canvas)
+        assert all(frame.kept for frame in canvas)
+    assert not watched.step_maps
+
+
+def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[list[int]]) -> None:
+    """With a step map, each token's is that of the step that decided it."""
+    plain = params_of({"logprobs": 1}, EVERY_FIELD | {"diffusion_step_map": False})
+    mapped = params_of({"logprobs": 1}, EVERY_FIELD)
+    with engine.recording() as passes:
+        mapped_output = Watched(engine.llm, prompts[2:3], [mapped]).outputs[0].outputs[0]
+    plain_output = Watched(engine.llm, prompts[2:3], [plain]).outputs[0].outputs[0]
+    assert plain_output.token_ids == mapped_output.token_ids
+    steps = request_metrics(mapped_output).denoise_steps_per_canvas
+    records = iter(record for record in passes if not record.encoding)
+    spec = engine.state.spec
+    t_min, t_max = spec.settings["t_min"], spec.settings["t_max"]
+    expected = []
+    for number in steps:
+        canvas = [next(records) for _ in range(number)]
+        for position in range(spec.length):
+            i = len(expected)
+            if i == len(mapped_output.token_ids):
+                break
+            step = mapped_output.diffusion_step_map[i]
+            remaining = (spec.max_denoising_steps - step + 1) / spec.max_denoising_steps
+            temperature = t_min + (t_max - t_min) * remaining
+            logprobs = (canvas[step - 1].logits[position].double() / temperature).log_softmax(-1)
+            expected.append(float(logprobs[mapped_output.token_ids[i]]))
+    got = [
+        entry[token].logprob
+        for entry, token in zip(mapped_output.logprobs, mapped_output.token_ids, strict=True)
+    ]
+    assert got == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_preempted(asynchronous: bool) -> None:
+    """A canvas that was lost begins anew, and says so; what follows is as if nothing had been."""
+    tight = TracedEngine(
+        shipped_checkpoint(),
+        async_scheduling=asynchronous,
+        max_model_len=320,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=1024**2,
+        enable_prefix_caching=False,
+    )
+    crowd = [random_prompt(20 + 9 * (i % 5), i) for i in range(12)]
+    params = [
+        params_of({"seed": i, "ignore_eos": True, "temperature": 1.5}, EVERY_FIELD)
+        for i in range(12)
+    ]
+    watched = Watched(tight.llm, crowd, params)
+    preempted = list(tight.preempted)
+    alone = [Watched(tight.llm, [crowd[i]], [params[i]]).outputs[0].outputs[0] for i in range(12)]
+    tight.close()
+    assert preempted
+    frames = [frame for of_answer in watched.frames.values() for frame in of_answer]
+    assert any(frame.begins_anew for frame in frames)
+    for i, (output, expected) in enumerate(zip(watched.outputs, alone, strict=True)):
+        completion = output.outputs[0]
+        assert completion.token_ids == expected.token_ids
+        assert completion.diffusion_step_map == expected.diffusion_step_map
+        replayed = steps_that_decided(watched.canvases(i), has_mask=False, is_seeded=False)
+        assert list(completion.diffusion_step_map) == replayed[: len(completion.token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "field"),
+    [
+        ({"diffusion_frames": 0}, "diffusion_frames"),
+        ({"diffusion_frames": "1"}, "diffusion_frames"),
+        ({"diffusion_frames": 1, "diffusion_frame_fields": ["logits"]}, "diffusion_frame_fields"),
+        ({"diffusion_frame_fields": ["kept"]}, "diffusion_frame_fields"),
+        ({"diffusion_step_map": 2}, "diffusion_step_map"),
+        ({"diffusion_step_map": 1, "diffusion_read_only": 1}, "diffusion_step_map"),
+    ],
+)
+def test_refused(engine: TracedEngine, extra_args: dict[str, Any], field: str) -> None:
+    """By name, before anything runs."""
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError) as error:
+        Watched(engine.llm, [[30, 31]], [params_of({}, extra_args)])
+    assert error.value.parameter == field
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+def test_nobody_watches(engine: TracedEngine) -> None:
+    """Frames that nobody would see are refused, and so are those of a crowd."""
+    from vllm.exceptions import VLLMValidationError
+
+    params = params_of({"max_tokens": 4}, {"diffusion_frames": 1})
+    with pytest.raises(VLLMValidationError, match=r"vllm_diffusion\.live\.watch") as error:
+        engine.llm.generate([{"prompt_token_ids": [30, 31]}], params, use_tqdm=False)
+    assert error.value.parameter == "diffusion_frames"
+    with pytest.raises(VLLMValidationError, match="at most 16 answers"):
+        Watched(engine.llm, [[30, 31]], [params_of({"n": 17}, {"diffusion_frames": 1})])
+    answer = engine.llm.generate(
+        [{"prompt_token_ids": [30, 31]}], params_of({}, {}), use_tqdm=False
+    )
+    assert answer[0].finished
