@@ -1,0 +1,228 @@
+"""Frames and step maps over HTTP, as clients meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.server import MODEL, Server
+
+pytestmark = pytest.mark.engine
+
+MESSAGES = [{"role": "user", "content": "Put these words in capitals: lamp, tree, stone, river."}]
+
+
+@pytest.fixture(autouse=True)
+def _idle(server: Server) -> Iterator[None]:
+    """No test leaves a request or a KV block behind."""
+    yield
+    server.wait_until_idle()
+
+
+class Stream:
+    """What a client that appends deltas has in the end, by choice, and what it may skip."""
+
+    def __init__(self, chunks: Any) -> None:
+        self.text: dict[int, str] = {}
+        self.reason: dict[int, str] = {}
+        self.usage: Any = None
+        self.frames: list[dict[str, Any]] = []
+        self.step_maps: list[dict[str, Any]] = []
+        for chunk in chunks:
+            body = chunk.model_dump()
+            shown = {"diffusion_frame": self.frames, "diffusion_step_map": self.step_maps}
+            if body.get("type") in shown:
+                shown[body["type"]].append(body)
+            self.usage = chunk.usage or self.usage
+            for choice in chunk.choices:
+                is_chat = hasattr(choice, "delta")
+                piece = (choice.delta.content or "") if is_chat else choice.text
+                self.text[choice.index] = self.text.get(choice.index, "") + piece
+                if choice.finish_reason:
+                    self.reason[choice.index] = choice.finish_reason
+
+
+def ask(server: Server, kind: str, **changes: Any) -> Stream:
+    client = server.client()
+    create: Any = client.chat.completions.create if kind == "chat" else client.completions.create
+    prompt = {"messages": MESSAGES} if kind == "chat" else {"prompt": ["One two", "Red"]}
+    request = {"model": MODEL, "max_tokens": 70, "seed": 5, "n": 2, **prompt, **changes}
+    with create(**request, stream=True, stream_options={"include_usage": True}) as chunks:
+        return Stream(chunks)
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_clients_see_the_same(kind: str, server: Server) -> None:
+    """With frames: the same text, reasons and usage, for every choice; each frame is its choice's."""
+    usual = ask(server, kind, extra_body={"ignore_eos": True})
+    shown = ask(server, kind, extra_body={"ignore_eos": True, "diffusing": True})
+    assert not usual.frames
+    assert (shown.text, shown.reason) == (usual.text, usual.reason)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(shown.usage, name) == getattr(usual.usage, name)
+    assert {choice["index"] for f in shown.frames for choice in f["choices"]} == set(usual.text)
+    kinds = {"chat": "chat.completion.chunk", "plain": "text_completion"}
+    for index, text in usual.text.items():
+        frames = [f for f in shown.frames if f["choices"][0]["index"] == index]
+        assert {f["object"] for f in frames} == {kinds[kind]}
+        assert {f["total"] for f in frames} == {frames[0]["total"]}
+        last = {f["block"]: f["text"] for f in frames if f["is_last"]}
+        assert "".join(last[block] for block in sorted(last)) == text
+        assert all("token_ids" not in f and "entropy" not in f for f in frames)
+
+
+def test_interval_fields_and_step_map(server: Server) -> None:
+    """By ``vllm_xargs``; the step map is the same in a stream and in one piece."""
+    xargs = {
+        "diffusion_frames": 2,
+        "diffusion_frame_fields": ["token_ids", "kept", "entropy"],
+        "diffusion_step_map": 1,
+    }
+    stream = ask(server, "chat", n=1, extra_body={"vllm_xargs": xargs})
+    for frame in stream.frames:
+        assert frame["step"] % 2 == 0 or frame["is_last"]
+        lengths = {len(frame[name]) for name in ("token_ids", "kept", "entropy")}
+        assert lengths == {server.canvas_length}
+    steps = [step for part in stream.step_maps for step in part["steps"]]
+    whole = server.client().chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=70,
+        seed=5,
+        extra_body={"vllm_xargs": {"diffusion_step_map": 1}},
+    )
+    assert whole.choices[0].model_extra["diffusion_step_map"] == steps
+    assert len(steps) == whole.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("chat/completions", {"diffusing": True}, "diffusion_frames"),
+        ("chat/completions", {"vllm_xargs": {"diffusion_frames": 1}}, "diffusion_frames"),
+        ("chat/completions", {"stream": True, "diffusing": "yes"}, "diffusing"),
+        ("completions", {"prompt": "x", "diffusing": True}, "diffusion_frames"),
+        ("responses", {"input": "x", "diffusing": True}, "diffusing"),
+        (
+            "responses",
+            {"input": "x", "stream": True, "vllm_xargs": {"diffusion_frames": 1}},
+            "diffusion_frames",
+        ),
+        (
+            "messages",
+            {"stream": True, "vllm_xargs": {"diffusion_frames": 1}},
+            "diffusion_frames",
+        ),
+    ],
+)
+def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -> None:
+    """A 400 that names the field and says where frames are sent."""
+    request = {"model": MODEL, "max_tokens": 9, "messages": MESSAGES, **fields}
+    if "input" in fields or "prompt" in fields:
+        del request["messages"]
+    answer = httpx.post(f"{server.url}/v1/{path}", json=request, timeout=60)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert name in error["message"]
+    assert error.get("param", name) == name
+
+
+def test_metrics(server: Server) -> None:
+    """Each canvas is in every histogram once, and each pass is of one kind."""
+    ask(server, "chat")
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    values = {
+        line.partition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("vllm_diffusion:") and "_bucket" not in line
+    }
+    for name in ("denoise_steps_per_canvas", "tokens_per_pass", "seconds_per_canvas"):
+        count = values[f"vllm_diffusion:{name}_count"]
+        assert count == values["vllm_diffusion:canvases_total"]
+    steps = values["vllm_diffusion:denoise_steps_total"]
+    assert values["vllm_diffusion:denoise_steps_per_canvas_sum"] == steps
+    by_kind = [
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("vllm_diffusion:passes_by_kind_total")
+    ]
+    assert sum(by_kind) == values["vllm_diffusion:passes_total"]
+
+
+def slow_reader(server: Server, ended: threading.Event) -> None:
+    """Asks for frames with everything in them, and reads a byte a second."""
+    xargs = {"diffusion_frames": 1, "diffusion_frame_fields": ["token_ids", "kept", "entropy"]}
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, "max_tokens": 200}
+    data = json.dumps({**body, "ignore_eos": True, "vllm_xargs": xargs}).encode()
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port or 80)) as connection:
+        # Small, so that the server has to wait soon.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: " + str(len(data)).encode() + b"\r\n\r\n" + data
+        )
+        while not ended.wait(1.0):
+            if not connection.recv(1):
+                return
+
+
+@pytest.mark.slow
+def test_slow_readers_slow_nobody(server: Server) -> None:
+    """32 streams, half of them read a byte a second and one is killed: the others are as alone."""
+
+    def watched(seed: int) -> Stream:
+        return ask(server, "chat", n=1, seed=seed, extra_body={"diffusing": True})
+
+    alone = [watched(seed) for seed in range(4)]
+    ended = threading.Event()
+    with ThreadPoolExecutor(32) as pool:
+        slow = [pool.submit(slow_reader, server, ended) for _ in range(16)]
+        killed = os.fork()
+        if killed == 0:
+            watched(99)
+            os._exit(0)
+        time.sleep(1.0)
+        os.kill(killed, signal.SIGKILL)
+        os.waitpid(killed, 0)
+        others = [pool.submit(watched, seed % 4) for seed in range(15)]
+        streams = [other.result(timeout=300) for other in others]
+        ended.set()
+        for one in slow:
+            one.result(timeout=60)
+    for i, stream in enumerate(streams):
+        expected = alone[i % 4]
+        assert (stream.text, stream.reason) == (expected.text, expected.reason)
+        assert [f["step"] for f in stream.frames] == [f["step"] for f in expected.frames]
+
+
+@pytest.mark.slow
+def test_memory_over_a_thousand_requests(server: Server) -> None:
+    """What a request with frames takes is given back."""
+    api = psutil.Process(server.process.pid)
+
+    def round_of(count: int) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            body = {"diffusing": True, "vllm_xargs": {"diffusion_max_steps": 2}}
+            list(
+                pool.map(
+                    lambda seed: ask(server, "chat", n=1, max_tokens=8, seed=seed, extra_body=body),
+                    range(count),
+                )
+            )
+
+    round_of(200)
+    before = api.memory_info().rss
+    round_of(800)
+    assert api.memory_info().rss - before < 16 * 1024**2
