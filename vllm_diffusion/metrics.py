@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -214,8 +215,8 @@ _TOKENS = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class _Instruments:
-    """One set a process, since there is one registry, whatever the number of its engines."""
+class Instruments:
+    """What is on ``/metrics``."""
 
     def __init__(self) -> None:
         labels = ["model_name", "engine"]
@@ -247,11 +248,26 @@ class _Instruments:
             buckets=_SECONDS,
         )
 
+    @property
+    def all(self) -> list[Counter | Histogram]:
+        """Every one."""
+        return [
+            *self.counters.values(),
+            self.passes_by_kind,
+            self.steps_per_canvas,
+            self.tokens_per_pass,
+            self.seconds_per_canvas,
+        ]
+
+
+@cache
+def instruments() -> Instruments:
+    """One set a process, since there is one registry, whatever the number of its engines."""
+    return Instruments()
+
 
 class DiffusionStatLogger(StatLoggerBase):
     """Adds ``vllm_diffusion:*`` metrics to the server's ``/metrics``, for diffusion models."""
-
-    _instruments: _Instruments | None = None
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config
@@ -263,8 +279,7 @@ class DiffusionStatLogger(StatLoggerBase):
         )
         if not self._is_diffusion:
             return
-        if DiffusionStatLogger._instruments is None:
-            DiffusionStatLogger._instruments = _Instruments()
+        self._instruments = instruments()
         self._labels = (model_config.served_model_name, str(engine_index))
 
     def record(
@@ -280,22 +295,20 @@ class DiffusionStatLogger(StatLoggerBase):
         names = [field.name for field in fields(PassTotals)]
         if stats is None or len(stats.num_draft_tokens_per_pos) < len(names):
             return
-        instruments = self._instruments
-        assert instruments is not None
         numbers = stats.num_draft_tokens_per_pos
         for name, value in zip(names, numbers, strict=False):
             if name in _KINDS:
-                instruments.passes_by_kind.labels(*self._labels, _KINDS[name]).inc(value)
+                self._instruments.passes_by_kind.labels(*self._labels, _KINDS[name]).inc(value)
             else:
-                instruments.counters[name].labels(*self._labels).inc(value)
+                self._instruments.counters[name].labels(*self._labels).inc(value)
         width = len(CanvasTotals._fields)
         for start in range(len(names), len(numbers), width):
             canvas = CanvasTotals(*numbers[start : start + width])
-            instruments.steps_per_canvas.labels(*self._labels).observe(canvas.steps)
+            self._instruments.steps_per_canvas.labels(*self._labels).observe(canvas.steps)
             tokens_per_pass = canvas.tokens / canvas.passes
-            instruments.tokens_per_pass.labels(*self._labels).observe(tokens_per_pass)
+            self._instruments.tokens_per_pass.labels(*self._labels).observe(tokens_per_pass)
             seconds = canvas.microseconds / 1e6
-            instruments.seconds_per_canvas.labels(*self._labels).observe(seconds)
+            self._instruments.seconds_per_canvas.labels(*self._labels).observe(seconds)
 
     def log_engine_initialized(self) -> None:
         """vLLM's own loggers say what is to be said at start."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +23,8 @@ import pytest
 from tests.support.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
+
+OBSERVABILITY = Path(__file__).resolve().parents[2] / "examples" / "observability"
 
 MESSAGES = [{"role": "user", "content": "Put these words in capitals: lamp, tree, stone, river."}]
 
@@ -158,6 +164,30 @@ def test_metrics(server: Server) -> None:
         if line.startswith("vllm_diffusion:passes_by_kind_total")
     ]
     assert sum(by_kind) == values["vllm_diffusion:passes_total"]
+
+
+def test_dashboard_and_rules(server: Server) -> None:
+    """Every metric that the dashboard and the rules name is on ``/metrics`` of a running server."""
+    ask(server, "chat", n=1)
+    served = httpx.get(f"{server.url}/metrics", timeout=60).text
+    names = {line.partition("{")[0].partition(" ")[0] for line in served.splitlines()}
+    dashboard = json.loads((OBSERVABILITY / "dashboard.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = (OBSERVABILITY / "rules.yml").read_text(encoding="utf-8")
+    asked = set(re.findall(r"vllm(?:_diffusion)?:[a-z_]+", " ".join(expressions)))
+    recorded = set(re.findall(r"record: (\S+)", rules))
+    asked |= set(re.findall(r"vllm(?:_diffusion)?:[a-z_]+(?::[a-z0-9]+)?", rules)) - recorded
+    assert len(asked) > 12
+    assert asked <= names
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus)")
+def test_promtool() -> None:
+    """Prometheus's own check of the rules and of its configuration."""
+    for kind, name in (("rules", "rules.yml"), ("config", "prometheus.yml")):
+        command = ["promtool", "check", kind, name]
+        ended = subprocess.run(command, cwd=OBSERVABILITY, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
 
 
 def slow_reader(server: Server, ended: threading.Event) -> None:

@@ -83,11 +83,18 @@ def test_sampling_parameters_are_documented() -> None:
 
 @pytest.mark.engine
 def test_counters_are_documented() -> None:
-    """Every counter has its row, and no other."""
-    from vllm_diffusion.metrics import _HELP
+    """Every counter and histogram has its row, and no other."""
+    from prometheus_client import Counter, Histogram
 
-    documented = re.findall(r"`vllm_diffusion:(\w+)_total`", text_of("docs/settings.md"))
-    assert sorted(documented) == sorted(_HELP)
+    from vllm_diffusion.metrics import instruments
+
+    names = set()
+    for metric in instruments().all:
+        assert isinstance(metric, (Counter, Histogram))
+        (family,) = metric.describe()
+        names.add(family.name + "_total" * isinstance(metric, Counter))
+    rows = re.findall(r"^\| `(vllm_diffusion:\w+)`", text_of("docs/settings.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
