@@ -64,6 +64,16 @@ TABLE: tuple[Symbol, ...] = (
         "The layers of LLaDA2.",
     ),
     Symbol(
+        "vllm.model_executor.models.bailing_moe:FusedMoEFactory",
+        Use.REPLACED,
+        "These layers hand their experts no router, and LLaDA2.2's are chosen by block.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
+        Use.SUBCLASSED,
+        "What chooses experts, in the place of vLLM's own choice of a router.",
+    ),
+    Symbol(
         "vllm.model_executor.models.mistral:MistralForCausalLM",
         Use.SUBCLASSED,
         "The layers of Nemotron-Labs-Diffusion, whose queries it scales by position.",

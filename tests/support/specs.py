@@ -26,4 +26,5 @@ def masked_spec(length: int, **changes: Any) -> CanvasSpec:
     """Blocks of masks, as SDAR's."""
     settings = {"reveal_threshold": 0.9, "strategy": "dynamic"}
     layout = {"mask_token_id": 4, "is_aligned": True, "is_block_causal": True}
-    return CanvasSpec(length, Reveal(4), length, settings, **(layout | changes))
+    own = {"rule": Reveal(4), "max_denoising_steps": length, "settings": settings}
+    return CanvasSpec(length, **(own | layout | changes))

@@ -75,7 +75,11 @@ class CanvasSlots:
         self.canvas_idx = zeros(R, dtype=torch.int32)
         # Leading positions of the canvas that are known tokens.
         self.num_given = zeros(R, dtype=torch.int32)
-        self.rule_memory = {name: zeros(R, dtype=dtype) for name, dtype in spec.rule.memory.items()}
+        widths = {"canvas": (), "position": (C,), "step": (spec.max_denoising_steps,)}
+        self.rule_memory = {
+            name: zeros(R, *widths[memory.per], dtype=memory.dtype)
+            for name, memory in spec.rule.memory.items()
+        }
 
         # What the request asked for.
         self.max_steps = zeros(R, dtype=torch.int32)

@@ -25,15 +25,18 @@ _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
 
 class SlotStatistics(NamedTuple):
-    """What a pass found at each position of each slot, all [R, C].
+    """What a pass found at each position of each slot, [R, C], and [R, C, K] of ``choices``.
 
-    A slot without rows in the pass has what an earlier pass left there, and nothing reads it.
+    As :class:`StepInputs` says. A slot without rows in the pass has what an earlier pass left there,
+    and nothing reads it.
     """
 
     argmax: Tensor
     candidate: Tensor
     entropy: Tensor
     drawn_confidence: Tensor
+    confidence: Tensor | None = None
+    choices: Tensor | None = None
 
 
 class SlotPass(NamedTuple):
@@ -218,6 +221,8 @@ class CanvasStep:
                 end_tokens=slots.end_tokens if self._converge_at_end else None,
                 step=slots.step,
                 max_steps=slots.max_steps,
+                confidence=statistics.confidence,
+                choices=statistics.choices,
             ),
             slots.settings,
             slots.rule_memory,
@@ -293,8 +298,9 @@ class CanvasStep:
         slots.phase.copy_(torch.where(begins, _DENOISING, phase))
         slots.canvas_idx.copy_(slots.canvas_idx + emitted.to(torch.int32))
         for name, tensor in slots.rule_memory.items():
-            kept = torch.where(denoised, decision.memory[name], tensor)
-            tensor.copy_(torch.where(begins, zero.to(tensor.dtype), kept))
+            one_each = (-1, *[1] * (tensor.dim() - 1))
+            kept = torch.where(denoised.view(one_each), decision.memory[name], tensor)
+            tensor.copy_(torch.where(begins.view(one_each), torch.zeros_like(kept), kept))
 
     def _begin(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import DecodingRule, Memory, StepDecision, StepInputs
 from vllm_diffusion.decoding.settings import FLOAT32_MAX, FLOAT32_MIN, INT32_MAX, Setting
 
 # Logits are divided by it: they stay apart, and finite.
@@ -57,7 +57,7 @@ class EntropyBound(DecodingRule):
         },
     }
     # How many steps in a row repeated the argmax of the step before them.
-    memory = {"stable_steps": torch.int32}
+    memory = {"stable_steps": Memory(torch.int32)}
 
     def contradiction(
         self, values: Mapping[str, float | str]

@@ -81,7 +81,7 @@ class Reveal(DecodingRule):
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
         masked = self.masked(inputs)
-        reveal = self.revealed(inputs, settings, masked)
+        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs))
         tokens = torch.where(masked, inputs.candidate, inputs.canvas)
         decided = reveal | ~masked
         counted = inputs.counted(tokens, decided)
@@ -98,9 +98,20 @@ class Reveal(DecodingRule):
         return (inputs.canvas == self.mask_token_id) & inputs.valid & ~inputs.fixed
 
     def revealed(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], masked: Tensor
+        self,
+        inputs: StepInputs,
+        settings: Mapping[str, Tensor],
+        masked: Tensor,
+        num_least: Tensor,
     ) -> Tensor:
-        """[R, C], bool: the masks that the step reveals."""
+        """[R, C], bool: the masks that the step reveals.
+
+        Args:
+            inputs: Of the step.
+            settings: [R] each.
+            masked: [R, C], bool, the masks.
+            num_least: [R], how many it is to reveal at least, where there are as many.
+        """
         candidates = masked
         if self.sub_block_length is not None:
             length = masked.shape[-1]
@@ -112,7 +123,7 @@ class Reveal(DecodingRule):
         place = torch.empty_like(order).scatter_(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
-        num_least = self._num_least(inputs, candidates)[:, None]
+        num_least = num_least[:, None]
         most_confident = candidates & (place < num_least)
         threshold = settings["reveal_threshold"][:, None]
         passes = confidence >= threshold if self.includes_threshold else confidence > threshold
@@ -127,8 +138,8 @@ class Reveal(DecodingRule):
         )
         return torch.where(strategy == STRATEGIES.index(SEQUENTIAL), leftmost, chosen)
 
-    def _num_least(self, inputs: StepInputs, candidates: Tensor) -> Tensor:
+    def num_least(self, inputs: StepInputs) -> Tensor:
         """[R]: how many masks the step is to reveal at least, and never none."""
-        length = candidates.shape[-1]
+        length = inputs.canvas.shape[-1]
         base, more = length // inputs.max_steps.clamp(min=1), length % inputs.max_steps.clamp(min=1)
         return (base + (inputs.step < more).to(base.dtype)).clamp(min=1)

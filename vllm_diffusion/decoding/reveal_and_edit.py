@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import Memory, StepDecision, StepInputs
 from vllm_diffusion.decoding.settings import Setting
 
 
@@ -38,14 +38,14 @@ class RevealAndEdit(Reveal):
         "speed": {"reveal_threshold": 0.5, "editing_threshold": 0.0},
     }
     # Steps that found no mask.
-    memory = {"post_steps": torch.int32}
+    memory = {"post_steps": Memory(torch.int32)}
     can_finish_kv = True
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
         masked = self.masked(inputs)
-        reveal = self.revealed(inputs, settings, masked)
+        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs))
         edit = inputs.valid & ~inputs.fixed & ~masked & (inputs.candidate != inputs.canvas)
         edit = edit & (inputs.drawn_confidence > settings["editing_threshold"][:, None])
         tokens = torch.where(masked | edit, inputs.candidate, inputs.canvas)

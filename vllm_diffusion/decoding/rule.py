@@ -5,14 +5,14 @@ remembers of a canvas from step to step; and its step. The step is a pure functi
 row per request slot. It runs inside a compiled function, so it has no branch on a tensor's value;
 rows of idle slots hold anything and what it says of them is ignored.
 
-R is the number of request slots, C the canvas length.
+R is the number of request slots, C the canvas length, N the server's step cap.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class StepInputs(NamedTuple):
             if a canvas is judged by all of its positions.
         step: [R], int32, steps of this canvas before this one.
         max_steps: [R], int32, the step cap.
+        confidence: [R, C], float32, the probability of ``argmax``; ``None`` unless the rule looks at
+            more choices than that.
+        choices: [R, C, K], int64, the K likeliest tokens, the likeliest first, K being the rule's
+            ``num_choices``; a position with fewer possible ones repeats its last. ``None`` where that
+            is 0.
     """
 
     canvas: Tensor
@@ -50,6 +55,8 @@ class StepInputs(NamedTuple):
     end_tokens: Tensor | None
     step: Tensor
     max_steps: Tensor
+    confidence: Tensor | None = None
+    choices: Tensor | None = None
 
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
         """[R, C], bool: the positions by which a canvas is judged.
@@ -76,7 +83,7 @@ class StepDecision(NamedTuple):
         tokens: [R, C], int64, the token at kept positions.
         result: [R, C], int64, what is committed if this was the canvas's last step.
         done: [R], bool, the canvas has converged.
-        memory: What the rule remembers, by name, [R] each.
+        memory: What the rule remembers, by name, in the shapes of :class:`Memory`.
         has_final_kv: [R], bool: keys and values that this pass wrote are those of ``result``;
             ``None`` if they never are.
     """
@@ -89,14 +96,29 @@ class StepDecision(NamedTuple):
     has_final_kv: Tensor | None = None
 
 
+class Memory(NamedTuple):
+    """A tensor in which a rule remembers something of each canvas; 0 when a canvas begins.
+
+    Attributes:
+        dtype: Of its elements.
+        per: What has an element: a canvas, [R]; each position of one, [R, C]; each step of one up to
+            the server's cap, [R, N].
+    """
+
+    dtype: torch.dtype
+    per: Literal["canvas", "position", "step"] = "canvas"
+
+
 class DecodingRule(ABC):
     """One way to denoise; an instance holds what a family fixes of it.
 
     Attributes:
         settings: What a server and a request may set, by name.
         presets: Values that go together, by name.
-        memory: What is remembered of a canvas from step to step: dtypes of [R] tensors, which are 0
-            when a canvas begins.
+        memory: What is remembered of a canvas from step to step, by name.
+        num_choices: How many of the likeliest tokens of each position a step looks at, where the
+            likeliest and the drawn one are not enough; 0 if they are.
+        moves_tokens: Whether a token may stand at another position than the one that it was drawn at.
         can_finish_kv: Whether the last step's keys and values may be those of the result, so that no
             pass need encode it.
         judges_to_end: Whether a canvas is judged by its positions up to its first end token, whatever
@@ -105,7 +127,9 @@ class DecodingRule(ABC):
 
     settings: ClassVar[Mapping[str, Setting | Choice]]
     presets: ClassVar[Mapping[str, Mapping[str, float | str]]] = {}
-    memory: ClassVar[Mapping[str, torch.dtype]] = {}
+    memory: ClassVar[Mapping[str, Memory]] = {}
+    num_choices: ClassVar[int] = 0
+    moves_tokens: ClassVar[bool] = False
     can_finish_kv: ClassVar[bool] = False
     judges_to_end: bool = False
 
@@ -142,5 +166,5 @@ class DecodingRule(ABC):
         Args:
             inputs: What the pass found.
             settings: [R] each.
-            memory: [R] each, as the step before left it.
+            memory: As the step before left it.
         """

@@ -144,6 +144,16 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             "directions within its blocks: no position predicts the next one; leave it out.",
             params.prompt_logprobs,
         )
+    if spec.rule.moves_tokens:
+        # They are kept by position from the step that draws a token to the one that emits it.
+        for field in ("logprobs", "logprob_token_ids"):
+            if getattr(params, field) is not None:
+                _refuse(
+                    field,
+                    "is not supported by this model, which moves tokens behind the position that "
+                    "they were drawn at; leave it out.",
+                    getattr(params, field),
+                )
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
 
 

@@ -102,6 +102,13 @@ class DiffusionSampler:
             entropy=zeros(torch.float32),
             drawn_confidence=zeros(torch.float32),
         )
+        # Likeliest tokens that the rule looks at.
+        self.num_choices = slots.spec.rule.num_choices
+        if self.num_choices > 0:
+            self._statistics = self._statistics._replace(
+                confidence=zeros(torch.float32),
+                choices=torch.zeros(R, C, self.num_choices, dtype=torch.int64, device=device),
+            )
         self._logprobs = LogprobsStash(R, C, device)
         self._idle = SlotPass.idle(R, device)
         # The compiled step sees the same tensors in every pass, so that it is compiled once.
@@ -211,7 +218,7 @@ class DiffusionSampler:
             return self._engine_output(output, input_batch, num_logits, None)
 
         draws = self._draws(slot, position, slot_pass, requested)
-        requests = RowRequests(draws, adjustments, filtered, reported)
+        requests = RowRequests(draws, adjustments, filtered, reported, self.num_choices)
         logprobs = self._sample(rows, slot, position, requests, constraints)
         if constraints is not None:
             slot_pass = slot_pass._replace(
@@ -277,7 +284,8 @@ class DiffusionSampler:
         slot_pass = self._idle._replace(
             num_rows=num_rows, starting=starting, seed=seed, seeding=seeding
         )
-        requests = RowRequests(self._draws(slot, position, slot_pass, requested))
+        draws = self._draws(slot, position, slot_pass, requested)
+        requests = RowRequests(draws, num_choices=self.num_choices)
         self._sample(rows, slot, position, requests, None)
         return self._decide(slot_pass)
 
@@ -325,8 +333,11 @@ class DiffusionSampler:
             (self._statistics.candidate, results.candidate),
             (self._statistics.entropy, results.entropy),
             (self._statistics.drawn_confidence, results.drawn_confidence),
+            (self._statistics.confidence, results.confidence),
+            (self._statistics.choices, results.choices),
         ):
-            target[slot, position] = values
+            if target is not None and values is not None:
+                target[slot, position] = values
         if results.soft_embeds is not None:
             soft_embeds = results.soft_embeds
             if constraints is not None:
@@ -499,7 +510,7 @@ class DiffusionSampler:
         wanted = LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False)
         reported = ReportedRows(index, wanted, adjustments, ones)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-        requests = RowRequests(draws, adjustments, filtered, reported)
+        requests = RowRequests(draws, adjustments, filtered, reported, self.num_choices)
         sample_rows(self.head, rows, requests, self.vocab_size)
 
 

@@ -26,6 +26,7 @@ from attention_kernels.vocab_statistics import (
     update_statistics,
 )
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
+from vllm_diffusion.sampling.choices import RunningChoices
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_requests import KeptRows, ReportedRows, RowRequests
@@ -57,6 +58,8 @@ class RowResults:
         soft_embeds: [num_rows, hidden_size], float32: token embeddings weighted by their
             probability; ``None`` for a model without self-conditioning.
         logprobs: What the batch wants to know; ``None`` if nothing.
+        choices: [num_rows, num_choices], int64, the likeliest tokens, the likeliest first; ``None`` if
+            the rule looks at none.
     """
 
     argmax: Tensor
@@ -66,6 +69,7 @@ class RowResults:
     drawn_confidence: Tensor
     soft_embeds: Tensor | None
     logprobs: LogprobsTensors | None
+    choices: Tensor | None = None
 
 
 def sample_rows(
@@ -117,6 +121,9 @@ class _RowGroup:
         self.rows = rows
         self.draws = requests.draws
         self.adjustments = requests.adjustments
+        self.choices: RunningChoices | None = None
+        if requests.num_choices > 0:
+            self.choices = RunningChoices(len(rows), requests.num_choices, rows.device)
         self.kept: KeptRows | None = None
         if requests.filtered is not None or requests.reported is not None:
             self.kept = KeptRows(requests.filtered, requests.reported, rows.device)
@@ -149,6 +156,7 @@ class _RowGroup:
             drawn_confidence,
             soft_embeds,
             logprobs,
+            None if self.choices is None else self.choices.of_all_ranks(head),
         )
 
     def _stream(
@@ -173,13 +181,10 @@ class _RowGroup:
             weights = None
             if embedding is not None:
                 weights = torch.empty(logits.shape, dtype=embedding.dtype, device=device)
-            update_statistics(
-                running,
-                RowLogits(logits, head.first_id + tile.start, head.softcap, self.adjustments),
-                self.draws,
-                weights=weights,
-                product=soft_embeds,
-            )
+            of_tile = RowLogits(logits, head.first_id + tile.start, head.softcap, self.adjustments)
+            update_statistics(running, of_tile, self.draws, weights=weights, product=soft_embeds)
+            if self.choices is not None:
+                self.choices.update(of_tile, self.draws.temperature)
             if soft_embeds is not None and weights is not None and embedding is not None:
                 _add_product(soft_embeds, weights, embedding[tile], head)
         return running, soft_embeds
@@ -279,6 +284,7 @@ def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: Outpu
 
 def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResults:
     soft = [part.soft_embeds for part in parts if part.soft_embeds is not None]
+    choices = [part.choices for part in parts if part.choices is not None]
     logprobs = None
     if reported is not None:
         columns, device = reported.request.num_columns, parts[0].argmax.device
@@ -301,4 +307,5 @@ def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResult
         drawn_confidence=torch.cat([part.drawn_confidence for part in parts]),
         soft_embeds=torch.cat(soft) if soft else None,
         logprobs=logprobs,
+        choices=torch.cat(choices) if choices else None,
     )

@@ -10,8 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.families import model as tiny
-from tests.support.families.llada2_model import llada2
+from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2
 from tests.support.specs import masked_spec
+from vllm_diffusion.decoding.levenshtein import Levenshtein
 
 pytestmark = pytest.mark.engine
 
@@ -78,9 +79,66 @@ def test_fused_encode_of_a_seeded_family(tmp_path: Path) -> None:
     assert "fused_encode cannot be true: this model's canvases begin with a token" in message
 
 
-def test_routing_by_block(tmp_path: Path) -> None:
-    """LLaDA2.2 would be served with experts that its blocks do not have."""
-    assert "LLaDA2.2" in refusal(llada2(version="2.2").save(tmp_path))
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"expert_capacity": 3}, ["expert_capacity=3", "num_experts_per_tok=4", "num_experts=16"]),
+        ({"expert_capacity": 17}, ["expert_capacity=17"]),
+        ({"expert_capacity": "8"}, ["expert_capacity='8'"]),
+        ({"delete_token_id": None}, ["delete_token_id=None", "vocab_size=320"]),
+        ({"delete_token_id": 320}, ["delete_token_id=320", "vocab_size=320"]),
+        ({"split_token_id": "319"}, ["split_token_id='319'"]),
+        ({"split_token_id": True}, ["split_token_id=True"]),
+    ],
+    ids=str,
+)
+def test_what_llada2_2_needs(values: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    """Its experts of a block, and the tokens by which it edits."""
+    message = refusal(changed(llada2(version="2.2").save(tmp_path), **values))
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("version", "rule", "words"),
+    [
+        ("2.0", "levenshtein", ['rule="levenshtein"', "has no expert_capacity"]),
+        ("2.2", "reveal_and_edit", ["rule='reveal_and_edit'", "deletes and splits"]),
+        ("2.2", "reveal", ["rule='reveal'", "deletes and splits"]),
+    ],
+)
+def test_rules_of_llada2(version: str, rule: str, words: list[str], tmp_path: Path) -> None:
+    """2.2's own, and no other's."""
+    folder = llada2(version=version).save(tmp_path)
+    message = refusal(folder, additional_config={"diffusion": {"rule": rule}})
+    for word in words:
+        assert word in message
+
+
+def test_blocks_of_llada2_2(tmp_path: Path) -> None:
+    """Experts are chosen by the checkpoint's blocks."""
+    folder = llada2(version="2.2").save(tmp_path)
+    message = refusal(folder, diffusion_config={"canvas_length": 64})
+    assert "canvas_length=64 must be 32" in message
+
+
+def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
+    """Rule and published settings, whatever the folder is called."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = llada2(version="2.2").save(tmp_path / "LLaDA2.1-renamed")
+    arguments = EngineArgs(model=str(folder), max_model_len=256, enforce_eager=True)
+    spec = arguments.create_engine_config().model_config.canvas_spec
+    assert isinstance(spec.rule, Levenshtein)
+    assert (spec.rule.delete_token_id, spec.rule.split_token_id) == (DELETE_ID, SPLIT_ID)
+    assert spec.max_denoising_steps == 1000
+    assert spec.settings == {
+        "reveal_threshold": 0.5,
+        "strategy": "dynamic",
+        "editing_threshold": 0.0,
+        "max_post_steps": 16,
+        "reveal_steps": 32,
+    }
 
 
 @pytest.mark.parametrize("architecture", ["DreamModel", "LLaDAModelLM"])
@@ -149,3 +207,23 @@ def test_prompt_log_probabilities(tmp_path: Path) -> None:
     )
     with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
         validate_sampling_params(SamplingParams(prompt_logprobs=1), model_config)
+
+
+@pytest.mark.parametrize("arguments", [{"logprobs": 1}, {"logprob_token_ids": [5]}], ids=str)
+def test_log_probabilities_of_a_rule_that_moves_tokens(arguments: dict[str, Any]) -> None:
+    """They wait at the position that a token was drawn at, where it may be no more."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests.validation import validate_sampling_params
+
+    rule = Levenshtein(4, delete_token_id=DELETE_ID, split_token_id=SPLIT_ID)
+    model_config = SimpleNamespace(
+        is_diffusion=True, canvas_spec=masked_spec(8, rule=rule), get_vocab_size=lambda: 320
+    )
+    (field,) = arguments
+    with pytest.raises(VLLMValidationError, match=f"{field} is not supported") as raised:
+        validate_sampling_params(SamplingParams(**arguments), model_config)
+    assert raised.value.parameter == field

@@ -175,7 +175,9 @@ def test_temperature_and_filters(family: Family) -> None:
     family.check(prompts, wanted)
 
 
-@pytest.mark.parametrize("family", ["llada2.1"], indirect=True)
+@pytest.mark.parametrize(
+    "family", ["llada2.1", pytest.param("llada2.2", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize("max_post_steps", [0, 2, 16])
 def test_editing(family: Family, max_post_steps: int) -> None:
     """Revealed tokens are rewritten, with a threshold of 0 whatever differs."""
@@ -258,7 +260,7 @@ def test_constraints(family: Family) -> None:
     assert banned not in other.outputs[0].token_ids
 
 
-@pytest.fixture(scope="module", params=TIGHT)
+@pytest.fixture(scope="module", params=[*TIGHT, pytest.param("llada2.2", marks=pytest.mark.slow)])
 def tight(
     request: pytest.FixtureRequest,
     is_asynchronous: bool,
@@ -297,14 +299,14 @@ def test_chunks_and_preemption(tight: Family) -> None:
     [
         "sdar",
         "nemotron",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llada2.1", "fast-dllm")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llada2.1", "llada2.2", "fast-dllm")),
     ],
 )
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Two processes with half of the heads and of the vocabulary each."""
     case = CASES[name]
     model = case.make()
-    lengths = (3, 40, 64, 77)
+    lengths = (3, 41, 64, 77)
     wanted = [
         Wanted(max_tokens=40, temperature=t, seed=i)
         for i, t in zip(range(4), (0.0, 0.7, 1.0, 0.0), strict=True)

@@ -29,6 +29,7 @@ from tests.support.families.run import (
     even_schedule,
     most_confident,
     multinomial,
+    probability,
 )
 
 
@@ -253,9 +254,12 @@ def generate_2_2(
     model: Model,
     prompt_ids: Sequence[int],
     *,
+    temperature: float = 0.0,
     block_length: int = 32,
     steps: int = 32,
     gen_length: int = 2048,
+    top_p: float = 1.0,
+    top_k: int = 0,
     eos_early_stop: bool = False,
     threshold: float = 0.5,
     editing_threshold: float = 0.0,
@@ -266,6 +270,7 @@ def generate_2_2(
     delete_token_id: int = 156930,
     split_token_id: int = 156931,
     escape: Escape = least_confident_change,
+    sample: Sample = multinomial,
 ) -> Run:
     """As 2.1, and a step may also delete a position or put a mask before one.
 
@@ -283,7 +288,9 @@ def generate_2_2(
 
     Differs from the publisher's:
 
-    - Temperature 0 only; there candidates for masks are drawn at higher ones.
+    - Above temperature 0 tokens are drawn for masks, and judged by their probability in the plain
+      softmax, as there; but with ``top_k`` or ``top_p`` by that in what these keep, and what takes the
+      place of a token that was drawn again or forbidden is the most likely one.
     - The position that is drawn again is ``escape``'s; there it is a random one.
     - ``max_steps_per_block`` makes its last step a final round; there it warns and leaves masks.
     - DELETE and SPLIT in the prompt are left alone; there they are applied with a warning.
@@ -325,7 +332,13 @@ def generate_2_2(
                 break
             run.passes.append(Pass("denoise", start, int(masked.sum())))
             logits = model(x[:end], visible)[start:end]
-            tokens, p = logits.softmax(-1).max(-1).indices, logits.softmax(-1).max(-1).values
+            p, tokens = logits.softmax(-1).max(-1)
+            if temperature > 0:
+                draws = block_draws(block - first_block, step, range(block_length))
+                drawn, share = draw(logits, temperature, top_k, top_p, sample, draws)
+                if top_k == 0 and top_p == 1.0:
+                    share = probability(logits, drawn)
+                tokens, p = torch.where(masked, drawn, tokens), torch.where(masked, share, p)
 
             if step < steps:
                 needed = schedule[step] + int((masked & ~original).sum())
@@ -344,7 +357,8 @@ def generate_2_2(
                 reveal = masked
                 plain = logits.clone()
                 plain[:, [delete_token_id, split_token_id]] = float("-inf")
-                tokens = plain.argmax(-1)
+                forbidden = (tokens == delete_token_id) | (tokens == split_token_id)
+                tokens = torch.where(forbidden, plain.argmax(-1), tokens)
             write = reveal | edit
             after = torch.where(write, tokens, before)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics
+from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.requests.params import CanvasParams
+from vllm_diffusion.settings.compilation import has_cpp_compiler
 
 pytestmark = pytest.mark.engine
 
@@ -76,3 +78,85 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
         argmax[:, 4:] = 10 + i
         output = step(SlotStatistics(argmax, argmax, entropy, entropy), slot_pass)
     assert (output.num_emitted > 0).tolist() == [converge_at_end, False]
+
+
+def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> list[torch.Tensor]:
+    """Canvases of that many passes over random statistics, each the first of a canvas or a later."""
+    step = CanvasStep(slots, VOCAB, compile_backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    R, C = slots.canvas.shape
+    canvases = []
+    for _ in range(passes):
+        choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
+        confidence = torch.rand(R, C, generator=generator)
+        statistics = SlotStatistics(
+            argmax=choices[..., 0],
+            candidate=choices[..., 0],
+            entropy=confidence,
+            drawn_confidence=confidence,
+            confidence=confidence,
+            choices=choices,
+        )
+        slot_pass = SlotPass.idle(R, CPU)
+        # The last slot has no rows.
+        slot_pass.num_rows[:-1] = C
+        step(statistics, slot_pass)
+        canvases.append(slots.canvas.clone())
+    return canvases
+
+
+def levenshtein_slots() -> CanvasSlots:
+    """Three requests with blocks of their own, of which the second begins with given tokens."""
+    rule = Levenshtein(4, delete_token_id=VOCAB - 2, split_token_id=VOCAB - 1)
+    settings = {
+        "reveal_threshold": 0.7,
+        "strategy": "dynamic",
+        "editing_threshold": 0.3,
+        "max_post_steps": 3,
+        "reveal_steps": 4,
+    }
+    spec = masked_spec(CANVAS, rule=rule, settings=settings, max_denoising_steps=20)
+    slots = CanvasSlots(3, spec, CPU)
+    for slot, given in enumerate([(), (11, 12, 13), ()]):
+        slots.add_request(slot, NewRequest(CanvasParams(), prompt_len=len(given), given=given))
+    slots.apply_staged_writes()
+    slots.canvas.masked_fill_(slots.canvas == 0, 4)
+    slots.phase.fill_(int(Phase.DENOISING))
+    return slots
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_levenshtein_compiled_once_and_equal_to_eager(backend):
+    """Its memory is of three shapes."""
+    if backend == "inductor" and not has_cpp_compiler():
+        pytest.skip("needs a C++ compiler")
+    eager = levenshtein_step(levenshtein_slots(), None, 16)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = levenshtein_step(levenshtein_slots(), backend, 16)
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_rule_forgets_its_canvas_with_a_new_owner():
+    """Whatever was remembered at positions and steps; a slot without rows keeps what it has."""
+    slots = levenshtein_slots()
+    for memory in slots.rule_memory.values():
+        memory[2] = 1
+    levenshtein_step(slots, None, 2)
+    used = slots.rule_memory["fingerprints"]
+    assert (used[:2, :2] != 0).all()
+    assert all((memory[2] == 1).all() for memory in slots.rule_memory.values())
+    for slot in range(3):
+        slots.add_request(slot, NewRequest(CanvasParams()))
+    slots.apply_staged_writes()
+    assert not any(memory.any() for memory in slots.rule_memory.values())
+
+
+def test_a_rule_forgets_its_canvas_with_the_next_one():
+    """A block behind a finished one begins as the first one did."""
+    slots = levenshtein_slots()
+    while not slots.canvas_idx[0]:
+        levenshtein_step(slots, None, 1)
+    assert slots.step[0] == 0
+    assert not any(memory[0].any() for memory in slots.rule_memory.values())

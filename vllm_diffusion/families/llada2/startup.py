@@ -1,33 +1,54 @@
-"""LLaDA2.0 and 2.1: blocks of 32, revealed by confidence; 2.1 also edits what it has revealed.
+"""LLaDA2: blocks of 32, revealed by confidence; 2.1 also edits what it has revealed, 2.2 moves it.
 
-Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. The
-checkpoints of both have the same architecture and layout: 2.1's rule serves those whose name has
-"LLaDA2.1", and any other with the setting ``rule``.
+Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. All
+checkpoints have the same architecture and layout. Those with ``expert_capacity`` in ``config.json``
+are 2.2's, whose experts are chosen by block, and have a rule of their own; of the others 2.1's rule
+serves those whose name has "LLaDA2.1", and any other with the setting ``rule``.
 
 Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and LLaDA2.1-mini as found in public
-copies. It differs:
+copies. 2.2's file was not found: its loop and routing are those that FLX-OSS/FluxServe describes and
+tests its own against, at 5dcf8a8. All of them differ:
 
 - Temperature 0 takes the likeliest token at its plain probability; in 2.0's file it draws from the
   unscaled distribution.
 - A finished block that has an end token ends the answer, which is cut there (``eos_early_stop`` of
   2.1; in 2.0 the default); 2.0's ``eos_early_stop`` is the setting ``converge_at_end``.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
+
+2.2 differs in this too:
+
+- A step that repeats an earlier one draws the least confident of the positions that it changes again;
+  there it is a random one. What it draws, and what the final step puts in the place of DELETE and
+  SPLIT, is the likeliest token at temperatures above 0 too. Earlier steps are remembered by 64 bits of
+  each, there as they are.
+- The last step that the step cap allows (``max_steps_per_block``; here ``max_denoising_steps``) is a
+  final one; there it leaves masks.
+- DELETE and SPLIT in a prompt are left alone; there they are applied.
+- A finished block that has an end token ends the answer, as in 2.1; what 2.2 does was not seen.
+- With ``top_k`` or ``top_p`` a mask's probability is that among what they keep; there it is the
+  model's own, as it is here without them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from transformers import PretrainedConfig
 
+from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.decoding.reveal_and_edit import RevealAndEdit
 from vllm_diffusion.quantization.tensor_rules import Shape, TensorRules
+from vllm_diffusion.settings.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 
 
 class LLaDA2MoeConfig(PretrainedConfig):
@@ -62,26 +83,93 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
                 "max_denoising_steps": 48,
             },
         ),
+        "levenshtein": PublishedRule(
+            partial(Levenshtein, delete_token_id=156930, split_token_id=156931),
+            {
+                "reveal_threshold": 0.5,
+                "strategy": "dynamic",
+                "editing_threshold": 0.0,
+                "max_post_steps": 16,
+                "reveal_steps": 32,
+                "max_denoising_steps": 1000,
+            },
+        ),
     }
     mask_token_id = 156895
     block_length = 32
 
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
+        if _expert_capacity(model_config) is not None:
+            return "levenshtein"
         return "reveal_and_edit" if "llada2.1" in str(model_config.model).lower() else "reveal"
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         super().check_model(model_config)
-        if getattr(model_config.hf_config, "expert_capacity", None) is not None:
+        config, capacity = model_config.hf_config, _expert_capacity(model_config)
+        if capacity is None:
+            return
+        least, most = config.num_experts_per_tok, config.num_experts
+        if not _is_int(capacity) or not least <= capacity <= most:
             raise ValueError(
-                "The checkpoint routes experts by block (expert_capacity, LLaDA2.2), which is not "
-                "implemented; serve LLaDA2.0 or LLaDA2.1."
+                f"expert_capacity={capacity!r} in config.json of the checkpoint must be an integer of "
+                f"at least num_experts_per_tok={least} and at most num_experts={most}, the experts "
+                "that the tokens of a block share."
             )
+        vocab_size = model_config.get_vocab_size()
+        for name in ("delete_token_id", "split_token_id"):
+            token = getattr(config, name, None)
+            if not _is_int(token) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name}={token!r} in config.json of the checkpoint must be an integer of at least "
+                    f"0 and below vocab_size={vocab_size}, the token by which LLaDA2.2 edits."
+                )
+
+    @classmethod
+    def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
+        published = super().published_rule(vllm_config)
+        config = vllm_config.model_config.hf_config
+        moves = published is cls.rules["levenshtein"]
+        if moves and _expert_capacity(vllm_config.model_config) is None:
+            raise ValueError(
+                f'{OPTION}: rule="levenshtein" is LLaDA2.2\'s, and config.json of the checkpoint has no '
+                "expert_capacity; leave rule out."
+            )
+        if not moves and _expert_capacity(vllm_config.model_config) is not None:
+            # It says DELETE and SPLIT, which no other rule takes for what they are.
+            raise ValueError(
+                f"{OPTION}: rule={plugin_settings(vllm_config).rule!r} cannot serve a checkpoint with "
+                "expert_capacity in config.json (LLaDA2.2), which deletes and splits; leave rule out."
+            )
+        if not moves:
+            return published
+        ids = {name: getattr(config, name) for name in ("delete_token_id", "split_token_id")}
+        return replace(published, rule=partial(Levenshtein, **ids))
+
+    @classmethod
+    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
+        spec = super().canvas_spec(vllm_config)
+        routed = vllm_config.model_config.hf_config.canvas_length
+        if _expert_capacity(vllm_config.model_config) is not None and spec.length != routed:
+            raise ValueError(
+                f"--diffusion-config: canvas_length={spec.length} must be {routed}, the block_size by "
+                "which the checkpoint's experts are chosen; leave it out."
+            )
+        return spec
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
         return LLaDA2Tensors()
+
+
+def _expert_capacity(model_config: ModelConfig) -> Any:
+    """Experts that the tokens of a block share, in LLaDA2.2; ``None`` in the others."""
+    return getattr(model_config.hf_config, "expert_capacity", None)
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class LLaDA2Tensors(TensorRules):

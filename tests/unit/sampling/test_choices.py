@@ -1,0 +1,92 @@
+"""The likeliest few tokens of each row, whatever the tiles, groups and ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from tests.support.heads import identity_head, on_shards, output_head
+from vllm_diffusion.sampling import vocabulary_stream
+from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+
+pytestmark = pytest.mark.engine
+
+ROWS, VOCAB = 6, 40
+
+
+def requests(adjustments: LogitAdjustments | None = None) -> RowRequests:
+    """Three choices of each row, at several temperatures."""
+    zeros = torch.zeros(ROWS, dtype=torch.int32)
+    temperature = torch.linspace(0.5, 2.0, ROWS)
+    draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
+    return RowRequests(draws, adjustments, num_choices=3)
+
+
+def logits_with_ties() -> torch.Tensor:
+    """[ROWS, VOCAB], of few values."""
+    return torch.randint(0, 5, (ROWS, VOCAB), generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.mark.parametrize("tile_size", [4, 16, 4096])
+@pytest.mark.parametrize("borders", [[], [4], [8, 24]], ids=str)
+def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
+    """As of the whole row at once, on every rank."""
+    logits = logits_with_ties()
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :3]
+    results = on_shards(
+        torch.eye(VOCAB),
+        borders,
+        None,
+        lambda head: sample_rows(head, logits, requests(), VOCAB, tile_size),
+    )
+    for result in results:
+        assert torch.equal(result.choices, expected)
+        assert torch.equal(result.argmax, expected[:, 0])
+
+
+def test_groups_of_rows(monkeypatch):
+    """Rows that go through the vocabulary a few at a time."""
+    logits = logits_with_ties()
+    whole = sample_rows(identity_head(VOCAB), logits, requests(), VOCAB).choices
+    parts = [
+        vocabulary_stream._RowGroup(
+            identity_head(VOCAB), logits[some], requests().within(some)
+        ).sample(VOCAB, 16, 4)
+        for some in (slice(0, 2), slice(2, ROWS))
+    ]
+    assert torch.equal(vocabulary_stream._joined(parts, None).choices, whole)
+
+
+def test_what_a_request_forbids_is_no_choice():
+    """A row with fewer possible ids repeats the last of them."""
+    offsets = torch.full((2, VOCAB), float("-inf"))
+    offsets[0, 7] = 0.0
+    offsets[1, [9, 30]] = 0.0
+    nothing = torch.full((ROWS,), -1, dtype=torch.int32)
+    empty = torch.empty(0)
+    adjustments = LogitAdjustments(
+        offset_idx=torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32),
+        offsets=offsets,
+        penalty_idx=nothing,
+        repetition=empty,
+        frequency=empty,
+        presence=empty,
+        prompt_mask=torch.empty(0, 2, dtype=torch.int32),
+        output_counts=torch.empty(0, VOCAB, dtype=torch.int32),
+        mask_idx=nothing,
+        masks=torch.empty(0, 2, dtype=torch.int32),
+        pin=nothing,
+    )
+    logits = logits_with_ties()
+    logits[1, 30] = 9.0
+    choices = sample_rows(identity_head(VOCAB), logits, requests(adjustments), VOCAB).choices
+    assert choices[:2].tolist() == [[7, 7, 7], [30, 9, 9]]
+
+
+def test_nobody_asks():
+    """Nothing is looked for where the rule looks at no more than the likeliest."""
+    draws = requests().draws
+    head = output_head(torch.eye(VOCAB))
+    assert sample_rows(head, logits_with_ties(), RowRequests(draws), VOCAB).choices is None

@@ -1,0 +1,243 @@
+"""LLaDA2.2's rule: reveal and rewrite, and also delete positions and put masks before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.decoding.reveal import STRATEGIES
+from vllm_diffusion.decoding.reveal_and_edit import RevealAndEdit
+from vllm_diffusion.decoding.rule import Memory, StepDecision, StepInputs
+from vllm_diffusion.decoding.settings import Choice, Setting
+
+# How often a step that repeats an earlier one draws a position again.
+MAX_ESCAPES = 5
+
+
+class Levenshtein(RevealAndEdit):
+    """As :class:`RevealAndEdit`, and tokens that a step writes may move those behind them.
+
+    - DELETE drops its position: what follows moves left, and masks fill up on the right. SPLIT becomes
+      a mask and behind it the token that stood there before the step; what falls off on the right is
+      lost. Both act among the positions that are not fixed, and neither is ever part of a result.
+    - A step reveals at least its share of the canvas's first masks over ``reveal_steps`` steps, and as
+      many more as edits have made; after them all.
+    - Steps that find none of the first masks are post steps. The ``max_post_steps``-th is the final
+      one, as is the last that the step cap allows: it reveals every mask, and writes the likeliest
+      token that neither deletes nor splits. With ``max_post_steps`` 0 the final step is the one that
+      reveals the last of the first masks.
+    - A step whose tokens, before they move anything, are those of an earlier step of this canvas, gives
+      the least confident position that it changes the likeliest other token, up to ``MAX_ESCAPES``
+      times; the leftmost of equals. Earlier steps are remembered by 64 bits of each.
+    - The canvas is done with a step that leaves no mask and repeats the one before it, or with the
+      final one.
+
+    Masks are drawn at the request's temperature and judged by the model's own probability of what was
+    drawn; what is rewritten takes the likeliest token.
+
+    Source: the description of ``_joint_decode_block`` of inclusionAI/LLaDA2.2-flash in FLX-OSS/FluxServe
+    and ``decoders/levenshtein.py`` there, at 5dcf8a8.
+    """
+
+    settings = {
+        **RevealAndEdit.settings,
+        "strategy": Choice(
+            STRATEGIES,
+            "what a step reveals: what is above the threshold, or the most probable or the leftmost "
+            "of an even schedule over `reveal_steps`",
+        ),
+        "max_post_steps": Setting(
+            int, 0, 10_000, "a canvas ends after as many steps that found none of its first masks"
+        ),
+        "reveal_steps": Setting(
+            int,
+            1,
+            10_000,
+            "the first masks are revealed over as many steps; a later one reveals all",
+        ),
+    }
+    # Published with one mode.
+    presets = {}
+    memory = {
+        "post_steps": Memory(torch.int32),
+        # Masks that the canvas began with and that no step has revealed; they move with the rest.
+        "is_first": Memory(torch.bool, "position"),
+        # Of what each earlier step wrote.
+        "fingerprints": Memory(torch.int64, "step"),
+    }
+    # One to take, one to take instead, and one that is neither DELETE nor SPLIT.
+    num_choices = 3
+    moves_tokens = True
+
+    def __init__(self, mask_token_id: int, *, delete_token_id: int, split_token_id: int) -> None:
+        """What a checkpoint fixes.
+
+        Args:
+            mask_token_id: Stands for "not yet revealed".
+            delete_token_id: DELETE.
+            split_token_id: SPLIT.
+        """
+        super().__init__(mask_token_id, at_request_temperature=False)
+        self.delete_token_id = delete_token_id
+        self.split_token_id = split_token_id
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        assert inputs.choices is not None
+        assert inputs.confidence is not None
+        canvas, free = inputs.canvas, inputs.valid & ~inputs.fixed
+        masked = self.masked(inputs)
+        is_first = masked & ((inputs.step == 0)[:, None] | memory["is_first"])
+        reveal = self._reveal(inputs, settings, masked, is_first)
+        drawn = torch.where(masked, inputs.candidate, inputs.argmax)
+        confidence = torch.where(masked, inputs.drawn_confidence, inputs.confidence)
+        edit = free & ~masked & (drawn != canvas)
+        edit = edit & (confidence > settings["editing_threshold"][:, None])
+
+        most = settings["max_post_steps"]
+        finds_first = is_first.any(dim=-1)
+        # Where none is left there is none in any later step.
+        post_steps = memory["post_steps"] + (~finds_first).to(torch.int32)
+        reveals_last = finds_first & ~(is_first & ~reveal).any(dim=-1)
+        at_cap = inputs.step + 1 >= inputs.max_steps
+        is_final = torch.where(most > 0, post_steps >= most, reveals_last) | at_cap
+        plain = self._plain(inputs.choices)
+        drawn = torch.where(is_final[:, None] & self._is_operation(drawn), plain, drawn)
+        write = edit | reveal | (masked & is_final[:, None])
+        written = torch.where(write, drawn, canvas)
+        written, fingerprints = self._escape(
+            inputs, written, confidence, ~is_final, memory["fingerprints"]
+        )
+
+        tokens, is_first = self._move(written, canvas, free, is_first)
+        left = free & (tokens == self.mask_token_id)
+        counted = inputs.counted(tokens, ~left)
+        leaves_none = ~(left & counted).any(dim=-1)
+        # As it was before this step, unless a constraint made some of it a mask again.
+        repeats = ((tokens == inputs.previous_result) | ~counted).all(dim=-1)
+        done = (leaves_none & (repeats | (post_steps >= most))) | at_cap
+        # Behind an end token masks may be left.
+        result = torch.where(done[:, None] & left, plain, tokens)
+        return StepDecision(
+            keep=~left,
+            tokens=tokens,
+            result=result,
+            done=done,
+            memory={
+                "post_steps": post_steps,
+                "is_first": is_first & left,
+                "fingerprints": fingerprints,
+            },
+            has_final_kv=((result == canvas) | ~inputs.valid).all(dim=-1),
+        )
+
+    def _is_operation(self, tokens: Tensor) -> Tensor:
+        return (tokens == self.delete_token_id) | (tokens == self.split_token_id)
+
+    def _plain(self, choices: Tensor) -> Tensor:
+        """[R, C], int64: the likeliest token that neither deletes nor splits."""
+        is_plain = ~self._is_operation(choices)
+        first = is_plain.to(torch.int32).argmax(dim=-1, keepdim=True)
+        return choices.gather(-1, first)[..., 0]
+
+    def _reveal(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], masked: Tensor, is_first: Tensor
+    ) -> Tensor:
+        """[R, C], bool: the masks that a step reveals which is not the final one."""
+        # Slots that nobody has taken are set to 0.
+        steps = settings["reveal_steps"].clamp(min=1)
+        num_masks = (inputs.valid & ~inputs.fixed).sum(dim=-1)
+        share = num_masks // steps + (inputs.step < num_masks % steps).long()
+        num_made = (masked & ~is_first).sum(dim=-1)
+        reveal = self.revealed(inputs, settings, masked, share + num_made)
+        return torch.where((inputs.step >= steps)[:, None], masked, reveal)
+
+    def _escape(
+        self,
+        inputs: StepInputs,
+        written: Tensor,
+        confidence: Tensor,
+        may_escape: Tensor,
+        fingerprints: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What a step writes that must not repeat an earlier one.
+
+        Args:
+            inputs: Of the step.
+            written: [R, C], int64, what it would write.
+            confidence: [R, C], float32.
+            may_escape: [R], bool.
+            fingerprints: [R, N], int64, of the steps before.
+
+        Returns:
+            [R, C], int64, and the fingerprints with this step's.
+        """
+        assert inputs.choices is not None
+        column = torch.arange(fingerprints.shape[-1], device=written.device)
+        step = inputs.step[:, None]
+        for _ in range(MAX_ESCAPES):
+            same = fingerprints == _fingerprint(written)[:, None]
+            is_repeated = (same & (column < step)).any(dim=-1)
+            changed = written != inputs.canvas
+            again = is_repeated & may_escape & changed.any(dim=-1)
+            place = torch.where(changed, confidence, torch.inf).argmin(dim=-1, keepdim=True)
+            there = written.gather(-1, place)
+            likeliest, second, _ = inputs.choices.gather(
+                1, place[..., None].expand(-1, -1, self.num_choices)
+            ).unbind(-1)
+            other = torch.where(there == likeliest, second, likeliest)
+            written = written.scatter(-1, place, torch.where(again[:, None], other, there))
+        return written, torch.where(column == step, _fingerprint(written)[:, None], fingerprints)
+
+    def _move(
+        self, written: Tensor, before: Tensor, free: Tensor, is_first: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Delete and split.
+
+        Args:
+            written: [R, C], int64, what a step wrote.
+            before: [R, C], int64, what stood there.
+            free: [R, C], bool, positions that may move.
+            is_first: [R, C], bool, which were among the canvas's first masks.
+
+        Returns:
+            The tokens, and which of their positions were among the first masks.
+        """
+        length = written.shape[-1]
+        deletes = free & (written == self.delete_token_id)
+        splits = free & (written == self.split_token_id)
+        # Counted among the free positions: where each one's tokens begin.
+        num_tokens = free.long() - deletes.long() + splits.long()
+        start = num_tokens.cumsum(dim=-1) - num_tokens
+        # Those that are no more, or beyond the end, go where nobody reads.
+        nowhere = torch.full_like(start, length)
+        first = torch.where(free & ~deletes, start, nowhere).clamp(max=length)
+        second = torch.where(splits, start + 1, nowhere).clamp(max=length)
+        tokens = torch.full_like(written, self.mask_token_id)
+        tokens = torch.nn.functional.pad(tokens, (0, 1), value=self.mask_token_id)
+        tokens = tokens.scatter(-1, first, torch.where(splits, self.mask_token_id, written))
+        tokens = tokens.scatter(-1, second, before)
+        marks = torch.zeros_like(tokens, dtype=torch.bool)
+        marks = marks.scatter(-1, first, is_first & ~splits).scatter(-1, second, is_first)
+        place = (free.cumsum(dim=-1) - 1).clamp(min=0)
+        return (
+            torch.where(free, tokens.gather(-1, place), written),
+            free & marks.gather(-1, place),
+        )
+
+
+def _fingerprint(tokens: Tensor) -> Tensor:
+    """[R], int64: 64 bits of [R, C] token ids below 2**24, in which each position counts for itself.
+
+    Source: the finaliser of SplitMix64, as int64 wraps it, over token and position.
+    """
+    position = torch.arange(tokens.shape[-1], device=tokens.device)
+    mixed = tokens + (position + 1) * 2**24
+    for factor in (-4658895280553007687, -7723592293110705685):
+        # The factors stay away from positions alone, whose arithmetic TorchInductor does by itself.
+        mixed = mixed * factor
+        mixed = mixed ^ (mixed >> 31)
+    return mixed.sum(dim=-1)

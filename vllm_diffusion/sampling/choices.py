@@ -1,0 +1,61 @@
+"""The few likeliest tokens of each row, from logits that are never whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_kernels.vocab_statistics import RowLogits, scaled_logits
+from vllm_diffusion.sampling.output_head import OutputHead
+
+_IMPOSSIBLE = float("-inf")
+
+
+class RunningChoices:
+    """Of the tiles that rows have seen, for rules that look beyond the likeliest token."""
+
+    def __init__(self, num_rows: int, num_choices: int, device: torch.device) -> None:
+        self._scores = torch.full((num_rows, num_choices), _IMPOSSIBLE, device=device)
+        self._ids = torch.zeros(num_rows, num_choices, dtype=torch.int64, device=device)
+
+    def update(self, rows: RowLogits, divisor: Tensor) -> None:
+        """Take one tile, in ascending order of ids.
+
+        Args:
+            rows: The tile.
+            divisor: [num_rows], float32, above 0.
+        """
+        logits = scaled_logits(rows, divisor)
+        scores, ids = [self._scores], [self._ids]
+        # Not topk(), which takes any of equal ones.
+        for _ in range(min(self._ids.shape[1], logits.shape[1])):
+            index = logits.argmax(dim=-1, keepdim=True)
+            scores.append(logits.gather(-1, index))
+            ids.append(index + rows.first_id)
+            logits.scatter_(-1, index, _IMPOSSIBLE)
+        self._keep(torch.cat(scores, dim=-1), torch.cat(ids, dim=-1))
+
+    def _keep(self, scores: Tensor, ids: Tensor) -> None:
+        """The best of some, of which equal ones are in ascending order of ids."""
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        num_choices = self._ids.shape[1]
+        self._scores = scores[:, :num_choices]
+        self._ids = ids.gather(-1, order[:, :num_choices])
+
+    def of_all_ranks(self, head: OutputHead) -> Tensor:
+        """[num_rows, num_choices], int64: the likeliest first, the lower id of equals.
+
+        A row with fewer possible ids repeats the last of them.
+
+        Args:
+            head: Combines the ranks.
+        """
+        if head.num_shards > 1:
+            parts = (head.gather(self._scores), head.gather(self._ids))
+            scores, ids = (part.transpose(0, 1).flatten(1) for part in parts)
+            self._keep(scores, ids)
+        choices = [self._ids[:, 0]]
+        for i in range(1, self._ids.shape[1]):
+            is_possible = self._scores[:, i] > _IMPOSSIBLE
+            choices.append(torch.where(is_possible, self._ids[:, i], choices[-1]))
+        return torch.stack(choices, dim=-1)
