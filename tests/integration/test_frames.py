@@ -88,7 +88,7 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
             canvases = watched.canvases(i, completion.index)
             num_canvases.append(len(canvases))
             assert "".join(frames[-1].text for frames in canvases) == completion.text
-            replayed = steps_that_decided(canvases, has_mask=False, is_seeded=False)
+            replayed = steps_that_decided(canvases, has_mask=False)
             num_tokens = len(completion.token_ids)
             assert list(completion.diffusion_step_map) == replayed[:num_tokens]
             metrics, usual = request_metrics(completion), request_metrics(expected)
@@ -187,7 +187,7 @@ def test_preempted(asynchronous: bool) -> None:
         completion = output.outputs[0]
         assert completion.token_ids == expected.token_ids
         assert completion.diffusion_step_map == expected.diffusion_step_map
-        replayed = steps_that_decided(watched.canvases(i), has_mask=False, is_seeded=False)
+        replayed = steps_that_decided(watched.canvases(i), has_mask=False)
         assert list(completion.diffusion_step_map) == replayed[: len(completion.token_ids)]
 
 

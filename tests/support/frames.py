@@ -51,11 +51,16 @@ class Watched:
 
 
 def steps_that_decided(
-    canvases: list[list[CanvasFrame]], *, has_mask: bool, is_seeded: bool
+    canvases: list[list[CanvasFrame]], *, has_mask: bool, seeded_length: int | None = None
 ) -> list[int]:
     """The step that decided each token, as a reader of the frames sees it.
 
     With a mask: when it was kept first, or changed last after that. Without: when it changed last.
+
+    Args:
+        canvases: Frames of each step of each.
+        has_mask: Whether the model has a mask token.
+        seeded_length: Of canvases whose first token was known before, where there are such.
     """
     result: list[int] = []
     for frames in canvases:
@@ -68,7 +73,7 @@ def steps_that_decided(
                 was_kept = before is not None and before.kept[i]
                 if changed or (has_mask and not was_kept):
                     decided[i] = frame.step
-        if is_seeded:
+        if len(decided) == seeded_length:
             decided[0] = 0
         result += decided
     return result

@@ -155,12 +155,16 @@ def test_frames_and_step_maps(family: Family) -> None:
         last = [token for frames in canvases for token in frames[-1].token_ids or ()]
         assert last[: len(tokens)] == tokens
         assert all(frames[-1].is_last and all(frames[-1].kept or ()) for frames in canvases)
-        replayed = steps_that_decided(canvases, has_mask=True, is_seeded=spec.is_seeded)
+        seeded_length = B if spec.is_seeded else None
+        replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
         assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
         assert [n for part in seen.step_maps[i, 0] for n in part.steps] == replayed[: len(tokens)]
         metrics = request_metrics(completion)
         assert metrics is not None
-        assert metrics.denoise_steps_per_canvas == tuple(len(frames) for frames in canvases)
+        # A pass that commits is no step; the scheduler cannot tell it from one where the last step
+        # may have done its work.
+        for counted, frames in zip(metrics.denoise_steps_per_canvas, canvases, strict=True):
+            assert counted - len(frames) in ((0, 1) if spec.rule.can_finish_kv else (0,))
 
 
 def test_temperature_and_filters(family: Family) -> None:
