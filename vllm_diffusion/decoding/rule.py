@@ -99,6 +99,8 @@ class DecodingRule(ABC):
             when a canvas begins.
         can_finish_kv: Whether the last step's keys and values may be those of the result, so that no
             pass need encode it.
+        commit_verifies: Whether the causal pass that commits a canvas keeps of it what its own rows
+            draw, each the token behind it, and no more.
         judges_to_end: Whether a canvas is judged by its positions up to its first end token, whatever
             the server's ``converge_at_end`` says.
     """
@@ -107,6 +109,7 @@ class DecodingRule(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, float | str]]] = {}
     memory: ClassVar[Mapping[str, torch.dtype]] = {}
     can_finish_kv: ClassVar[bool] = False
+    commit_verifies: ClassVar[bool] = False
     judges_to_end: bool = False
 
     def contradiction(
