@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
 
@@ -30,13 +32,13 @@ class NemotronLabsDiffusionModel(MistralForCausalLM):
             "beta": rope["llama_4_scaling_beta"],
         }
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
+        self._is_diffusion = vllm_config.model_config.is_diffusion
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """From the published names."""
         loaded: set[str] = super().load_weights(_NAMES.apply(weights))
         return loaded
 
-    @staticmethod
-    def get_model_state_cls() -> type[BlockDiffusionModelState]:
-        """The state whose canvases are tokens."""
-        return BlockDiffusionModelState
+    def get_model_state_cls(self) -> type[ModelState]:
+        """The state whose canvases are tokens; vLLM's own in the autoregressive mode."""
+        return BlockDiffusionModelState if self._is_diffusion else DefaultModelState

@@ -11,8 +11,7 @@ copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. 
 - The schedule of steps is over a block's length, of which 31 are masks; it is the same unless a
   request asks for fewer steps than that.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
-- The autoregressive mode, ``linear_spec_generate`` with its LoRA, ``causal_context=False`` and the
-  thinking budget are left out.
+- ``linear_spec_generate`` with its LoRA, ``causal_context=False`` and the thinking budget are left out.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
             {"reveal_threshold": 0.9, "strategy": "dynamic"},
         )
     }
+    has_autoregressive_mode = True
     mask_token_id = 100
     block_length = 32
     layout: ClassVar[Mapping[str, bool]] = {"is_seeded": True}
