@@ -21,8 +21,6 @@ from vllm_diffusion.requests.params import (
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
-
-
 # What steers the steps of a canvas, or reads one.
 _OF_STEPS = (
     "diffusion_max_steps",
