@@ -79,7 +79,7 @@ def families() -> str:
     rules: dict[str, DecodingRule] = {}
     for family in FAMILIES:
         entry = imported(family.engine_config)
-        names = ", ".join(f"`{name}`" for name in entry.rules)
+        names = ", ".join(f"`{name}`" for name in entry.rule_names())
         for name, published in entry.rules.items():
             is_masked = hasattr(entry, "mask_token_id")
             rules.setdefault(name, published.rule(*([0] if is_masked else [])))
@@ -88,7 +88,11 @@ def families() -> str:
         layout = _layout(entry)
         rows.append(f"| `{family.architecture}` | {layout} | {names} | {settings or 'its file'} |")
     for name, rule in rules.items():
-        rows += ["", f"### `{name}`", "", "| setting | values | meaning |", "|---|---|---|"]
+        rows += ["", f"### `{name}`", ""]
+        if not rule.settings:
+            rows.append("It has no settings.")
+            continue
+        rows += ["| setting | values | meaning |", "|---|---|---|"]
         for setting, value in rule.settings.items():
             rows.append(f"| `{setting}` | {value.values} | {value.meaning} |")
         for preset, values in rule.presets.items():

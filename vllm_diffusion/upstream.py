@@ -79,6 +79,26 @@ TABLE: tuple[Symbol, ...] = (
         "The layers of Nemotron-Labs-Diffusion, whose queries it scales by position.",
     ),
     Symbol(
+        "vllm.model_executor.layers.linear:RowParallelLinear",
+        Use.CALLED,
+        "Asks its method for a rank's part of the product, to which the LoRA of drafts is added.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.linear:LinearMethodBase",
+        Use.SUBCLASSED,
+        "A layer's own method, with the LoRA of drafts on top.",
+    ),
+    Symbol(
+        "vllm.config.model:ModelConfig.is_diffusion",
+        Use.REPLACED,
+        "Forgotten where a checkpoint is served as an ordinary causal model.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState",
+        Use.CALLED,
+        "The state of such a model.",
+    ),
+    Symbol(
         "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
         Use.REPLACED,
         "Our entry checks a diffusion checkpoint's settings and picks scheduler and attention.",

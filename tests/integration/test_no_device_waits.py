@@ -11,6 +11,7 @@ import torch
 from tests.support.checkpoints import random_checkpoint
 from tests.support.device_waits import DeviceWaits
 from tests.support.engine import TracedEngine
+from tests.support.families.model import nemotron, prompt_of
 from tests.support.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
@@ -22,6 +23,12 @@ CANVAS = 32
 def guarded(tmp_path):
     """An engine whose every call into the model state and the sampler is watched."""
     engine = TracedEngine(random_checkpoint(tmp_path), max_logprobs=-1)
+    yield engine, *guard(engine)
+    engine.close()
+
+
+def guard(engine):
+    """What waits from now on, and how often each call is made."""
     found: list[str] = []
     calls: dict[str, int] = {}
 
@@ -45,8 +52,7 @@ def guarded(tmp_path):
     engine.runner.sampler.__class__ = watched_sampler
     watch(watched_sampler, "__call__")
     watch(engine.runner.sampler.views, "prepare_output")
-    yield engine, found, calls
-    engine.close()
+    return found, calls
 
 
 def test_no_call_waits(guarded):
@@ -80,6 +86,31 @@ def test_no_call_waits(guarded):
         "prepare_output",
     }
     assert calls["__call__"] > 30
+    assert found == []
+
+
+@pytest.mark.slow
+def test_no_call_of_a_draft_waits(tmp_path):
+    """Drafts with a LoRA and their verification, with every option that these may have."""
+    engine = TracedEngine(
+        nemotron(block_length=8).save(tmp_path),
+        max_model_len=256,
+        additional_config={"diffusion": {"rule": "linear_spec"}},
+    )
+    found, calls = guard(engine)
+    options = [
+        {"logprobs": 3, "extra_args": EVERY_FIELD},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5},
+        {"min_tokens": 3, "stop_token_ids": [40], "logit_bias": {40: 2.0}},
+        {"logprob_token_ids": [40, 41], "temperature": 0.7},
+    ]
+    params = [
+        engine.sampling_params(seed=i, max_tokens=12, ignore_eos=True, **option)
+        for i, option in enumerate(options)
+    ]
+    Watched(engine.llm, [prompt_of(n, seed=n) for n in (5, 40, 90, 130)], params)
+    engine.close()
+    assert calls["__call__"] > 10
     assert found == []
 
 

@@ -2,8 +2,9 @@
 
 A slot's canvas is denoised until the rule says that it is done. Then it is *emitted*: in that step,
 if its tokens are encoded later as known tokens are, or if what the step wrote to the KV cache is
-already theirs; otherwise by the next pass over its rows, which commits it (:class:`Phase`). With a
-canvas that is emitted the next one begins.
+already theirs; otherwise by the next pass over its rows, which commits it (:class:`Phase`). That pass
+emits all of the canvas or, where the rule has it verify, as much as its rows agree with. With a canvas
+that is emitted the next one begins.
 
 All shapes are those of the slots, so the function is compiled once whatever the batch. R is the
 number of slots, C the canvas length.
@@ -120,6 +121,21 @@ def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]
     return slots.spec.rule.temperatures(slots.settings, slots.step, slots.max_steps, requested)
 
 
+def accepted_lengths(canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
+    """[R], int32: leading tokens of each canvas that a causal pass over it draws too.
+
+    The first is there without it; row i says what stands at i + 1.
+
+    Args:
+        canvas: [R, C], int64.
+        drawn: [R, C], int64: by each row.
+        num_rows: [R], int32: rows of each canvas; 1 is returned where there are none.
+    """
+    position = torch.arange(1, canvas.shape[-1], device=canvas.device)
+    agrees = (canvas[:, 1:] == drawn[:, :-1]) & (position < num_rows[:, None])
+    return 1 + agrees.to(torch.int32).cumprod(dim=-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
+
+
 class CanvasStep:
     """Denoise, converge, emit and begin canvases: whatever each slot is at."""
 
@@ -173,6 +189,9 @@ class CanvasStep:
         done = denoised & self._may_end(decision, slot_pass, position)
         done = done & (decision.done | (slots.step + 1 >= slots.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
+        num_final = slot_pass.num_rows
+        if self._spec.rule.commit_verifies:
+            num_final = accepted_lengths(slots.canvas, statistics.candidate, num_final)
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
         before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
@@ -182,9 +201,9 @@ class CanvasStep:
         output = StepOutput(
             tokens=self._from_first(result, position),
             num_emitted=torch.where(
-                emitted | (done & slots.read_only), slot_pass.num_rows - slots.num_given, 0
+                emitted | (done & slots.read_only), num_final - slots.num_given, 0
             ),
-            num_finished=torch.where(finished, slot_pass.num_rows, 0),
+            num_finished=torch.where(finished, num_final, 0),
             denoised=denoised,
             done=done,
             step=step,
@@ -200,7 +219,7 @@ class CanvasStep:
         begins = emitted | slot_pass.starting
         phase = torch.where(done & ~slots.read_only, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, begins, emitted, decision)
-        self._begin(begins, statistics, slot_pass, committed, position)
+        self._begin(begins, statistics, slot_pass, committed, num_final, position)
         return output
 
     def _decide(
@@ -308,6 +327,7 @@ class CanvasStep:
         statistics: SlotStatistics,
         slot_pass: SlotPass,
         committed: Tensor,
+        num_final: Tensor,
         position: Tensor,
     ) -> None:
         """Fill canvases that begin; a first one with what the request brings."""
@@ -321,7 +341,7 @@ class CanvasStep:
             token = statistics.candidate[:, 0]
             if not self._spec.is_shifted:
                 # The pass that committed the canvas before ran over its last row too.
-                last = (slot_pass.num_rows - 1).clamp(min=0).long()[:, None]
+                last = (num_final - 1).clamp(min=0).long()[:, None]
                 behind = statistics.candidate.gather(-1, last)[:, 0]
                 token = torch.where(committed, behind, token)
             is_seed = (committed | slot_pass.seeding)[:, None] & (position == 0)

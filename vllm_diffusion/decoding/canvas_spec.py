@@ -41,6 +41,12 @@ class CanvasSpec:
     seeds_greedily: bool = False
     is_shifted: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rule.commit_verifies:
+            # Its rows are causal, and what the last one kept draws begins the next canvas.
+            assert self.is_seeded
+            assert not any((self.is_aligned, self.is_block_causal, self.is_shifted))
+
     def num_given(self, num_known: int) -> int:
         """Leading positions of the canvas behind ``num_known`` known tokens that are known too."""
         return num_known % self.length if self.is_aligned else 0

@@ -121,6 +121,8 @@ class DecodingRule(ABC):
         moves_tokens: Whether a token may stand at another position than the one that it was drawn at.
         can_finish_kv: Whether the last step's keys and values may be those of the result, so that no
             pass need encode it.
+        commit_verifies: Whether the causal pass that commits a canvas keeps of it what its own rows
+            draw, each the token behind it, and no more.
         judges_to_end: Whether a canvas is judged by its positions up to its first end token, whatever
             the server's ``converge_at_end`` says.
     """
@@ -131,6 +133,7 @@ class DecodingRule(ABC):
     num_choices: ClassVar[int] = 0
     moves_tokens: ClassVar[bool] = False
     can_finish_kv: ClassVar[bool] = False
+    commit_verifies: ClassVar[bool] = False
     judges_to_end: bool = False
 
     def contradiction(

@@ -79,8 +79,11 @@ class BlockDiffusionModelState(ModelState):
 
     def output_head(self) -> OutputHead:
         """The projection onto the vocabulary."""
-        mask = self.spec.mask_token_id
-        return head_of(self.model, never_drawn=() if mask is None else (mask,))
+        spec = self.spec
+        if spec.mask_token_id is None or spec.rule.commit_verifies:
+            # What verifies says whatever the model says.
+            return head_of(self.model)
+        return head_of(self.model, never_drawn=(spec.mask_token_id,))
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         """Keep what self-conditioning needs of this step, if the head has an embedding.

@@ -24,7 +24,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
-    """Every tensor of these files, from headers that :func:`check_weight_files` accepted."""
+    """Every tensor of these files, from headers that :func:`check_weight_file` accepted."""
     tensors = []
     for path in files:
         with path.open("rb") as file:
@@ -52,9 +52,18 @@ def check_weight_files(model: str) -> None:
             if not (directory / name).is_file():
                 raise ValueError(f"{index} names {name}, which is not there; {_ADVICE}")
     for path in sorted(directory.glob("*.safetensors")):
-        problem = _problem(path)
-        if problem is not None:
-            raise ValueError(f"{path} {problem}; {_ADVICE}")
+        check_weight_file(path)
+
+
+def check_weight_file(path: Path) -> None:
+    """Read the header of a safetensors file.
+
+    Raises:
+        ValueError: Naming the file, what is wrong with it and what to do.
+    """
+    problem = _problem(path)
+    if problem is not None:
+        raise ValueError(f"{path} {problem}; {_ADVICE}")
 
 
 def _shards(index: Path) -> set[str]:

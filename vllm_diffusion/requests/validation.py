@@ -13,10 +13,22 @@ from typing import Any
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests import number_bounds, payload_bounds
-from vllm_diffusion.requests.params import CanvasParams, RequestParamError, parse_canvas_params
+from vllm_diffusion.requests.params import (
+    CanvasParams,
+    RequestParamError,
+    parse_canvas_params,
+)
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
+# What steers the steps of a canvas, or reads one.
+_OF_STEPS = (
+    "diffusion_max_steps",
+    "diffusion_seed_canvas",
+    "diffusion_pinned",
+    "diffusion_read_only",
+    "diffusion_constrained",
+)
 
 
 def install() -> None:
@@ -154,7 +166,28 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
                     "they were drawn at; leave it out.",
                     getattr(params, field),
                 )
+    if spec.rule.commit_verifies:
+        _check_verified(params)
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
+
+
+def _check_verified(params: Any) -> None:
+    """What changes the law of a token by those before it, which a draft's rows do not know yet."""
+    fields = {
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "bad_words": bool(params.bad_words),
+        "structured_outputs": params.structured_outputs is not None,
+    }
+    for field, is_set in fields.items():
+        if is_set:
+            _refuse(
+                field,
+                "is not supported by this server's rule, which verifies a draft's tokens all at once; "
+                'leave it out, or serve with rule "autoregressive".',
+                getattr(params, field),
+            )
 
 
 def _check_constraint(params: Any) -> None:
@@ -190,6 +223,8 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         raise VLLMValidationError(str(error), parameter=error.field) from None
     _check_settings(canvas, spec)
     _check_combination(params, canvas)
+    if spec.rule.commit_verifies:
+        _check_draft_arguments(params)
     width = canvas.canvas_length or spec.length
     if canvas.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
@@ -215,6 +250,18 @@ def _check_settings(canvas: CanvasParams, spec: CanvasSpec) -> None:
     names, reason = problem
     name = next(name for name in names if name in canvas.settings)
     _refuse(f"diffusion_{name}", f"does not go with the rest: {reason}.")
+
+
+def _check_draft_arguments(params: Any) -> None:
+    """Of a draft a request may choose the width, and see it."""
+    for name in _OF_STEPS:
+        if value := (params.extra_args or {}).get(name):
+            _refuse(
+                name,
+                "is not supported by this server's rule, whose drafts are made in one step and change "
+                "no token of an answer; leave it out.",
+                value,
+            )
 
 
 def _check_combination(params: Any, canvas: CanvasParams) -> None:

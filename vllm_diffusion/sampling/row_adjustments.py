@@ -9,7 +9,7 @@ work on whole rows; here they are tables that are read wherever a logit is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,13 +131,18 @@ class RowAdjustments:
         self._penalties.apply_staged_writes()
 
     def bind(
-        self, input_batch: InputBatch, constraints: ConstraintTensors | None
+        self,
+        input_batch: InputBatch,
+        constraints: ConstraintTensors | None,
+        drawn_at: Callable[[], Tensor] | None = None,
     ) -> LogitAdjustments | None:
         """Those of a batch's canvas rows; ``None`` if nobody asks for any.
 
         Args:
             input_batch: The batch.
             constraints: Of the scheduler.
+            drawn_at: Gives [num_rows], int64: the position in its sequence of the token that each row
+                draws; ``None`` if that is the row's own.
         """
         if not (self._penalised or self._offsets or constraints is not None):
             return None
@@ -156,7 +161,10 @@ class RowAdjustments:
         columns = layout.to_device(late, early, min_length, penalty_idx)
         adjustments = self.none(layout.num_rows)
         if has_offsets:
-            positions = input_batch.positions[input_batch.logits_indices]
+            if drawn_at is None:
+                positions = input_batch.positions[input_batch.logits_indices]
+            else:
+                positions = drawn_at()
             adjustments = adjustments._replace(
                 offset_idx=torch.where(positions < columns[2], columns[1], columns[0]),
                 offsets=self._table.rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,13 +196,15 @@ class DiffusionSampler:
 
         slot = input_batch.expanded_idx_mapping.long()
         position = input_batch.expanded_local_pos.long()
+        row_at = input_batch.positions[input_batch.logits_indices]
         requested = states.temperature.gpu[: slots.num_slots]
         constraints = None
         if message is not None:
             constraints = ConstraintTensors.build(
                 message, input_batch, slots.num_slots, slots.device
             )
-        adjustments = self.adjustments.bind(input_batch, constraints)
+        drawn_at = partial(self._drawn_at, row_at, slot, slot_pass)
+        adjustments = self.adjustments.bind(input_batch, constraints, drawn_at)
         filtered = self._filtered_rows(input_batch)
         reported = self._reported_rows(input_batch, adjustments)
         if adjustments is None and filtered is None and reported is None:
@@ -209,6 +212,7 @@ class DiffusionSampler:
                 rows,
                 slot,
                 position,
+                row_at,
                 slot_pass.num_rows,
                 slot_pass.starting,
                 slot_pass.seed,
@@ -217,7 +221,7 @@ class DiffusionSampler:
             )
             return self._engine_output(output, input_batch, num_logits, None)
 
-        draws = self._draws(slot, position, slot_pass, requested)
+        draws = self._draws(slot, position, row_at, slot_pass, requested)
         requests = RowRequests(draws, adjustments, filtered, reported, self.num_choices)
         logprobs = self._sample(rows, slot, position, requests, constraints)
         if constraints is not None:
@@ -229,9 +233,9 @@ class DiffusionSampler:
         committed = slots.phase == int(Phase.COMMITTING)
         output = self._decide(slot_pass)
         if logprobs is not None:
-            logprobs = self._exchange_logprobs(
-                logprobs, slot, position, output, committed, input_batch, seeding
-            )
+            verifies = self.spec.rule.commit_verifies
+            exchange = self._verified_logprobs if verifies else self._exchange_logprobs
+            logprobs = exchange(logprobs, slot, position, output, committed, input_batch, seeding)
         return self._engine_output(output, input_batch, num_logits, logprobs)
 
     def capture(self, capture: Capture, max_canvases: int, hidden: Tensor) -> None:
@@ -243,7 +247,7 @@ class DiffusionSampler:
             hidden: [max_canvases * canvas_length, hidden_size], rows that graphs read from.
         """
         slots, device = self.slots, self.slots.device
-        indices = torch.zeros(2, hidden.shape[0], dtype=torch.int64, device=device)
+        indices = torch.zeros(3, hidden.shape[0], dtype=torch.int64, device=device)
         fixed = (
             # No slot has rows or starts, so a capture changes nobody's canvas.
             torch.zeros(slots.num_slots, dtype=torch.int32, device=device),
@@ -255,7 +259,7 @@ class DiffusionSampler:
         for n in range(max_canvases, 0, -1):
             rows = slice(n * slots.canvas_length)
             self.plain_step.capture(
-                capture, hidden[rows], indices[0, rows], indices[1, rows], *fixed
+                capture, hidden[rows], *(index[rows] for index in indices), *fixed
             )
 
     def _plain_step(
@@ -263,6 +267,7 @@ class DiffusionSampler:
         rows: Tensor,
         slot: Tensor,
         position: Tensor,
+        row_at: Tensor,
         num_rows: Tensor,
         starting: Tensor,
         seed: Tensor,
@@ -275,6 +280,7 @@ class DiffusionSampler:
             rows: [num_rows, hidden_size].
             slot: [num_rows], int64.
             position: [num_rows], int64.
+            row_at: [num_rows], int64, where each row is in its sequence.
             num_rows: [R], int32: see :class:`SlotPass`, here and below.
             starting: [R], bool.
             seed: [R], int64.
@@ -284,13 +290,26 @@ class DiffusionSampler:
         slot_pass = self._idle._replace(
             num_rows=num_rows, starting=starting, seed=seed, seeding=seeding
         )
-        draws = self._draws(slot, position, slot_pass, requested)
+        draws = self._draws(slot, position, row_at, slot_pass, requested)
         requests = RowRequests(draws, num_choices=self.num_choices)
         self._sample(rows, slot, position, requests, None)
         return self._decide(slot_pass)
 
+    def _drawn_at(self, row_at: Tensor, slot: Tensor, slot_pass: SlotPass) -> Tensor:
+        """[num_rows], int64: where in its sequence the token stands that each row draws."""
+        if self.spec.is_shifted:
+            return row_at + 1
+        if self.spec.is_seeded:
+            return row_at + self._is_committed_or_seeding(slot, slot_pass).to(row_at.dtype)
+        return row_at
+
+    def _is_committed_or_seeding(self, slot: Tensor, slot_pass: SlotPass) -> Tensor:
+        """[num_rows], bool: rows of known or decided tokens, that say what is behind them."""
+        committed = self.slots.phase == int(Phase.COMMITTING)
+        return (committed | slot_pass.seeding)[slot]
+
     def _draws(
-        self, slot: Tensor, position: Tensor, slot_pass: SlotPass, requested: Tensor
+        self, slot: Tensor, position: Tensor, row_at: Tensor, slot_pass: SlotPass, requested: Tensor
     ) -> RowDraws:
         """What rows are divided by, and what their draws are keyed by."""
         slots = self.slots
@@ -305,10 +324,20 @@ class DiffusionSampler:
         )
         if not self.spec.is_seeded:
             return draws
+        is_seed = self._is_committed_or_seeding(slot, slot_pass)
+        scale = draws.request_temperature
+        if self.spec.rule.commit_verifies:
+            # However the answer was cut into canvases, a token is drawn with the same noise. Drafts
+            # are greedy.
+            zero = torch.zeros_like(draws.step)
+            return draws._replace(
+                request_temperature=torch.where(is_seed, scale, 0.0),
+                canvas_idx=zero,
+                step=zero,
+                position=self._drawn_at(row_at, slot, slot_pass).to(torch.int32),
+            )
         # A canvas's first token is drawn before its first step, and where no position of it is.
         committed = slots.phase == int(Phase.COMMITTING)
-        is_seed = (committed | slot_pass.seeding)[slot]
-        scale = draws.request_temperature
         if self.spec.seeds_greedily:
             scale = torch.where(is_seed, 0.0, scale)
         return draws._replace(
@@ -398,6 +427,49 @@ class DiffusionSampler:
             self._logprobs.begin(computed, row, slot[row], committed[slot[row]])
         return output
 
+    def _verified_logprobs(
+        self,
+        computed: LogprobsTensors,
+        slot: Tensor,
+        position: Tensor,
+        step: StepOutput,
+        committed: Tensor,
+        input_batch: InputBatch,
+        seeding: np.ndarray | None,
+    ) -> LogprobsTensors:
+        """As :meth:`_exchange_logprobs`, where each row of a commit says what is behind it.
+
+        A canvas's first token waits for them since it was drawn; the others were drawn by the row
+        before theirs.
+        """
+        row = torch.arange(len(slot), device=slot.device)
+        is_first = position == 0
+        before = torch.where(is_first, row, row - 1)
+        of_tokens = LogprobsTensors(
+            computed.logprob_token_ids[before],
+            computed.logprobs[before],
+            computed.selected_token_ranks[before],
+        )
+        num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
+        is_seed = np.zeros(len(num_rows), dtype=bool) if seeding is None else seeding
+        is_seed_row = async_tensor_h2d(np.repeat(is_seed, num_rows), device=slot.device)
+        reported = async_tensor_h2d(
+            np.flatnonzero(~np.repeat(is_seed, num_rows)), device=slot.device
+        )
+        starts = np.concatenate([[0], np.cumsum(num_rows * ~is_seed)])
+        output = self._logprobs.exchange(
+            of_tokens, slot, position, is_first & ~is_seed_row, reported, starts
+        )
+        has_canvas = (num_rows > 0) & ~is_seed
+        first = async_tensor_h2d(
+            input_batch.cu_num_logits_np[: len(num_rows)][has_canvas].astype(np.int64),
+            device=slot.device,
+        )
+        owner = slot[first]
+        last = first + (step.num_finished[owner] - 1).clamp(min=0)
+        self._logprobs.begin(computed, last, owner, committed[owner])
+        return output
+
     def _starting(self, input_batch: InputBatch, seeding: np.ndarray | None) -> Tensor:
         """[R], bool: slots whose prompt ended in this pass before a canvas. Known on the host."""
         finished = input_batch.is_prefilling_np & (
@@ -461,7 +533,11 @@ class DiffusionSampler:
         # A read-only canvas reports the model's own distribution, at temperature 1.
         requested = self.sampling_states.temperature.gpu[: self.slots.num_slots]
         judged, _ = temperatures(self.slots, requested)
-        temperature = torch.where(self.slots.read_only[slot], 1.0, judged[slot])
+        is_plain = self.slots.read_only
+        if self.spec.rule.commit_verifies and self.reports_raw:
+            # As what draws one token after another reports it.
+            is_plain = torch.ones_like(is_plain)
+        temperature = torch.where(is_plain[slot], 1.0, judged[slot])
         return ReportedRows(index, request, adjustments, temperature)
 
     def _engine_output(

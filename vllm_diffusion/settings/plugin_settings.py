@@ -96,7 +96,9 @@ def commits_in_place(vllm_config: VllmConfig) -> bool:
     Otherwise it is emitted by the step that converges, and encoded as known tokens are.
     """
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    return vllm_config.scheduler_config.async_scheduling or spec.rule.can_finish_kv
+    rule = spec.rule
+    is_async: bool = vllm_config.scheduler_config.async_scheduling
+    return is_async or rule.can_finish_kv or rule.commit_verifies
 
 
 def fuses_encode(vllm_config: VllmConfig) -> bool:

@@ -40,6 +40,8 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 # Blocks of the KV cache are a multiple of it (CanvasAttentionBackend).
 _KERNEL_BLOCK = 16
+# The rule that is none: vLLM serves the checkpoint as an ordinary causal model.
+AUTOREGRESSIVE = "autoregressive"
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 
 
@@ -70,6 +72,13 @@ class BlockDiffusionEngineConfig:
 
     # By the name with which an operator asks for one.
     rules: ClassVar[Mapping[str, PublishedRule]]
+    # Whether its weights are those of an ordinary causal model too, which `AUTOREGRESSIVE` asks for.
+    has_autoregressive_mode: ClassVar[bool] = False
+
+    @classmethod
+    def rule_names(cls) -> tuple[str, ...]:
+        """What an operator may ask for, the default first."""
+        return (*cls.rules, *([AUTOREGRESSIVE] if cls.has_autoregressive_mode else []))
 
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
@@ -118,7 +127,7 @@ class BlockDiffusionEngineConfig:
         if chosen is None:
             chosen = cls.default_rule(vllm_config.model_config)
         if chosen not in cls.rules:
-            names = " or ".join(f'"{name}"' for name in cls.rules)
+            names = " or ".join(f'"{name}"' for name in cls.rule_names())
             raise ValueError(
                 f"{OPTION}: rule={chosen!r} is not known for this model; leave it out or set it to "
                 f"{names}."
@@ -140,7 +149,10 @@ class BlockDiffusionEngineConfig:
         """
         _check_upstream(cls.registration_failure)
         _check_platform()
-        plugin_settings(vllm_config)
+        if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
+            _serve_autoregressively(vllm_config)
+            _check_weights(vllm_config, cls.tensor_rules())
+            return
         _check_constraint_back_end(vllm_config)
         cls.check_model(vllm_config.model_config)
         _check_logits_processors(vllm_config.model_config)
@@ -163,6 +175,35 @@ class BlockDiffusionEngineConfig:
         refused_fields.install()
         delivery.install()
         http.install()
+
+
+def _serve_autoregressively(vllm_config: VllmConfig) -> None:
+    """Make it the configuration of an ordinary model: before this hook nothing has read that it is not.
+
+    Raises:
+        ValueError: Naming a setting of canvases.
+    """
+    section = vllm_config.additional_config["diffusion"]
+    others = [name for name in section if name != "rule"]
+    if others:
+        raise ValueError(
+            f"{OPTION}: {others[0]} does not go with rule={AUTOREGRESSIVE!r}, by which vLLM serves an "
+            "ordinary causal model without canvases; leave one of them out."
+        )
+    if vllm_config.diffusion_config is not None:
+        raise ValueError(
+            f"--diffusion-config does not go with rule={AUTOREGRESSIVE!r} of {OPTION}, by which vLLM "
+            "serves an ordinary causal model without canvases; leave one of them out."
+        )
+    model_config = vllm_config.model_config
+    model_config.hf_config.canvas_length = None
+    # Computed once, and kept, by vLLM.
+    model_config.__dict__.pop("is_diffusion", None)
+    logger.info(
+        "rule=%r: vLLM serves this checkpoint as an ordinary causal model, with its own scheduler, "
+        "sampler and attention.",
+        AUTOREGRESSIVE,
+    )
 
 
 def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:

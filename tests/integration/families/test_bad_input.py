@@ -27,6 +27,14 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(raised.value)
 
 
+def configured(folder: Path, **options: Any) -> Any:
+    """vLLM's configuration, which nothing refuses."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {"max_model_len": 256, "enforce_eager": True} | options
+    return EngineArgs(model=str(folder), **arguments).create_engine_config()
+
+
 def changed(folder: Path, **values: Any) -> Path:
     """The folder with other values in ``config.json``."""
     path = folder / "config.json"
@@ -139,6 +147,104 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
         "max_post_steps": 16,
         "reveal_steps": 32,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        (
+            {"rule": "linear"},
+            {},
+            ["rule='linear'", '"reveal" or "linear_spec" or "autoregressive"'],
+        ),
+        ({"rule": "autoregressive", "reveal_threshold": 0.5}, {}, ["reveal_threshold does not go"]),
+        (
+            {"rule": "autoregressive"},
+            {"diffusion_config": {"canvas_length": 8}},
+            ["--diffusion-co"],
+        ),
+        (
+            {"rule": "linear_spec", "max_denoising_steps": 4},
+            {},
+            ["max_denoising_steps=4", "one step"],
+        ),
+        ({"rule": "linear_spec", "reveal_threshold": 0.5}, {}, ["reveal_threshold is not known"]),
+        ({"rule": "linear_spec", "fused_encode": True}, {}, ["fused_encode cannot be true"]),
+    ],
+    ids=str,
+)
+def test_rules_of_nemotron(
+    settings: dict[str, Any], options: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    """What a rule does not know is named."""
+    folder = tiny.nemotron().save(tmp_path)
+    message = refusal(folder, additional_config={"diffusion": settings}, **options)
+    for word in words:
+        assert word in message
+
+
+def test_a_family_without_an_autoregressive_mode(tmp_path: Path) -> None:
+    """Its rules are named, and that is none of them."""
+    settings = {"diffusion": {"rule": "autoregressive"}}
+    message = refusal(tiny.sdar().save(tmp_path), additional_config=settings)
+    assert (
+        "rule='autoregressive' is not known for this model; leave it out or set it to \"reveal\"."
+        in (message)
+    )
+
+
+LINEAR_SPEC: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "linear_spec"}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"peft_type": "IA3"}, ["peft_type='IA3' must be \"LORA\""]),
+        ({"target_modules": ["q_proj"]}, ["target_modules=['q_proj'] must be"]),
+        ({"r": 0}, ["r=0 must be an integer of at least 1"]),
+        ({"r": "4"}, ["r='4' must be an integer"]),
+        ({"r": 8}, ["lora_A.weight", "is F32 [4, 128], but must be", "[8, 128]"]),
+        ({"lora_alpha": None}, ["lora_alpha=None must be a number above 0"]),
+        ({"bias": "all"}, ["bias='all' must be \"none\""]),
+        ({"use_dora": True}, ["use_dora=True must be left out"]),
+        ({"use_rslora": True}, ["use_rslora=True must be left out"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save=['lm_head'] must be left out"]),
+    ],
+    ids=str,
+)
+def test_draft_lora_settings(values: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    """Of the adapter's file, and only where it is used."""
+    folder = tiny.nemotron().save(tmp_path)
+    path = folder / "linear_spec_lora" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    message = refusal(folder, **LINEAR_SPEC)
+    for word in [*words, "remove it to draft with the plain weights"]:
+        assert word in message
+    configured(folder)
+
+
+def test_draft_lora_tensors(tmp_path: Path) -> None:
+    """Missing, unknown and misshapen ones are named, and a file that is none."""
+    folder = tiny.nemotron().save(tmp_path)
+    path = folder / "linear_spec_lora" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    first = next(iter(tensors))
+    other = first.replace("o_proj", "q_proj")
+    changes: dict[str, dict[str, Any]] = {
+        first: {name: value for name, value in tensors.items() if name != first},
+        other: tensors | {other: tensors[first].clone()},
+        f"{first} in": tensors | {first: tensors[first][:, :-1].clone()},
+    }
+    for name, held in changes.items():
+        save_file(held, path, metadata={"format": "pt"})
+        assert name in refusal(folder, **LINEAR_SPEC)
+    path.write_bytes(b"nothing")
+    assert "is truncated or not a safetensors file" in refusal(folder, **LINEAR_SPEC)
+    path.unlink()
+    assert "has no adapter_model.safetensors" in refusal(folder, **LINEAR_SPEC)
+    # Without the folder the plain weights draft.
+    (folder / "linear_spec_lora" / "adapter_config.json").unlink()
+    assert configured(folder, **LINEAR_SPEC).model_config.draft_lora is None
 
 
 @pytest.mark.parametrize("architecture", ["DreamModel", "LLaDAModelLM"])

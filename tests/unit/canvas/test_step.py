@@ -7,8 +7,10 @@ import torch
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
-from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics
+from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics, accepted_lengths
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
+from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.requests.params import CanvasParams
 from vllm_diffusion.settings.compilation import has_cpp_compiler
 
@@ -56,6 +58,48 @@ def test_compiled_once_and_equal_to_eager():
     assert sum(emitted) > 0
     for compiled, eager in zip(canvases, eager_canvases, strict=True):
         assert torch.equal(compiled, eager)
+
+
+def test_accepted_lengths():
+    """Up to the first disagreement, whatever agrees behind it, and never beyond the canvas's rows."""
+    canvas = torch.tensor([[1, 2, 3, 4]] * 6)
+    drawn = torch.tensor(
+        [[2, 3, 4, 9], [2, 3, 4, 9], [2, 9, 4, 9], [9, 3, 4, 9], [2, 3, 4, 9], [2, 3, 4, 9]]
+    )
+    num_rows = torch.tensor([4, 3, 4, 4, 1, 0], dtype=torch.int32)
+    assert accepted_lengths(canvas, drawn, num_rows).tolist() == [4, 3, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_draft_and_its_verification(backend):
+    """A step drafts, the next pass emits what it draws too and begins behind that, by itself or not."""
+    spec = CanvasSpec(CANVAS, LinearSpec(), 1, {}, mask_token_id=4, is_seeded=True)
+    slots = CanvasSlots(2, spec, CPU)
+    for slot in range(2):
+        slots.add_request(slot, NewRequest(CanvasParams()))
+    slots.apply_staged_writes()
+    torch._dynamo.reset()
+    step = CanvasStep(slots, VOCAB, emits_when_done=False, compile_backend=backend)
+    entropy = torch.zeros(2, CANVAS)
+
+    def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:
+        drawn = torch.tensor(tokens)
+        slot_pass = SlotPass.idle(2, CPU)._replace(**changes)
+        output = step(SlotStatistics(drawn, drawn, entropy, entropy), slot_pass)
+        return [output.num_emitted.tolist(), output.num_finished.tolist()]
+
+    both = torch.ones(2, dtype=torch.bool)
+    # The last row of a prompt draws the first token; one of them is the mask token.
+    drawing([[4] * CANVAS, [11] * CANVAS], starting=both, seeding=both)
+    draft = [list(range(20, 20 + CANVAS))] * 2
+    rows = torch.full((2,), CANVAS, dtype=torch.int32)
+    assert drawing(draft, num_rows=rows) == [[0, 0], [0, 0]]
+    assert slots.canvas.tolist() == [[4, *range(21, 28)], [11, *range(21, 28)]]
+    # Rows 0 and 1 of the first request agree, and all rows of the second.
+    said = [[21, 22, 40, 24, 25, 26, 27, 41], [21, 22, 23, 24, 25, 26, 27, 42]]
+    assert drawing(said, num_rows=rows) == [[3, CANVAS], [3, CANVAS]]
+    assert slots.canvas.tolist() == [[40] + [4] * 7, [42] + [4] * 7]
+    assert slots.phase.tolist() == [Phase.DENOISING] * 2
 
 
 @pytest.mark.parametrize("converge_at_end", [False, True])

@@ -1,33 +1,46 @@
-"""Nemotron-Labs-Diffusion: blocks of 32 behind a causal context.
+"""Nemotron-Labs-Diffusion: blocks of 32 behind a causal context; drafts of 32; one token after another.
 
 A block starts where the known tokens end. Its first token, the seed, comes from the causal pass that
 writes their keys and values: over the prompt, then over each finished block. The others start as
 masks, and are revealed by the model's own probability, whatever the temperature. A block ends early
 at an end token with no mask before it.
 
+With the rule ``linear_spec`` a block is a draft behind its seed, and the causal pass keeps what it
+agrees with (``decoding/linear_spec.py``); the adapter ``linear_spec_lora`` beside the weights acts on
+the draft (``draft_lora.py``). With ``autoregressive`` vLLM serves an ordinary causal model.
+
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in public
 copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:
 
 - The schedule of steps is over a block's length, of which 31 are masks; it is the same unless a
   request asks for fewer steps than that.
-- The mask token is never drawn, and among equally confident positions the leftmost comes first.
-- The autoregressive mode, ``linear_spec_generate`` with its LoRA, ``causal_context=False`` and the
-  thinking budget are left out.
+- In blocks the mask token is never drawn, and among equally confident positions the leftmost comes first.
+- ``linear_spec_generate`` drafts in one step (``threshold=0``, as published); the mask token is drawn
+  there, and in the autoregressive mode, if the model says it.
+- ``causal_context=False`` and the thinking budget are left out.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from transformers import Ministral3Config
 
+from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
 from vllm_diffusion.quantization.body_tensors import BodyTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 class NemotronLabsDiffusionConfig(Ministral3Config):
@@ -46,11 +59,33 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
                 Reveal, includes_threshold=True, at_request_temperature=False, judges_to_end=True
             ),
             {"reveal_threshold": 0.9, "strategy": "dynamic"},
-        )
+        ),
+        "linear_spec": PublishedRule(lambda mask_token_id: LinearSpec()),
     }
+    has_autoregressive_mode = True
     mask_token_id = 100
     block_length = 32
     layout: ClassVar[Mapping[str, bool]] = {"is_seeded": True}
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().verify_and_update_config(vllm_config)
+        model_config = vllm_config.model_config
+        if not model_config.is_diffusion or not model_config.canvas_spec.rule.commit_verifies:
+            return
+        # Known to the workers, which put it on the layers.
+        lora = model_config.draft_lora = find_draft_lora(model_config)
+        if lora is None:
+            logger.info(
+                "linear_spec: %s has no %s, so the plain weights draft.", model_config.model, FOLDER
+            )
+        else:
+            logger.info(
+                "linear_spec: the LoRA %s (rank %d, scale %g) acts on drafts.",
+                lora.file.parent,
+                lora.rank,
+                lora.scale,
+            )
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

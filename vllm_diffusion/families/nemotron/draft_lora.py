@@ -1,0 +1,130 @@
+"""The LoRA that comes with Nemotron-Labs-Diffusion for the drafts of ``linear_spec``: found and checked.
+
+It is a folder of PEFT's beside the weights, and adapts each layer's ``o_proj``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.quantization.weight_files import check_weight_file, stored_tensors
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+FOLDER = "linear_spec_lora"
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TENSOR_NAME = "base_model.model.encoder.layers.{layer}.self_attn.o_proj.lora_{half}.weight"
+_FLOATS = ("F32", "F16", "BF16")
+# What PEFT may say of an adapter that is more, or other, than two matrices a layer.
+_UNSUPPORTED = (
+    "use_dora",
+    "use_rslora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layer_replication",
+)
+_ADVICE = f"copy or download {FOLDER} again, or remove it to draft with the plain weights"
+
+
+@dataclass(frozen=True)
+class DraftLora:
+    """A checked adapter.
+
+    Attributes:
+        file: Its tensors.
+        rank: Of each pair of matrices.
+        scale: What their product is multiplied by.
+    """
+
+    file: Path
+    rank: int
+    scale: float
+
+
+def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
+    """The checkpoint's own, local or in a repository; ``None`` if it has none.
+
+    Raises:
+        ValueError: Naming the file and the key or tensor that is malformed, and the remedy.
+    """
+    config_path = _file(model_config, _CONFIG)
+    if config_path is None:
+        return None
+    rank, scale = _read_config(config_path)
+    weights = _file(model_config, _WEIGHTS)
+    if weights is None:
+        raise ValueError(f"{config_path.parent} has no {_WEIGHTS}; {_ADVICE}.")
+    check_weight_file(weights)
+    _check_tensors(weights, model_config.hf_config, rank)
+    return DraftLora(weights, rank, scale)
+
+
+def _file(model_config: ModelConfig, name: str) -> Path | None:
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        path = folder / FOLDER / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        model_config.model,
+        name,
+        subfolder=FOLDER,
+        revision=model_config.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def _read_config(path: Path) -> tuple[int, float]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); {_ADVICE}.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object; {_ADVICE}.")
+
+    def check(key: str, fits: bool, what: str) -> None:
+        if not fits:
+            raise ValueError(f"{path}: {key}={config.get(key)!r} must be {what}; {_ADVICE}.")
+
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    check("peft_type", config.get("peft_type") == "LORA", '"LORA"')
+    check("target_modules", config.get("target_modules") in (["o_proj"], "o_proj"), '["o_proj"]')
+    check("r", type(rank) is int and rank > 0, "an integer of at least 1")
+    check("lora_alpha", type(alpha) in (int, float) and alpha > 0, "a number above 0")
+    check("bias", config.get("bias", "none") == "none", '"none"')
+    for key in _UNSUPPORTED:
+        check(key, not config.get(key), "left out, false or empty")
+    return rank, alpha / rank
+
+
+def _check_tensors(path: Path, config: Any, rank: int) -> None:
+    stored = {tensor.name: tensor for tensor in stored_tensors([path])}
+    expected = {}
+    for layer in range(config.num_hidden_layers):
+        width = config.num_attention_heads * config.head_dim
+        expected[TENSOR_NAME.format(layer=layer, half="A")] = (rank, width)
+        expected[TENSOR_NAME.format(layer=layer, half="B")] = (config.hidden_size, rank)
+    for name in stored:
+        if name not in expected:
+            raise ValueError(f"{name} in {path} belongs to no layer of the model; {_ADVICE}.")
+    for name, shape in expected.items():
+        if name not in stored:
+            raise ValueError(f"{path} has no {name}; {_ADVICE}.")
+        found = stored[name]
+        if found.shape != shape or found.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} in {path} is {found.dtype} {list(found.shape)}, but must be "
+                f"{' or '.join(_FLOATS)} {list(shape)}; {_ADVICE}."
+            )
