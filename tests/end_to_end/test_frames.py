@@ -20,7 +20,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.server import MODEL, Server
+from tests.support.checkpoints import SHIPPED
+from tests.support.server import MODEL, PARSERS, Server, start_server, stop_server
 
 pytestmark = pytest.mark.engine
 
@@ -71,8 +72,10 @@ def ask(server: Server, kind: str, **changes: Any) -> Stream:
 @pytest.mark.parametrize("kind", ["chat", "plain"])
 def test_clients_see_the_same(kind: str, server: Server) -> None:
     """With frames: the same text, reasons and usage, for every choice; each frame is its choice's."""
-    usual = ask(server, kind, extra_body={"ignore_eos": True})
-    shown = ask(server, kind, extra_body={"ignore_eos": True, "diffusing": True})
+    # What a chat's parser takes out of the text, an end token in its midst, is in its frames.
+    body = {"ignore_eos": kind == "plain"}
+    usual = ask(server, kind, extra_body=body)
+    shown = ask(server, kind, extra_body={**body, "diffusing": True})
     assert not usual.frames
     assert (shown.text, shown.reason) == (usual.text, usual.reason)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
@@ -235,6 +238,37 @@ def test_slow_readers_slow_nobody(server: Server) -> None:
         expected = alone[i % 4]
         assert (stream.text, stream.reason) == (expected.text, expected.reason)
         assert [f["step"] for f in stream.frames] == [f["step"] for f in expected.frames]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [("--tensor-parallel-size", "2"), ("--api-server-count", "2"), ("--async-scheduling",)],
+    ids=" ".join,
+)
+def test_other_servers(options: tuple[str, ...], server: Server, tmp_path: Path) -> None:
+    """On two ranks, behind two API processes and in the other order: the same frames."""
+    xargs = {"diffusion_frames": 1, "diffusion_frame_fields": ["token_ids"]}
+    asked = [{"seed": seed, "extra_body": {"vllm_xargs": xargs}} for seed in range(6)]
+    usual = [ask(server, "chat", **one) for one in asked]
+    other = start_server(SHIPPED, tmp_path / "server.log", *PARSERS, *options)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            streams = list(pool.map(lambda one: ask(other, "chat", **one), asked))
+    finally:
+        stop_server(other)
+    for stream, expected in zip(streams, usual, strict=True):
+        assert stream.text == expected.text
+        for index in expected.text:
+            shown = [
+                [
+                    (f["block"], f["step"], f["text"], f["token_ids"])
+                    for f in one.frames
+                    if f["choices"][0]["index"] == index
+                ]
+                for one in (stream, expected)
+            ]
+            assert shown[0] == shown[1]
 
 
 @pytest.mark.slow

@@ -1,0 +1,126 @@
+"""What leaves the device for whoever watches, and how it travels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_diffusion.canvas.canvas_view import pack, unpack
+from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
+from vllm_diffusion.canvas.step import StepOutput
+from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
+
+pytestmark = pytest.mark.engine
+
+
+def random_output(slots: int, length: int, generator: torch.Generator) -> StepOutput:
+    """Whatever the step might return."""
+    R, C = slots, length
+
+    def flags(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+
+    def numbers(*shape: int, most: int = 1000) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator, dtype=torch.int32)
+
+    num_given = numbers(R, most=C)
+    return StepOutput(
+        tokens=numbers(R, C).long(),
+        num_emitted=numbers(R, most=C + 1),
+        num_finished=numbers(R, most=C + 1),
+        denoised=flags(R),
+        done=flags(R),
+        step=numbers(R),
+        num_given=num_given,
+        kept=flags(R, C),
+        decided=flags(R, C),
+        decided_step=numbers(R, C),
+    )
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_views(slots: int, length: int, seed: int) -> None:
+    """A packed row says of its slot what the step said, without known tokens and beyond no row."""
+    generator = torch.Generator().manual_seed(seed)
+    output = random_output(slots, length, generator)
+    num_rows = torch.randint(0, length + 1, (slots,), generator=generator, dtype=torch.int32)
+    max_steps = torch.randint(1, 100, (slots,), generator=generator, dtype=torch.int32)
+    entropy = torch.rand(slots, length, generator=generator) * 20
+    slot = torch.randperm(slots, generator=generator)
+    rows = pack(output, num_rows, max_steps, entropy, slot).numpy()
+    for row, s in zip(rows, slot.tolist(), strict=True):
+        view = unpack(row)
+        first, end = int(output.num_given[s]), int(num_rows[s])
+        assert (view.denoised, view.done) == (bool(output.denoised[s]), bool(output.done[s]))
+        assert (view.step, view.max_steps) == (int(output.step[s]), int(max_steps[s]))
+        assert view.num_emitted == int(output.num_emitted[s])
+        assert view.tokens.tolist() == output.tokens[s, : max(end - first, 0)].tolist()
+        assert view.kept.tolist() == output.kept[s, first:end].tolist()
+        assert view.decided_step.tolist() == output.decided_step[s, first:end].tolist()
+        assert view.entropy.tolist() == entropy[s, first:end].tolist()
+
+
+FRAMES = st.builds(
+    ReportedFrame,
+    block=st.integers(0, 2**31),
+    step=st.integers(1, 10_000),
+    max_steps=st.integers(1, 10_000),
+    is_last=st.booleans(),
+    begins_anew=st.booleans(),
+    num_shown=st.integers(0, 1024),
+    is_ended=st.booleans(),
+    tokens=st.binary(max_size=64),
+    kept=st.binary(max_size=16),
+    entropy=st.binary(max_size=64),
+)
+
+
+@given(
+    st.builds(
+        RequestReport,
+        frames=st.lists(FRAMES, max_size=3),
+        step_map=st.lists(st.integers(0, 10_000)),
+        passes=st.lists(st.integers(0, 2**31)),
+    )
+)
+def test_reports(report: RequestReport) -> None:
+    """What is encoded is decoded, from any array of its bytes."""
+    array = report.encode()
+    assert array.dtype == np.uint8
+    assert RequestReport.decode(array) == report
+    assert RequestReport.decode(np.repeat(array, 2)[::2]) == report
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Slots:
+    """As much of the canvases as the connector looks at."""
+
+    shown: set[int] = set()
+
+
+def test_nobody_watches() -> None:
+    """Then a pass copies and allocates nothing: vLLM is told that there is nothing to copy."""
+    num_rows, entropy = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8)
+    connector = CanvasViewConnector(_Slots(), num_rows, entropy)  # type: ignore[arg-type]
+    output = random_output(4, 8, torch.Generator().manual_seed(0))
+    with _Operations() as operations:
+        connector.begin_step(None)
+        connector.keep(output)
+        # The batch is not so much as looked at.
+        assert connector.prepare_output(object()) is None  # type: ignore[arg-type]
+    assert operations.count == 0

@@ -1,0 +1,57 @@
+"""Counting passes, and what becomes of the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_diffusion.metrics import (
+    CanvasTotals,
+    DiffusionRequestMetrics,
+    PassCounters,
+    PassRows,
+    metrics_of_passes,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPT, STEP, LAST = PassRows(40, 0, 0, 0), PassRows(0, 32, 32, 0), PassRows(0, 32, 32, 32)
+FUSED, COMMIT = PassRows(32, 32, 32, 0), PassRows(32, 0, 0, 32)
+
+
+def numbers(counters: PassCounters) -> list[int]:
+    stats = counters.attach(None, 32)
+    return [] if stats is None else stats.num_draft_tokens_per_pos
+
+
+def test_canvases_and_kinds() -> None:
+    """A canvas is counted when it is emitted, with its passes; each pass is of one kind."""
+    counters = PassCounters()
+    for rows in (PROMPT, STEP, STEP, LAST, FUSED, LAST):
+        counters.observe("a", rows, 3)
+    totals, canvases = numbers(counters)[:11], numbers(PassCounters())
+    assert canvases == []
+    assert totals == [6, 72, 160, 160, 5, 2, 0, 1, 1, 4, 1]
+
+
+def test_steps_tokens_and_time_of_a_canvas() -> None:
+    """Of a canvas that was preempted only what it took from its new beginning on."""
+    counters = PassCounters()
+    for rows in (PROMPT, STEP, STEP):
+        counters.observe("a", rows, 16)
+    counters.forget("a")
+    for rows in (PROMPT, STEP, STEP, STEP, COMMIT):
+        counters.observe("a", rows, 16)
+    canvas = CanvasTotals(*numbers(counters)[11:])
+    assert (canvas.steps, canvas.passes, canvas.tokens) == (3, 4, 32)
+    assert canvas.microseconds >= 0
+    assert numbers(counters) == []
+
+
+def test_request() -> None:
+    """Numbers of a request, from its passes in order."""
+    passes = [
+        number
+        for rows in (PROMPT, STEP, PROMPT, STEP, LAST, FUSED, LAST)
+        for number in (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
+    ]
+    assert metrics_of_passes(passes) == DiffusionRequestMetrics(7, 112, 160, 160, (1, 2, 2))
