@@ -103,8 +103,13 @@ class LiveDisplay:
         frame = self._canvas
         if frame is None:
             return drawing
+        rest = frame.text
         for token, is_kept in zip(frame.tokens, frame.kept, strict=True):
-            drawing.append(printable(token), style="" if is_kept else "dim")
+            # Special tokens, what an end throws away and parts of characters are no text by themselves.
+            if token and rest.startswith(token):
+                drawing.append(printable(token), style="" if is_kept else "dim")
+                rest = rest[len(token) :]
+        drawing.append(printable(rest), style="dim")
         again = ", begun anew" if frame.begins_anew else ""
         drawing.append(
             f"\ncanvas {frame.block + 1}, step {frame.step} of at most {frame.total}{again}",
