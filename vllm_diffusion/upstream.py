@@ -332,6 +332,13 @@ TABLE: tuple[Symbol, ...] = (
         "The text that a canvas would add; its lists and its stream are copied.",
     ),
     *(
+        Symbol(path, Use.CALLED, "Each token's text by itself, as in log-probabilities.")
+        for path in (
+            "vllm.v1.engine.logprobs:LogprobsProcessor",
+            "vllm.tokenizers.detokenizer_utils:convert_ids_list_to_tokens",
+        )
+    ),
+    *(
         Symbol(f"vllm.entrypoints.openai.{path}", Use.REPLACED, "Sends frames and step maps.")
         for path in (
             "chat_completion.protocol:ChatCompletionRequest.to_sampling_params",

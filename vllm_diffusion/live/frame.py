@@ -26,6 +26,8 @@ class CanvasFrame:
         begins_anew: Whether an earlier frame of this canvas was of one that was lost: the request was
             preempted, and denoises the canvas again.
         token_ids: Of all of its positions; ``None`` if not asked for, as those below.
+        tokens: The text of each by itself, as ``logprobs`` spell it, special tokens too; ``None`` also
+            where the request is not to be detokenized.
         kept: Positions whose token enters the next step as it is.
         entropy: Of each position's distribution, in nats.
     """
@@ -39,6 +41,7 @@ class CanvasFrame:
     is_last: bool
     begins_anew: bool
     token_ids: tuple[int, ...] | None = None
+    tokens: tuple[str, ...] | None = None
     kept: tuple[bool, ...] | None = None
     entropy: tuple[float, ...] | None = None
 
@@ -84,9 +87,18 @@ def frame_of(
         is_last=reported.is_last,
         begins_anew=reported.begins_anew,
         token_ids=tuple(tokens) if "token_ids" in fields else None,
+        tokens=_texts(state, tokens) if "tokens" in fields else None,
         kept=tuple(kept.astype(bool).tolist()) if "kept" in fields else None,
         entropy=tuple(entropy.tolist()) if "entropy" in fields else None,
     )
+
+
+def _texts(state: Any, token_ids: list[int]) -> tuple[str, ...] | None:
+    """Each token's text by itself; ``None`` without a tokenizer."""
+    from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+
+    tokenizer = state.logprobs_processor.tokenizer
+    return None if tokenizer is None else tuple(convert_ids_list_to_tokens(tokenizer, token_ids))
 
 
 def _text_after(detokenizer: Any, token_ids: list[int], is_ended: bool) -> str:

@@ -175,6 +175,7 @@ def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
         "is_last": event.is_last,
         "begins_anew": event.begins_anew,
         "token_ids": event.token_ids,
+        "tokens": event.tokens,
         "kept": event.kept,
         "entropy": None if event.entropy is None else [round(e, 4) for e in event.entropy],
     }

@@ -72,7 +72,7 @@ class CanvasParams:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
 
-FRAME_FIELDS = ("token_ids", "kept", "entropy")
+FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
 
 _NAMES: tuple[str, ...] = (
     "diffusion_max_steps",
