@@ -12,8 +12,11 @@ from typing import Any
 
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-# What load balancers and Prometheus ask, who have no key.
-_OPEN = ("/health", "/ping", "/metrics")
+# The files of the live canvas's page, which asks for the key itself and says nothing of the server.
+PAGE = "/diffusion/"
+PAGE_FILES = ("", "page.css", "page.js", "client.js", "panel.js", "settings.js")
+# What load balancers and Prometheus ask, who have no key, and what asks for it.
+_OPEN = ("/health", "/ping", "/metrics", *(PAGE + name for name in PAGE_FILES))
 
 
 class RequireKey(AuthenticationMiddleware):

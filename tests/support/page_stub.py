@@ -1,0 +1,167 @@
+"""The page of the live canvas in front of a server that answers as it is told, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.page.plugin import LiveCanvasPage
+
+KEY = "the key of the stub"
+CANVAS_LENGTH, STEPS = 32, 6
+# What a model may write to run something in whoever reads it.
+HOSTILE = (
+    "<script>window.ran = 1</script>",
+    "<img src=x onerror='window.ran = 1'>",
+    "</span><svg/onload=window.ran=1>",
+    "javascript:window.ran=1",
+)
+
+
+def engine_client() -> Any:
+    """As far as the page asks an engine."""
+    model_config = SimpleNamespace(
+        canvas_spec=diffusion_gemma_spec(CANVAS_LENGTH, 16),
+        served_model_name="stub",
+        architecture="DiffusionGemmaForBlockDiffusion",
+        max_model_len=1024,
+    )
+    return SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+
+
+def stub_app(asked: list[dict[str, Any]]) -> FastAPI:
+    """A server with the page.
+
+    Args:
+        asked: Where the bodies of requests are noted.
+    """
+    page = LiveCanvasPage()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await page.init_state(engine_client(), app.state, None)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+    page.attach_router(app)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: dict[str, Any]) -> Any:
+        asked.append(body)
+        prompt = body["messages"][-1]["content"]
+        if prompt == "refuse":
+            return JSONResponse({"error": {"message": "seed must be <b>small</b>."}}, 400)
+        if prompt == "another model":
+            return JSONResponse({"error": {"message": "The model `stub` does not exist."}}, 404)
+        return StreamingResponse(_events(prompt), media_type="text/event-stream")
+
+    app.add_middleware(AuthenticationMiddleware, tokens=[KEY])
+    return app
+
+
+async def _events(prompt: str) -> AsyncIterator[str]:
+    texts = ["Canvases ", "of ", "this ", "server ", "say ", "what ", "they ", "are ", "told."]
+    if prompt == "hostile":
+        texts = list(HOSTILE)
+    for block, chunk in enumerate((texts, ["\n", "The end."])):
+        tokens = chunk + ["<eos>"] * (CANVAS_LENGTH - len(chunk))
+        for step in range(1, STEPS + 1):
+            yield _event(_frame(block, step, tokens, len(chunk)))
+            await asyncio.sleep(0.02 if prompt != "slowly" else 0.3)
+            if prompt == "die" and block:
+                raise ConnectionAbortedError("as it was told")
+            if prompt == "give up" and block:
+                yield _event({"error": {"message": "The engine died."}})
+                return
+        yield _event(
+            {
+                "type": "diffusion_step_map",
+                "block": block,
+                "steps": [_decided(i) for i in range(len(chunk))],
+                "choices": [],
+            }
+        )
+        yield _event({"choices": [{"index": 0, "delta": {"content": "".join(chunk)}}]})
+    yield _event({"choices": [], "usage": {"completion_tokens": len(texts) + 2}})
+    yield "data: [DONE]\n\n"
+
+
+def _decided(position: int) -> int:
+    return min(1 + position % STEPS, STEPS)
+
+
+def _frame(block: int, step: int, tokens: list[str], num_shown: int) -> dict[str, Any]:
+    def is_kept(position: int) -> bool:
+        return step == STEPS or _decided(position) < step
+
+    shown = [t if is_kept(i) or i % 3 else "noise " for i, t in enumerate(tokens)]
+    return {
+        "type": "diffusion_frame",
+        "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}],
+        "block": block,
+        "step": step,
+        "total": 16,
+        "text": "".join(shown[:num_shown]),
+        "is_last": step == STEPS,
+        "begins_anew": False,
+        "tokens": shown,
+        "kept": [is_kept(i) for i in range(len(tokens))],
+        "entropy": [
+            round(0.01 if is_kept(i) else 4 * math.exp(-step / 3) * (1 + i % 4) / 4, 4)
+            for i in range(len(tokens))
+        ],
+    }
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+class Stub:
+    """A running stub.
+
+    Attributes:
+        url: Of the page.
+        asked: Bodies of the requests that it got.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        config = uvicorn.Config(stub_app(self.asked), port=0, log_level="critical")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        deadline = time.monotonic() + 60
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the stub did not start"
+            time.sleep(0.02)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/diffusion/"
+
+    def stop(self) -> None:
+        """Be gone, whoever is being answered."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+
+@contextmanager
+def running_stub() -> Iterator[Stub]:
+    """A stub on a free port."""
+    stub = Stub()
+    try:
+        yield stub
+    finally:
+        stub.stop()
