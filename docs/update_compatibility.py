@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.families.registry import FAMILIES  # noqa: TID251
-from vllm_diffusion.plugin import imported  # noqa: TID251
-from vllm_diffusion.startup.option_table import (  # noqa: TID251 (the ban is for attention_kernels)
+from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.plugin import imported
+from vllm_diffusion.startup.option_table import (
     OptionRow,
     read_rows,
 )
-from vllm_diffusion.upstream import TABLE  # noqa: TID251
+from vllm_diffusion.upstream import TABLE
 
 if TYPE_CHECKING:
-    from vllm_diffusion.decoding.rule import DecodingRule  # noqa: TID251
-    from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig  # noqa: TID251
+    from vllm_diffusion.decoding.rule import DecodingRule
+    from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 import pyte
 
 COLUMNS, ROWS = 80, 12
-QUESTION = "Write as JSON: the name is fish and the age is 63, the name is tasa and the age is 74."
+QUESTION = "Add up: 8+14, 8+9, 14+8, 1+1, 19+4, 2+14, 20+7, 3+1, 3+9, 20+9, 5+20, 7+20."
 # Seconds that a screen is shown: while the canvas changes, and when the answer is there.
 SHOWN, LAST = 0.35, 4.0
 CELL_WIDTH, CELL_HEIGHT, MARGIN = 9.0, 20.0, 16.0
@@ -56,9 +57,10 @@ def record() -> list[list[list[tuple[str, bool]]]]:
         # A screen at a time: the terminal is told of each in one piece.
         data = os.read(leader, 65536)
         shown += data
-        for piece in data.split(b"\x1b[?25l"):
+        for piece in re.split(rb"(?=\r\x1b\[2K)", data):
             stream.feed(piece)
-            if asked and (not screens or screens[-1] != screen.runs()):
+            is_drawn = b"step" in piece or b"tokens a second" in piece
+            if is_drawn and (not screens or screens[-1] != screen.runs()):
                 screens.append(screen.runs())
         if not asked and b"> " in shown:
             screen.reset()
@@ -115,15 +117,16 @@ def drawing(screens: list[list[list[tuple[str, bool]]]]) -> str:
         lines = []
         for y, runs in enumerate(rows):
             x = 0
-            for text, is_dim in runs:
-                if text.strip():
+            for run, is_dim in runs:
+                text = run.rstrip()
+                if text:
                     left, top = MARGIN + x * CELL_WIDTH, MARGIN + (y + 0.8) * CELL_HEIGHT
                     kind = ' class="dim"' if is_dim else ""
                     lines.append(
                         f'<text x="{left:.0f}" y="{top:.0f}" textLength="{len(text) * CELL_WIDTH:.0f}"'
                         f"{kind}>{escape(text)}</text>"
                     )
-                x += len(text)
+                x += len(run)
         groups.append(f'<g class="s" style="animation-name:k{i}">{"".join(lines)}</g>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '

@@ -11,11 +11,11 @@ from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
 from vllm_diffusion.live.inbox import MOST_WAITING_FRAMES, Inbox, open_inbox, opened
 
 
-def frame(step: int) -> CanvasFrame:
+def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
     return CanvasFrame(
-        index=0,
+        index=index,
         prompt_index=0,
-        block=0,
+        block=block,
         step=step,
         total=1000,
         text="",
@@ -87,6 +87,53 @@ def test_frames_come_before_their_tokens() -> None:
 
     events = asyncio.run(run())
     assert events == [1, 2, "output 0", 11, 12, "output 1", 21, 22, "output 2"]
+
+
+def test_tokens_come_before_the_next_canvas() -> None:
+    """Also where they take longer on their way than its first frames; those of others go on."""
+
+    async def late() -> AsyncGenerator[str, None]:
+        inbox = open_inbox()
+        assert inbox is not None
+        for block in range(3):
+            inbox.put(frame(1, block))
+            inbox.put(frame(2, block))
+            inbox.put(frame(1, block + 1))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            yield f"output {block}"
+
+    async def run() -> list[object]:
+        return [
+            (event.block, event.step) if isinstance(event, CanvasFrame) else event
+            async for event in watch_async(late())
+        ]
+
+    events = asyncio.run(run())
+    for block in range(3):
+        place = events.index(f"output {block}")
+        assert all(e[0] <= block for e in events[:place] if isinstance(e, tuple))
+        assert all(e[0] > block for e in events[place:] if isinstance(e, tuple))
+
+
+def test_withheld_tokens_hold_frames_for_a_moment() -> None:
+    """A parser may say nothing of a canvas: what follows is shown all the same."""
+
+    async def silent() -> AsyncGenerator[str, None]:
+        inbox = open_inbox()
+        assert inbox is not None
+        for block in range(3):
+            inbox.put(frame(1, block))
+        await asyncio.sleep(1.0)
+        yield "all"
+
+    async def run() -> list[object]:
+        return [
+            event.block if isinstance(event, CanvasFrame) else event
+            async for event in watch_async(silent())
+        ]
+
+    assert asyncio.run(run()) == [0, 1, 2, "all"]
 
 
 def test_whoever_stops_watching_stops_the_request() -> None:
