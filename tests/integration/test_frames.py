@@ -88,6 +88,10 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
             canvases = watched.canvases(i, completion.index)
             num_canvases.append(len(canvases))
             assert "".join(frames[-1].text for frames in canvases) == completion.text
+            for frames in canvases:
+                assert all(
+                    completion.text.startswith(frames[-1].text, frame.offset) for frame in frames
+                )
             replayed = steps_that_decided(canvases, has_mask=False)
             num_tokens = len(completion.token_ids)
             assert list(completion.diffusion_step_map) == replayed[:num_tokens]

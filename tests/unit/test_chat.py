@@ -56,7 +56,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                         kept = [i % 2 == 0 or step == 2 for i in range(len(piece))]
                         frame = {"block": block, "step": step, "total": 16, "begins_anew": False}
                         frame |= {"type": "diffusion_frame", "tokens": list(piece), "kept": kept}
-                        frame |= {"text": piece}
+                        frame |= {"text": piece, "offset": block * middle}
                         self.chunk({}, **frame)
                 self.chunk({"content": piece})
                 if self.behaviour == "breaks off":

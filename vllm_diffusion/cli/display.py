@@ -99,10 +99,11 @@ class LiveDisplay:
     def _drawing(self) -> Text:
         from rich.text import Text
 
-        drawing = Text(self._answer.text)
         frame = self._canvas
         if frame is None:
-            return drawing
+            return Text(self._answer.text)
+        # Tokens of a canvas may be here before its last frames where many come at once.
+        drawing = Text(self._answer.text[: frame.offset])
         rest = frame.text
         for token, is_kept in zip(frame.tokens, frame.kept, strict=True):
             # Special tokens, what an end throws away and parts of characters are no text by themselves.

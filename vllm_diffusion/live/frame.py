@@ -21,7 +21,8 @@ class CanvasFrame:
         block: Canvases of the answer before this one.
         step: From 1 on.
         total: The step cap.
-        text: What the canvas would add to the answer's text if it were committed as it is.
+        offset: Where in the answer's text the canvas begins, in characters.
+        text: What the canvas would add to it if it were committed as it is.
         is_last: Whether the canvas is done; its tokens follow.
         begins_anew: Whether an earlier frame of this canvas was of one that was lost: the request was
             preempted, and denoises the canvas again.
@@ -37,6 +38,7 @@ class CanvasFrame:
     block: int
     step: int
     total: int
+    offset: int
     text: str
     is_last: bool
     begins_anew: bool
@@ -83,6 +85,7 @@ def frame_of(
         block=reported.block,
         step=reported.step,
         total=reported.max_steps,
+        offset=len(_text_of(state.detokenizer)),
         text=_text_after(state.detokenizer, tokens[: reported.num_shown], reported.is_ended),
         is_last=reported.is_last,
         begins_anew=reported.begins_anew,
@@ -114,5 +117,10 @@ def _text_after(detokenizer: Any, token_ids: list[int], is_ended: bool) -> str:
         if isinstance(value, list) or name == "stream":
             setattr(ahead, name, copy.copy(value))
     ahead.update(token_ids, is_ended)
-    text: str = getattr(ahead, "output_text", "")
-    return text[len(getattr(detokenizer, "output_text", "")) :]
+    return _text_of(ahead)[len(_text_of(detokenizer)) :]
+
+
+def _text_of(detokenizer: Any) -> str:
+    """What it has made so far; nothing for a request that is not to be detokenized."""
+    text: str = getattr(detokenizer, "output_text", "")
+    return text

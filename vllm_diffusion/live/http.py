@@ -171,6 +171,7 @@ def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
         "block": event.block,
         "step": event.step,
         "total": event.total,
+        "offset": event.offset,
         "text": event.text,
         "is_last": event.is_last,
         "begins_anew": event.begins_anew,

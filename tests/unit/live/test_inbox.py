@@ -18,6 +18,7 @@ def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
         block=block,
         step=step,
         total=1000,
+        offset=0,
         text="",
         is_last=False,
         begins_anew=False,
