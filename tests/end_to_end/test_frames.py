@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
@@ -145,6 +146,46 @@ def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -
     error = answer.json()["error"]
     assert name in error["message"]
     assert error.get("param", name) == name
+
+
+class _AskingForFrames(http.server.BaseHTTPRequestHandler):
+    """Hands a request on with ``diffusing`` in its body, and its answer back as it comes."""
+
+    url: str
+    num_frames = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body["diffusing"] = True
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        with httpx.stream("POST", self.url + self.path, json=body, timeout=300) as answer:
+            for line in answer.iter_lines():
+                type(self).num_frames += '"diffusion_frame"' in line
+                self.wfile.write(line.encode() + b"\n")
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+def test_llm_client(server: Server) -> None:
+    """``llm``, which sends no fields of its own: what it prints is the answer, frames or none."""
+    from llm.default_plugins.openai_models import Chat
+
+    handler = type("OfTest", (_AskingForFrames,), {"url": server.url})
+    proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    said = []
+    for url in (server.url, f"http://127.0.0.1:{proxy.server_port}"):
+        model = Chat(MODEL, api_base=f"{url}/v1")
+        question = str(MESSAGES[0]["content"])
+        answer = model.prompt(question, key="none", seed=5, max_tokens=70)
+        said.append(("".join(answer), answer.usage().output))
+    proxy.shutdown()
+    assert handler.num_frames > 3
+    assert said[0] == said[1]
+    assert "LAMP" in said[0][0]
 
 
 def test_metrics(server: Server) -> None:
