@@ -1,0 +1,27 @@
+"""What a process is told where the CPU serves, before vLLM is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+# The engine's import of what it quantises with, and the processes that it leaves running.
+CODE = """
+import psutil
+from vllm.platforms import current_platform
+assert current_platform.is_cpu()
+import humming.ops.utils, humming.utils.nvrtc
+names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+print([name for name in names if "humming" in name])
+"""
+
+
+def test_no_background_builds() -> None:
+    """Importing vLLM's quantisation starts no process that imports torch again."""
+    command = [sys.executable, "-c", CODE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert ended.stdout.splitlines()[-1] == "[]"
