@@ -10,7 +10,7 @@ import importlib
 import logging
 from typing import Any
 
-from vllm_diffusion.families.registry import FAMILIES, REFUSED, Family, RefusedFamily
+from vllm_diffusion.families.registry import FAMILIES, REFUSED, Family
 from vllm_diffusion.settings.environment import environment_flags
 from vllm_diffusion.upstream import INSTALL
 
@@ -37,7 +37,7 @@ def register() -> None:
         _log(logging.ERROR, "any diffusion checkpoint", error)
         return
     shared_failure = _register_shared()
-    for family in FAMILIES:
+    for family in (*FAMILIES, *REFUSED):
         entry, failure = _engine_config(family, BlockDiffusionEngineConfig), shared_failure
         # First, so that every later failure is told by our checks.
         MODELS_CONFIG_MAP[family.architecture] = entry
@@ -52,38 +52,6 @@ def register() -> None:
         entry.registration_failure = entry.registration_failure or failure
         if entry.registration_failure is not None:
             _log(logging.DEBUG, family.architecture, entry.registration_failure)
-
-    for refused in REFUSED:
-        _register_refused(refused)
-
-
-def _register_refused(refused: RefusedFamily) -> None:
-    """Let vLLM read a checkpoint's configuration as far as our refusal."""
-    try:
-        from transformers import PretrainedConfig
-        from vllm.model_executor.models import ModelRegistry
-        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-        from vllm.transformers_utils.config import _CONFIG_REGISTRY
-
-        def refuse(cls: Any, config: Any) -> None:
-            raise ValueError(refused.reason)
-
-        MODELS_CONFIG_MAP[refused.architecture] = type(
-            f"{refused.architecture}Refusal",
-            (),
-            {"verify_and_update_model_config": classmethod(refuse)},
-        )
-        _CONFIG_REGISTRY[refused.model_type] = type(
-            f"{refused.architecture}Config",
-            (PretrainedConfig,),
-            {"model_type": refused.model_type},
-        )
-        # Any class does: the configuration is refused before it is made.
-        ModelRegistry.register_model(
-            refused.architecture, "vllm.model_executor.models.llama:LlamaForCausalLM"
-        )
-    except Exception as error:
-        _log(logging.DEBUG, refused.architecture, error)
 
 
 def _register_shared() -> Exception | None:

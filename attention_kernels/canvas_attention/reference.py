@@ -47,18 +47,6 @@ def canvas_attention_reference(
         query_len = rows.stop - rows.start
         if query_len <= 0:
             continue
-        lower, upper = row_bounds(
-            query_len,
-            seq_len,
-            causal[seq],
-            window_left=window_left,
-            window_right=window_right,
-            window_anchor=window_anchor,
-            device=query.device,
-        )
-        spans = None
-        if row_spans is not None:
-            spans = causal_spans(row_spans[rows], seq_len, causal[seq])
         chunk = _rows_per_chunk(query.shape[1], seq_len)
         for first in range(0, query_len, chunk):
             part = slice(first, min(first + chunk, query_len))
@@ -67,9 +55,17 @@ def canvas_attention_reference(
                 key_cache,
                 value_cache,
                 block_table[seq],
-                lower[part],
-                upper[part],
-                None if spans is None else spans[part],
+                *_keys_seen(
+                    part,
+                    query_len,
+                    seq_len,
+                    causal[seq],
+                    window_left=window_left,
+                    window_right=window_right,
+                    window_anchor=window_anchor,
+                    row_spans=None if row_spans is None else row_spans[rows],
+                    device=query.device,
+                ),
                 scale=scale,
                 softcap=softcap,
                 key_scale=key_scale,
@@ -174,6 +170,44 @@ def _key_reach(lower: Tensor, upper: Tensor, spans: Tensor | None) -> tuple[int,
     return first, last
 
 
+def _keys_seen(
+    part: slice,
+    query_len: int,
+    seq_len: int,
+    causal_rows: int,
+    *,
+    window_left: int,
+    window_right: int,
+    window_anchor: str,
+    row_spans: Tensor | None,
+    device: torch.device,
+) -> tuple[int, int, Tensor | None]:
+    """What some rows of a sequence see: the interval of its keys, and which of them no row does.
+
+    Returns:
+        The first key, one past the last, and bool ``[rows, keys]``, true where a row does not see a
+        key of the interval; ``None`` if all rows see all of it.
+    """
+    if causal_rows == 0 and window_right < 0 and (window_left < 0 or window_anchor == "canvas"):
+        # A canvas on its own, the usual step: known without a tensor.
+        first = 0 if window_left < 0 else max(seq_len - query_len - window_left, 0)
+        return first, seq_len, None
+    lower, upper = row_bounds(
+        query_len,
+        seq_len,
+        causal_rows,
+        window_left=window_left,
+        window_right=window_right,
+        window_anchor=window_anchor,
+        device=device,
+    )
+    lower, upper, spans = lower[part], upper[part], None
+    if row_spans is not None:
+        spans = causal_spans(row_spans, seq_len, causal_rows)[part]
+    first, last = _key_reach(lower, upper, spans)
+    return first, last, ~_visible(lower, upper, spans, first, last)
+
+
 def _gather(
     cache: Tensor,
     blocks: Tensor,
@@ -198,9 +232,9 @@ def _attend_rows(
     key_cache: Tensor,
     value_cache: Tensor,
     blocks: Tensor,
-    lower: Tensor,
-    upper: Tensor,
-    spans: Tensor | None,
+    first: int,
+    last: int,
+    hidden: Tensor | None,
     *,
     scale: float,
     softcap: float,
@@ -208,8 +242,7 @@ def _attend_rows(
     value_scale: float | Tensor | None,
     out: Tensor,
 ) -> None:
-    """Attention of some rows ``[Q, H, D]`` of one sequence, written to ``out``."""
-    first, last = _key_reach(lower, upper, spans)
+    """Attention of some rows ``[Q, H, D]`` of one sequence, written to ``out``; see _keys_seen."""
     if first >= last:
         out.zero_()
         return
@@ -228,12 +261,10 @@ def _attend_rows(
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(num_kv_heads, -1, num_rows, last - first)
-    if int(lower.max()) == first and int(upper.min()) == last:
-        # A canvas on its own, the usual step: every row sees every key in reach.
+    if hidden is None:
         weights = scores.softmax(-1)
     else:
         # Filled again after the softmax: a row that sees nothing is zero there and not NaN.
-        hidden = ~_visible(lower, upper, spans, first, last)
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0)
     result = weights.flatten(1, 2) @ value  # [N, G * Q, D]
     result = result.view(num_kv_heads, -1, num_rows, head_dim).permute(2, 0, 1, 3)

@@ -44,7 +44,7 @@ class Server:
     Attributes:
         url: ``http://127.0.0.1:<port>``.
         checkpoint: Folder of the checkpoint that it serves.
-        canvas_length: Its canvas width in tokens; 0 of a model without canvases.
+        canvas_length: Its canvas width in tokens, where ``config.json`` calls it so; otherwise 0.
         vocab_size: Number of token ids.
         process: The API process.
         log: What the server printed, a file.
@@ -142,7 +142,7 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
         f"http://127.0.0.1:{port}",
         checkpoint,
         config.get("canvas_length", 0),
-        config["text_config"]["vocab_size"],
+        config.get("text_config", config)["vocab_size"],
         process,
         log,
     )

@@ -138,7 +138,7 @@ class CanvasSlots:
             ),
             (self.read_only, [row.params.read_only for row in rows]),
             (self.maps_steps, [row.params.shown.step_map for row in rows]),
-            (self.has_seed_canvas, [row.params.seed_canvas is not None for row in rows]),
+            (self.has_seed_canvas, [self._brings_canvas(row) for row in rows]),
             (self.canvas_idx, [self._num_canvases(row) for row in rows]),
             (self.num_given, [len(row.given) for row in rows]),
             # A canvas that begins within known tokens has no pass before it that would start it.
@@ -158,13 +158,19 @@ class CanvasSlots:
             end_tokens[i, : len(row.end_tokens)] = row.end_tokens
             if row.params.seed_canvas is not None:
                 seed_canvas[i, : len(row.params.seed_canvas)] = row.params.seed_canvas
+            if self._brings_canvas(row):
                 canvas[i] = seed_canvas[i]
             canvas[i, : len(row.given)] = row.given
-            pinned[i, list(row.params.pinned)] = True
+            if self._brings_canvas(row) or spec.mask_token_id is None:
+                pinned[i, list(row.params.pinned)] = True
         self.canvas[index] = self._to_device(canvas)
         self.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)
         self.end_tokens[index] = self._to_device(end_tokens)
+
+    def _brings_canvas(self, row: NewRequest) -> bool:
+        """Whether its next canvas is its first one, and it says what that starts from."""
+        return row.params.seed_canvas is not None and self._num_canvases(row) == 0
 
     def _num_canvases(self, row: NewRequest) -> int:
         """Canvases that the request emitted before."""

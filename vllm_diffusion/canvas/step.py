@@ -348,3 +348,7 @@ class CanvasStep:
             canvas = torch.where(is_seed, token[:, None], canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, 0, slots.num_given))
+        if self._spec.mask_token_id is not None:
+            # Pins are of the first canvas: in another one their positions would stay masked. Without a
+            # mask they hold in each, as in stock.
+            slots.pinned.copy_(slots.pinned & (slot_pass.starting | ~begins)[:, None])

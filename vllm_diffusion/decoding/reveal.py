@@ -17,7 +17,8 @@ class Reveal(DecodingRule):
     """Reveal masks by the probability of the token drawn there; a revealed one stays.
 
     A canvas of C positions has N steps, N the step cap: step s is to reveal at least n[s] masks,
-    which is C spread evenly over the steps, the larger numbers first. ``dynamic``: every mask whose
+    which is C spread evenly over the steps, the larger numbers first; or, with ``spreads_masks``, the
+    masks that the canvas began with. ``dynamic``: every mask whose
     probability is above ``reveal_threshold`` if these are n[s], else the n[s] most probable.
     ``static``: the n[s] most probable. ``sequential``: the n[s] leftmost. The canvas is done when
     nothing is masked; at the step cap whatever still is is taken as it is drawn. Among equals the
@@ -46,6 +47,7 @@ class Reveal(DecodingRule):
         includes_threshold: bool = False,
         at_request_temperature: bool = True,
         judges_to_end: bool = False,
+        spreads_masks: bool = False,
         sub_block_length: int | None = None,
     ) -> None:
         """What a family fixes.
@@ -56,12 +58,15 @@ class Reveal(DecodingRule):
             at_request_temperature: Whether the probability is that under the request's temperature
                 and filters, or the model's own at temperature 1.
             judges_to_end: Whether an end token with no mask before it ends the canvas.
+            spreads_masks: Whether a canvas's own masks are spread over the steps, which are fewer than
+                its positions where some are given, or its length.
             sub_block_length: Masks are revealed in the first sub-block that has any; ``None`` in all.
         """
         self.mask_token_id = mask_token_id
         self.includes_threshold = includes_threshold
         self.at_request_temperature = at_request_temperature
         self.judges_to_end = judges_to_end
+        self.spreads_masks = spreads_masks
         self.sub_block_length = sub_block_length
 
     def temperatures(
@@ -81,7 +86,7 @@ class Reveal(DecodingRule):
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
         masked = self.masked(inputs)
-        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs))
+        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
         tokens = torch.where(masked, inputs.candidate, inputs.canvas)
         decided = reveal | ~masked
         counted = inputs.counted(tokens, decided)
@@ -138,8 +143,20 @@ class Reveal(DecodingRule):
         )
         return torch.where(strategy == STRATEGIES.index(SEQUENTIAL), leftmost, chosen)
 
-    def num_least(self, inputs: StepInputs) -> Tensor:
-        """[R]: how many masks the step is to reveal at least, and never none."""
-        length = inputs.canvas.shape[-1]
-        base, more = length // inputs.max_steps.clamp(min=1), length % inputs.max_steps.clamp(min=1)
-        return (base + (inputs.step < more).to(base.dtype)).clamp(min=1)
+    def num_least(self, inputs: StepInputs, masked: Tensor) -> Tensor:
+        """[R]: how many masks the step is to reveal at least, and never none.
+
+        Args:
+            inputs: Of the step.
+            masked: [R, C], bool, the masks.
+        """
+        max_steps = inputs.max_steps.clamp(min=1)
+        if self.spreads_masks:
+            # What an even schedule has left, its larger numbers first, begins with its mean, rounded up.
+            steps_left = (max_steps - inputs.step).clamp(min=1)
+            least = (masked.sum(dim=-1) + steps_left - 1) // steps_left
+        else:
+            length = inputs.canvas.shape[-1]
+            base, more = length // max_steps, length % max_steps
+            least = base + (inputs.step < more).to(base.dtype)
+        return least.clamp(min=1)

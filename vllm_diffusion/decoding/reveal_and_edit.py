@@ -45,7 +45,7 @@ class RevealAndEdit(Reveal):
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
         masked = self.masked(inputs)
-        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs))
+        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
         edit = inputs.valid & ~inputs.fixed & ~masked & (inputs.candidate != inputs.canvas)
         edit = edit & (inputs.drawn_confidence > settings["editing_threshold"][:, None])
         tokens = torch.where(masked | edit, inputs.candidate, inputs.canvas)

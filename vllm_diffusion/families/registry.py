@@ -25,20 +25,6 @@ class Family(NamedTuple):
     config: str | None = None
 
 
-class RefusedFamily(NamedTuple):
-    """A family whose checkpoints are refused by name.
-
-    Attributes:
-        architecture: As ``architectures`` of its checkpoints' ``config.json`` says.
-        model_type: As ``model_type`` says.
-        reason: Why, and what to do.
-    """
-
-    architecture: str
-    model_type: str
-    reason: str
-
-
 FAMILIES = (
     Family(
         "DiffusionGemmaForBlockDiffusion",
@@ -82,12 +68,20 @@ FAMILIES = (
     ),
 )
 
-_NO_EXACT_CACHE = (
-    "attends in both directions over the whole sequence, so that no key or value is final before the "
-    "last token is, and no cache of them is exact; serve a block-diffusion model (docs/families.md)."
-)
+# Any class does as their model: the configuration is refused before it is made.
+_NO_MODEL = "vllm.model_executor.models.llama:LlamaForCausalLM"
 
 REFUSED = (
-    RefusedFamily("DreamModel", "Dream", f"Dream (and DiffuCoder) {_NO_EXACT_CACHE}"),
-    RefusedFamily("LLaDAModelLM", "llada", f"LLaDA-8B {_NO_EXACT_CACHE}"),
+    Family(
+        "DreamModel",
+        _NO_MODEL,
+        _ROOM + "refused:DreamEngineConfig",
+        _ROOM + "refused:DreamConfig",
+    ),
+    Family(
+        "LLaDAModelLM",
+        _NO_MODEL,
+        _ROOM + "refused:LLaDAEngineConfig",
+        _ROOM + "refused:LLaDAConfig",
+    ),
 )

@@ -45,4 +45,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         padded[:num_rows] = rows
         rows = padded
     product = F.linear(rows, weight, bias)[:num_rows]
-    return product.view(*x.shape[:-1], weight.shape[0])
+    return product.view(*x.shape[:-1], product.shape[-1])

@@ -88,12 +88,7 @@ class BlockDiffusionEngineConfig:
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         """Refuse a configuration by which no model can be made; the canvas length among it."""
-        canvas_length = getattr(model_config.hf_config, "canvas_length", None)
-        if not isinstance(canvas_length, int) or canvas_length < 1:
-            raise ValueError(
-                f"canvas_length={canvas_length!r} of the checkpoint must be an integer of at least 1: "
-                "the number of positions that it denoises together."
-            )
+        raise NotImplementedError
 
     @classmethod
     def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:

@@ -123,11 +123,8 @@ def test_strategies_and_steps(family: Family) -> None:
     """Each that the loop has, with fewer steps than positions too."""
     strategies: list[tuple[str, int | None]] = [(s, None) for s in family.case.strategies]
     strategies += [(s, n) for s in family.case.stepped for n in (2, 3)]
-    prompts = [prompt_of(40 + i, seed=i) for i in range(len(strategies))]
-    # Whole blocks only: a first one of fewer masks has steps to spare.
-    prompts = [
-        prompt[: len(prompt) // family.block_length * family.block_length] for prompt in prompts
-    ]
+    # Some end where a block does, and some within one, which then has fewer masks.
+    prompts = [prompt_of(length, seed=length) for length in range(40, 40 + len(strategies))]
     B = family.block_length
     wanted = [Wanted(2 * B, threshold=0.9, strategy=s, steps=n) for s, n in strategies]
     family.check(prompts, wanted)

@@ -1,7 +1,8 @@
-"""FP8 checkpoints of masked families, by vLLM's own layers."""
+"""FP8 and NVFP4 checkpoints of masked families, by vLLM's own layers."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engine import TracedEngine
+from tests.support.engine import StepRecord, TracedEngine
 from tests.support.families import model as tiny
 from tests.support.families.cases import Wanted
 from tests.support.families.llada2_model import llada2
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
+from tests.support.quantized import example
 
 pytestmark = pytest.mark.engine
 
@@ -79,19 +81,57 @@ def emulate_fp8(model: TinyModel) -> None:
             module.register_forward_pre_hook(lambda _, inputs: (rounded_rows(inputs[0]),))
 
 
-@pytest.mark.parametrize(
-    "name", ["sdar", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nemotron", "llada2"))]
-)
-def test_fp8_dynamic(name: str, tmp_path: Path) -> None:
-    """The first step's logits are those of PyTorch with the same rounding, which is not none."""
-    model: TinyModel = llada2() if name == "llada2" else getattr(tiny, name)()
-    head = "diffusion_head" if name == "nemotron" else "lm_head"
-    ignore = [head]
-    if name == "llada2":
-        ignore += [f"model.layers.{layer}.mlp.gate" for layer in (1, 2)]
-    folder = quantized(model.save(tmp_path), ignore)
+def quantize_nvfp4(model: TinyModel, ignore: list[str]) -> dict[str, Any]:
+    """Have compressed-tensors round weights and inputs to NVFP4, in place; the scheme it applied."""
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+
+    largest: dict[torch.nn.Module, torch.Tensor] = {}
+
+    def observe(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].numel() == 0:
+            # An expert that no token chose.
+            return
+        seen = inputs[0].abs().amax()
+        largest[module] = torch.maximum(largest.get(module, seen), seen)
+
+    linears = [one for one in model.body.modules() if isinstance(one, torch.nn.Linear)]
+    hooks = [module.register_forward_pre_hook(observe) for module in linears]
+    for seed in range(4):
+        model(torch.tensor(prompt_of(64, seed=100 + seed)), block_causal(64, model.block_length))
+    for hook in hooks:
+        hook.remove()
+    config = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme("NVFP4", ["Linear"])},
+        ignore=ignore,
+        format="nvfp4-pack-quantized",
+    )
+    apply_quantization_config(model.body, config)
+    example("quantize").set_scales(model.body, largest)
+    config.quantization_status = QuantizationStatus.COMPRESSED
+    scheme: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
+    return scheme
+
+
+def save_compressed(model: TinyModel, scheme: dict[str, Any], folder: Path) -> Path:
+    """The checkpoint with packed weights; the model itself stays as it is."""
+    from compressed_tensors.compressors import compress_module
+
+    compressed = copy.copy(model)
+    compressed.body = copy.deepcopy(model.body)
+    for module in compressed.body.modules():
+        compress_module(module)
+    compressed.config = model.config | {"quantization_config": scheme}
+    return compressed.save(folder)
+
+
+def first_step(folder: Path, prompt: list[int]) -> StepRecord:
+    """The engine's first denoising step behind a prompt."""
     engine = TracedEngine(folder, max_model_len=256)
-    prompt = prompt_of(64)
     try:
         with engine.recording() as steps:
             outputs = engine.llm.generate(
@@ -101,16 +141,60 @@ def test_fp8_dynamic(name: str, tmp_path: Path) -> None:
         engine.close()
     assert len(outputs[0].outputs[0].token_ids) == 8
     # A seed row, where there is one, comes before the first step.
-    first = next(step for step in steps if len(step.canvas) > 1)
-    ids = torch.tensor(prompt + first.canvas.tolist())
-    B = model.block_length
-    visible = causal_then_block(64, B) if name == "nemotron" else block_causal(64 + B, B)
-    mask_less = torch.arange(model.config["vocab_size"]) != tiny.MASK_ID
-    exact = model(ids, visible)[64:, mask_less]
+    return next(step for step in steps if len(step.canvas) > 1)
+
+
+def logits_behind(
+    model: TinyModel, name: str, prompt: list[int], canvas: list[int]
+) -> torch.Tensor:
+    """[C, V - 1]: PyTorch's of a first step, without the mask token."""
+    length, B = len(prompt), model.block_length
+    visible = causal_then_block(length, B) if name == "nemotron" else block_causal(length + B, B)
+    return model(torch.tensor(prompt + canvas), visible)[length:, MASK_LESS]
+
+
+def ignored(name: str) -> list[str]:
+    """Modules that stay as they are, in the checkpoint's names."""
+    names = ["diffusion_head" if name == "nemotron" else "lm_head"]
+    if name == "llada2":
+        names += [f"model.layers.{layer}.mlp.gate" for layer in (1, 2)]
+    return names
+
+
+FAMILIES = ["sdar", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nemotron", "llada2"))]
+MASK_LESS = torch.arange(tiny.VOCAB_SIZE) != tiny.MASK_ID
+# A rounding of another kind may choose another expert, in a few rows.
+ALLOWED = {"llada2": 0.25}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp8_dynamic(name: str, tmp_path: Path) -> None:
+    """The first step's logits are those of PyTorch with the same rounding, which is not none."""
+    model: TinyModel = llada2() if name == "llada2" else getattr(tiny, name)()
+    prompt = prompt_of(64)
+    step = first_step(quantized(model.save(tmp_path), ignored(name)), prompt)
+    exact = logits_behind(model, name, prompt, step.canvas.tolist())
     emulate_fp8(model)
-    rounded = model(ids, visible)[64:, mask_less]
-    ours = first.logits[:, mask_less]
-    # A rounding of another kind may choose another expert, in a few rows.
-    allowed = 0.25 if name == "llada2" else 0.02
+    rounded = logits_behind(model, name, prompt, step.canvas.tolist())
+    check(name, step.logits[:, MASK_LESS], rounded, exact)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nvfp4(name: str, tmp_path: Path) -> None:
+    """Weights and inputs in FP4: the logits are those of compressed-tensors' own forward."""
+    model: TinyModel = llada2() if name == "llada2" else getattr(tiny, name)()
+    plain = copy.deepcopy(model)
+    # The body has the names of transformers, the file those of the publisher.
+    scheme = quantize_nvfp4(model, ["lm_head", *ignored(name)[1:]])
+    scheme["ignore"] = ignored(name)
+    prompt = prompt_of(64)
+    step = first_step(save_compressed(model, scheme, tmp_path), prompt)
+    rounded = logits_behind(model, name, prompt, step.canvas.tolist())
+    exact = logits_behind(plain, name, prompt, step.canvas.tolist())
+    check(name, step.logits[:, MASK_LESS], rounded, exact)
+
+
+def check(name: str, ours: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor) -> None:
+    """The engine's logits are far nearer to the rounded ones than these are to the exact ones."""
     distance = (ours - rounded).abs().mean(dim=-1).median()
-    assert distance < allowed * (ours - exact).abs().mean()
+    assert distance < ALLOWED.get(name, 0.02) * (ours - exact).abs().mean()

@@ -212,6 +212,32 @@ def test_reveal_is_the_published_choice(seed, threshold, strategy, steps):
             return
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 8), st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from([STATIC, SEQUENTIAL]))
+def test_a_canvas_s_own_masks_are_spread(num_known, steps, strategy):
+    """As Nemotron's and Stable-DiffCoder's loops do: known positions take nothing of the schedule."""
+    length = 8
+    canvas = torch.full((1, length), MASK)
+    canvas[:, :num_known] = 5
+    counts = []
+    for step in range(steps):
+        decision = reveal(
+            Reveal(MASK, spreads_masks=True),
+            inputs(
+                canvas=canvas,
+                drawn_confidence=torch.rand(1, length),
+                step=torch.tensor([step]),
+                max_steps=torch.tensor([steps]),
+            ),
+            0.5,
+            strategy,
+        )
+        after = torch.where(decision.keep, decision.tokens, canvas)
+        counts.append(int(((canvas == MASK) & decision.keep).sum()))
+        canvas = after
+    assert counts == even_schedule(length - num_known, steps)
+
+
 def test_an_end_with_no_mask_before_it_ends_the_canvas():
     """If the family says so, or the server; the prompt's own end tokens end nothing."""
     canvas = torch.tensor([[3, MASK, MASK, MASK], [3, MASK, MASK, MASK], [9, MASK, MASK, MASK]])

@@ -12,8 +12,8 @@ the draft (``draft_lora.py``). With ``autoregressive`` vLLM serves an ordinary c
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in public
 copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:
 
-- The schedule of steps is over a block's length, of which 31 are masks; it is the same unless a
-  request asks for fewer steps than that.
+- Steps of a block may be fewer than it is long: its masks are then spread over them as that code
+  spreads them over the block's length, ``dynamic`` reveals no fewer, and none is left masked.
 - In blocks the mask token is never drawn, and among equally confident positions the leftmost comes first.
 - ``linear_spec_generate`` drafts in one step (``threshold=0``, as published); the mask token is drawn
   there, and in the autoregressive mode, if the model says it.
@@ -56,7 +56,11 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     rules = {
         "reveal": PublishedRule(
             partial(
-                Reveal, includes_threshold=True, at_request_temperature=False, judges_to_end=True
+                Reveal,
+                includes_threshold=True,
+                at_request_temperature=False,
+                judges_to_end=True,
+                spreads_masks=True,
             ),
             {"reveal_threshold": 0.9, "strategy": "dynamic"},
         ),

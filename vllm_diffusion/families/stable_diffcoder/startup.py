@@ -8,7 +8,8 @@ as found in public copies. It differs:
 - The last block is a whole one, of which the request gets what it asked for; there the last block is
   as much shorter as the prompt's remainder is long.
 - Steps are those of a block; there they are those of the answer, divided by its blocks.
-- A block that has masks left after its steps takes them as they are drawn; there it stays as it is.
+- With fewer steps than masks ``dynamic`` reveals at least what ``static`` would; there at least one
+  a step, and a block that has masks left after its steps stays as it is.
 - An answer ends with its first end token; there the rest of the block is filled with end tokens.
 - ``shift`` and ``remasking="random"`` are left out; the published configuration uses neither.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
@@ -30,7 +31,9 @@ class StableDiffcoderEngineConfig(MaskedEngineConfig):
 
     rules = {
         "reveal": PublishedRule(
-            partial(Reveal, includes_threshold=True, at_request_temperature=False),
+            partial(
+                Reveal, includes_threshold=True, at_request_temperature=False, spreads_masks=True
+            ),
             {"reveal_threshold": 0.95, "strategy": "dynamic"},
         )
     }
