@@ -1,4 +1,4 @@
-"""Collectives between ranks on the CPU whose results do not depend on where in a tensor a number stands.
+"""Sums over ranks that do not depend on where in a tensor a number stands.
 
 gloo sums pieces of a tensor on different ranks, and each piece begins with another rank's share. With
 three ranks and more, a row would then round by its place in the batch.
@@ -7,21 +7,23 @@ three ranks and more, a row would then round by its place in the batch.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 
 class OrderedCpuCommunicator(CpuCommunicator):
-    """vLLM's communicator for the CPU, with sums in the ranks' order and uneven shares.
+    """vLLM's communicator for the CPU, with sums in the ranks' order, and shares of several sizes.
 
-    The uneven ones are what experts need whose tokens come from several engines: see
-    ``cpu_experts``.
+    The latter are what experts need whose tokens come from several engines (``cpu_experts``).
     """
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """The sum of every rank's ``input_``, a new tensor; rounded in its dtype after each rank."""
-        return _sum_in_order(self.all_gather(input_[None].contiguous(), dim=0))
+        first, *others = self.all_gather(input_[None].contiguous(), dim=0)
+        total = first.clone()
+        for values in others:
+            total += values
+        return total
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
@@ -29,58 +31,42 @@ class OrderedCpuCommunicator(CpuCommunicator):
         """Every rank's rows, one rank after another.
 
         Args:
-            input_: [sizes[rank], ...], one or several.
-            dim: 0.
+            input_: [sizes[rank], ...], one tensor or several.
+            dim: 0, the only one that vLLM asks for.
             sizes: Rows of each rank; ``None`` if all have as many.
 
         Returns:
             [sum(sizes), ...] for each.
         """
-        if isinstance(input_, list):
-            return [self._all_gatherv(one, sizes) for one in input_]
         assert dim == 0
+        if isinstance(input_, list):
+            return [self._all_gatherv(rows, sizes) for rows in input_]
         return self._all_gatherv(input_, sizes)
 
-    def _all_gatherv(self, input_: Tensor, sizes: list[int] | None) -> Tensor:
-        sizes = sizes or [input_.shape[0]] * self.world_size
-        most = max(sizes)
-        # gloo gathers equal shapes only.
-        padded = input_.new_zeros(most, *input_.shape[1:])
-        padded[: input_.shape[0]] = input_
+    def _all_gatherv(self, rows: Tensor, sizes: list[int] | None) -> Tensor:
+        if sizes is None:
+            return self.all_gather(rows.contiguous(), dim=0)
+        # gloo gathers tensors of one shape.
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
         gathered = self.all_gather(padded[None], dim=0)
-        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+        return torch.cat([of_rank[:size] for of_rank, size in zip(gathered, sizes, strict=True)])
 
     def reduce_scatterv(
-        self, input_: Tensor, dim: int = 0, sizes: list[int] | None = None
+        self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> Tensor:
-        """This rank's rows of the sum of every rank's ``input_``.
+        """This rank's rows of what :meth:`all_reduce` returns.
 
         Args:
             input_: [sum(sizes), ...].
-            dim: 0.
+            dim: 0, the only one that vLLM asks for.
             sizes: Rows of each rank; ``None`` if all get as many.
 
         Returns:
-            [sizes[rank], ...]; rounded in its dtype after each rank.
+            [sizes[rank], ...].
         """
         assert dim == 0
-        sizes = sizes or [input_.shape[0] // self.world_size] * self.world_size
-        own = sizes[self.rank_in_group]
-        shares = input_.new_empty(self.world_size * own, *input_.shape[1:])
-        dist.all_to_all_single(
-            shares,
-            input_.contiguous(),
-            output_split_sizes=[own] * self.world_size,
-            input_split_sizes=sizes,
-            group=self.device_group,
-        )
-        return _sum_in_order(shares.unflatten(0, (self.world_size, own)))
-
-
-def _sum_in_order(of_ranks: Tensor) -> Tensor:
-    """The sum over the first dimension, one after another."""
-    first, *others = of_ranks
-    total = first.clone()
-    for values in others:
-        total += values
-    return total
+        if sizes is None:
+            sizes = [len(input_) // self.world_size] * self.world_size
+        rows: Tensor = self.all_reduce(input_).split(sizes)[self.rank_in_group]
+        return rows
