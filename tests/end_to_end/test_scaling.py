@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -49,13 +49,27 @@ def test_tokens(replicas: Server, expected: list[Tokens]) -> None:
     replicas.wait_until_idle()
 
 
-def test_metrics_of_each_engine(replicas: Server) -> None:
-    """Each engine's own, whichever API server answered; together, what was answered."""
-    before = {engine: _canvases(replicas, engine) for engine in "01"}
-    assert len(answers_together(replicas)) > 0
+@pytest.mark.parametrize("engine", "01")
+def test_chosen_engine(engine: str, replicas: Server) -> None:
+    """A header chooses the engine, whichever API server reads it; metrics say who did the work."""
+    before = {each: _canvases(replicas, each) for each in "01"}
+    body = {"model": MODEL, "prompt": "Red", "max_tokens": 70, "ignore_eos": True}
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        asked = [
+            pool.submit(
+                httpx.post,
+                f"{replicas.url}/v1/completions",
+                json=body,
+                headers={"X-data-parallel-rank": engine},
+                timeout=120,
+            )
+            for _ in range(NUM_STREAMS)
+        ]
+    assert [response.result().status_code for response in asked] == [200] * NUM_STREAMS
     replicas.wait_until_idle()
-    added = {engine: _canvases(replicas, engine) - before[engine] for engine in "01"}
-    assert all(added.values()), added
+    added = {each: _canvases(replicas, each) - before[each] for each in "01"}
+    # 70 tokens are three canvases of the shipped checkpoint.
+    assert added == {each: 3 * NUM_STREAMS * (each == engine) for each in "01"}
     steps = replicas.metric("vllm_diffusion:denoise_steps_per_canvas_count")
     assert steps == replicas.metric("vllm_diffusion:canvases_total")
 
@@ -180,3 +194,8 @@ def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> N
         assert answers_alone(servers[1]) == expected
         both = list(pool.map(answers_together, servers))
         assert both == [expected, expected]
+        # Without one of them the others cannot go on, and say so.
+        stop_server(servers[0])
+        with suppress(httpx.TransportError):
+            assert servers[1].post("/v1/completions", {"prompt": "a"}).status_code >= 500
+        assert servers[1].process.wait(60) != 0

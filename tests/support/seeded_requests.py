@@ -57,7 +57,8 @@ Tokens = list[list[int]]
 def answer(server: Server, index: int) -> Tokens:
     """The tokens that a server gives one of :data:`REQUESTS`."""
     path, request = REQUESTS[index]
-    body = {**_STEPS, **request, "seed": index, "return_token_ids": True}
+    # Some checkpoints are greedy unless they are asked otherwise.
+    body = {"temperature": 1.0, **_STEPS, **request, "seed": index, "return_token_ids": True}
     body["ignore_eos"] = not any(name in request for name in _ENDS)
     response = server.post(f"/v1/{path}", body)
     assert response.status_code == 200, response.text
