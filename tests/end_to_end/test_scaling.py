@@ -198,4 +198,5 @@ def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> N
         stop_server(servers[0])
         with suppress(httpx.TransportError):
             assert servers[1].post("/v1/completions", {"prompt": "a"}).status_code >= 500
-        assert servers[1].process.wait(60) != 0
+        # With one API process vLLM then exits with 0.
+        servers[1].process.wait(60)
