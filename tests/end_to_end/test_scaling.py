@@ -98,6 +98,7 @@ def _stream(server: Server, seed: int, max_tokens: int = 70) -> list[dict]:
     body |= {"ignore_eos": True, "stream": True, "diffusing": True}
     chunks = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+        assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 chunks.append(json.loads(line.removeprefix("data: ")))
@@ -110,14 +111,14 @@ def test_dead_engine(replicas: Server) -> None:
     (engine,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         waiting = [pool.submit(_stream, replicas, seed, 900) for seed in range(NUM_STREAMS)]
-        time.sleep(1)
+        deadline = time.monotonic() + 60
+        while replicas.metric("vllm:num_requests_running") < NUM_STREAMS:
+            assert time.monotonic() < deadline
         engine.kill()
         for stream in waiting:
-            try:
+            # The server may be gone before the sentence is said.
+            with suppress(httpx.TransportError):
                 assert "error" in stream.result(timeout=60)[-1]
-            except httpx.TransportError:
-                # The server was gone before the sentence was said.
-                continue
     assert replicas.process.wait(60) != 0
     _, left = psutil.wait_procs(processes, timeout=30)
     assert not left
