@@ -394,6 +394,25 @@ TABLE: tuple[Symbol, ...] = (
         Use.SUBCLASSED,
         "Its sums over ranks, so that a row rounds alike wherever it lies in a batch.",
     ),
+    *(
+        Symbol(
+            "vllm.distributed.device_communicators.base_device_communicator:"
+            f"DeviceCommunicatorBase.{name}",
+            Use.SUBCLASSED,
+            "Ranks with rows of their own number: experts whose tokens come from several engines.",
+        )
+        for name in ("all_gatherv", "reduce_scatterv")
+    ),
+    Symbol(
+        "vllm.platforms.interface:Platform.device_id_to_physical_device_id",
+        Use.SUBCLASSED,
+        "Engines share this machine's memory nodes, where vLLM gives each one of its own.",
+    ),
+    Symbol(
+        "vllm.utils.cpu_resource_utils:get_visible_memory_node",
+        Use.CALLED,
+        "The memory nodes of this machine.",
+    ),
     Symbol(
         "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
         Use.CALLED,
@@ -403,6 +422,20 @@ TABLE: tuple[Symbol, ...] = (
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply",
         Use.SUBCLASSED,
         "Experts in PyTorch.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:"
+        "FusedMoEMethodBase.supports_internal_mk",
+        Use.SUBCLASSED,
+        "These take tokens to other engines' experts themselves, once they are routed.",
+    ),
+    *(
+        Symbol(
+            f"vllm.distributed.parallel_state:GroupCoordinator.{name}",
+            Use.CALLED,
+            "Takes tokens to the experts of other engines, and back.",
+        )
+        for name in ("dispatch", "combine")
     ),
     Symbol(
         _LINEAR + "register_linear_kernel",

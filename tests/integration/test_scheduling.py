@@ -110,3 +110,28 @@ def test_up_to_the_model_length(engine, oracle, order):
     assert len(output.token_ids) == 2 * CANVAS + 11
     expected = oracle.generate(prompt, seed=6, max_tokens=2 * CANVAS, ignore_eos=True)
     assert list(output.token_ids[: 2 * CANVAS]) == expected.tokens
+
+
+def test_dummy_batches_change_nothing(engine, monkeypatch):
+    """An engine of several that share experts runs them while others have work, between any passes."""
+    prompts = [prompt_of(8 + i, seed=i) for i in range(3)]
+
+    def answers():
+        outputs = engine.generate(
+            prompts, seeds=[1, 2, 3], max_tokens=2 * CANVAS, ignore_eos=True, logprobs=1
+        )
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    expected = answers()
+    schedule, num_dummies = engine.scheduler.schedule, []
+
+    def after_a_dummy(*args, **kwargs):
+        num_dummies.append(engine.runner.decode_query_len)
+        engine.llm.llm_engine.engine_core.engine_core.execute_dummy_batch()
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(engine.scheduler, "schedule", after_a_dummy)
+    engine.llm.reset_prefix_cache()
+    assert answers() == expected
+    assert len(num_dummies) > 4
+    assert set(num_dummies) == {CANVAS}

@@ -101,6 +101,14 @@ class Server:
         assert self.process.poll() is None
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -> Server:
     """Start a text-only ``vllm serve`` on a free port and wait until it answers.
 
@@ -113,9 +121,7 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
     Raises:
         RuntimeError: With the end of its log, if it ends or does not answer in time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8"]

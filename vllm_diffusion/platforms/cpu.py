@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -57,6 +58,15 @@ class DiffusionCpuPlatform(CpuPlatform):
             cpu_quantized_experts,
         ):
             pieces.register()
+
+    @classmethod
+    def device_id_to_physical_device_id(cls, device_id: int) -> int:
+        """A memory node of this machine: what a device is to vLLM's CPU worker.
+
+        Ranks and replicas take turns on the nodes, of which most machines have one.
+        """
+        nodes = get_visible_memory_node()
+        return nodes[device_id % len(nodes)]
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

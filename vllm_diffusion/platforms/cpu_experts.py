@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.distributed import get_ep_group
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -111,6 +112,15 @@ class TorchExperts(UnquantizedFusedMoEMethod):
         self.unquantized_backend = UnquantizedMoeBackend.OOT
         self.supports_pre_processed_weights = True
 
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Whether ``apply`` takes a rank's own tokens to the other engines' experts by itself.
+
+        vLLM would take router logits there: a router that looks at a block at a time (LLaDA2.2) would
+        then see the blocks of several engines. On a GPU a kernel does what this does.
+        """
+        return True
+
     def apply(
         self,
         layer: Any,
@@ -120,12 +130,21 @@ class TorchExperts(UnquantizedFusedMoEMethod):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        if layer.expert_map is not None:
-            topk_ids = layer.expert_map[topk_ids.long()]
         if layer.apply_router_weight_on_input:
             raise NotImplementedError(
                 "experts whose router weight multiplies their input are not served on the CPU"
             )
-        return routed_experts(
+        parallel = self.moe.moe_parallel_config
+        has_engines = parallel.dp_size > 1 or parallel.is_sequence_parallel
+        if has_engines:
+            x, topk_weights, topk_ids = get_ep_group().dispatch(
+                x, topk_weights, topk_ids, parallel.is_sequence_parallel
+            )
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids.long()]
+        output = routed_experts(
             x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation
         )
+        if has_engines:
+            output = get_ep_group().combine(output, parallel.is_sequence_parallel)
+        return output

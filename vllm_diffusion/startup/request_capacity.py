@@ -242,7 +242,9 @@ def _memory(vllm_config: VllmConfig) -> Memory:
 
         from vllm_diffusion.platforms.cpu import kv_cache_bytes
 
-        available: int = psutil.virtual_memory().available
+        # Engines on this machine share it.
+        num_engines = max(vllm_config.parallel_config.data_parallel_size_local, 1)
+        available: int = psutil.virtual_memory().available // num_engines
         kv = kv_cache_bytes(cache_config)
         return Memory(available - kv - _weight_bytes(vllm_config) - RESERVED_BYTES, kv)
     total = current_platform.get_device_total_memory() * cache_config.gpu_memory_utilization

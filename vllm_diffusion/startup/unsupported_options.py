@@ -108,7 +108,11 @@ def _schedules_too_little(vllm_config: VllmConfig) -> bool:
 CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--speculative-config": lambda config: config.speculative_config,
     "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size > 1,
-    "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size > 1,
+    "--enable-expert-parallel": (
+        lambda config: (
+            config.parallel_config.enable_expert_parallel and not config.model_config.is_moe
+        )
+    ),
     "--decode-context-parallel-size": (
         lambda config: config.parallel_config.decode_context_parallel_size > 1
     ),

@@ -50,6 +50,12 @@ def test_mask_outside_the_vocabulary(mask: Any, tmp_path: Path) -> None:
     assert "vocab_size=320" in message
 
 
+def test_experts_of_a_dense_model(tmp_path: Path) -> None:
+    """There is nothing to divide."""
+    message = refusal(tiny.sdar().save(tmp_path), enable_expert_parallel=True)
+    assert "--enable-expert-parallel divides experts, and this model has none" in message
+
+
 @pytest.mark.parametrize("length", [0, -4, "4", 2.5, True])
 def test_block_length(length: Any, tmp_path: Path) -> None:
     """Under the name that config.json has for it."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.request_capacity import (
     FEWEST,
     Memory,
@@ -115,3 +116,25 @@ def test_default_of_known_devices(device_gib, weights_gb, budget, expected):
         kv=kv_bytes(TEXT_26B, context=4096, canvas_length=256, tp=1, kv_bytes=2),
     )
     assert choose_max_num_seqs(memory, cost, budget // 256, 1024) == expected
+
+
+def test_engines_share_a_machine(monkeypatch):
+    """On the CPU each one's requests are chosen from its part of the free memory."""
+    import psutil
+    import vllm.platforms
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+    monkeypatch.setattr(
+        vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: True), raising=False
+    )
+    monkeypatch.setattr(request_capacity, "_weight_bytes", lambda config: 0)
+    free = [
+        request_capacity._memory(
+            SimpleNamespace(
+                cache_config=SimpleNamespace(kv_cache_memory_bytes=GIB),
+                parallel_config=SimpleNamespace(data_parallel_size_local=engines),
+            )
+        ).free
+        for engines in (1, 2)
+    ]
+    assert free[0] - free[1] == 50 * GIB

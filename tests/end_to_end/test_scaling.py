@@ -1,0 +1,203 @@
+"""Several engines and API servers: one server's tokens, what each counts, what follows when one dies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.seeded_requests import Tokens, answers_alone, answers_together
+from tests.support.server import MODEL, Server, free_port, start_server, stop_server
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
+pytestmark = pytest.mark.engine
+
+TWO_ENGINES = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni")
+# Enough connections that the system hands some to each API server.
+NUM_STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[Tokens]:
+    """What one engine answers."""
+    return answers_alone(server)
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two engines behind two API servers."""
+    log = tmp_path_factory.mktemp("replicas") / "server.log"
+    running = start_server(SHIPPED, log, *TWO_ENGINES, "--api-server-count", "2")
+    try:
+        yield running
+    finally:
+        stop_server(running)
+
+
+def test_tokens(replicas: Server, expected: list[Tokens]) -> None:
+    """Alone, beside an engine that runs dummy batches, and in batches of both."""
+    assert answers_alone(replicas) == expected
+    assert answers_together(replicas) == expected
+    replicas.wait_until_idle()
+
+
+@pytest.mark.parametrize("engine", "01")
+def test_chosen_engine(engine: str, replicas: Server) -> None:
+    """A header chooses the engine, whichever API server reads it; metrics say who did the work."""
+    before = {each: _canvases(replicas, each) for each in "01"}
+    body = {"model": MODEL, "prompt": "Red", "max_tokens": 70, "ignore_eos": True}
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        asked = [
+            pool.submit(
+                httpx.post,
+                f"{replicas.url}/v1/completions",
+                json=body,
+                headers={"X-data-parallel-rank": engine},
+                timeout=120,
+            )
+            for _ in range(NUM_STREAMS)
+        ]
+    assert [response.result().status_code for response in asked] == [200] * NUM_STREAMS
+    replicas.wait_until_idle()
+    added = {each: _canvases(replicas, each) - before[each] for each in "01"}
+    # 70 tokens are three canvases of the shipped checkpoint.
+    assert added == {each: 3 * NUM_STREAMS * (each == engine) for each in "01"}
+    steps = replicas.metric("vllm_diffusion:denoise_steps_per_canvas_count")
+    assert steps == replicas.metric("vllm_diffusion:canvases_total")
+
+
+def _canvases(server: Server, engine: str) -> float:
+    name = f'vllm_diffusion:canvases_total{{engine="{engine}"'
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_frames(replicas: Server) -> None:
+    """Each stream has its own frames, and the last one of a canvas is what is committed."""
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = list(pool.map(lambda seed: _stream(replicas, seed), range(NUM_STREAMS)))
+    for chunks in streams:
+        frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        assert [frame["step"] for frame in frames if frame["block"] == 0][0] == 1
+        assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
+        assert not any("error" in chunk for chunk in chunks)
+
+
+def _stream(server: Server, seed: int, max_tokens: int = 70) -> list[dict]:
+    """The chunks of a completion that shows its canvas."""
+    body = {"model": MODEL, "prompt": "Red", "max_tokens": max_tokens, "seed": seed}
+    body |= {"ignore_eos": True, "stream": True, "diffusing": True}
+    chunks = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    return chunks
+
+
+def test_dead_engine(replicas: Server) -> None:
+    """It ends the server, as vLLM has it; whoever waits is told, and nothing is left behind."""
+    processes = psutil.Process(replicas.process.pid).children(recursive=True)
+    (engine,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        waiting = [pool.submit(_stream, replicas, seed, 900) for seed in range(NUM_STREAMS)]
+        deadline = time.monotonic() + 60
+        while replicas.metric("vllm:num_requests_running") < NUM_STREAMS:
+            assert time.monotonic() < deadline
+        engine.kill()
+        for stream in waiting:
+            # The server may be gone before the sentence is said.
+            with suppress(httpx.TransportError):
+                assert "error" in stream.result(timeout=60)[-1]
+    assert replicas.process.wait(60) != 0
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert not left
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--data-parallel-size 2 --async-scheduling",
+        "--data-parallel-size 2 --enable-expert-parallel",
+        "--data-parallel-size 2 --enable-expert-parallel --async-scheduling",
+        "--tensor-parallel-size 2 --enable-expert-parallel",
+        "--tensor-parallel-size 2 --enable-expert-parallel --async-scheduling",
+        "--tensor-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel",
+    ],
+)
+def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path: Path) -> None:
+    """The same tokens, alone and together, and no trace in the log."""
+    _check(SHIPPED, tmp_path, options.split(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
+    """Its engines know nothing of one another."""
+    sdar = shipped_checkpoint("sdar")
+    one = start_server(sdar, tmp_path / "one.log")
+    try:
+        expected = answers_alone(one)
+    finally:
+        stop_server(one)
+    _check(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
+
+
+def _check(checkpoint: Path, folder: Path, options: list[str], expected: list[Tokens]) -> None:
+    running = start_server(checkpoint, folder / "server.log", *options)
+    try:
+        assert answers_alone(running) == expected
+        assert answers_together(running) == expected
+        running.wait_until_idle()
+        running.assert_alive()
+        assert "Traceback" not in running.log.read_text(errors="replace")
+    finally:
+        stop_server(running)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mode", ["external", "hybrid"])
+def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> None:
+    """Servers of a port each, whose engines keep in step: what balances the load is elsewhere."""
+    shared = ["--data-parallel-rpc-port", str(free_port()), "--data-parallel-address", "127.0.0.1"]
+    if mode == "external":
+        layouts = [["--data-parallel-size", "2", "--data-parallel-rank", str(i)] for i in range(2)]
+    else:
+        layouts = [
+            [
+                *("--data-parallel-size", "4", "--data-parallel-size-local", "2"),
+                *("--data-parallel-start-rank", str(start), "--data-parallel-hybrid-lb"),
+            ]
+            for start in (0, 2)
+        ]
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        starting = [
+            pool.submit(start_server, SHIPPED, tmp_path / f"{i}.log", *shared, *layout)
+            for i, layout in enumerate(layouts)
+        ]
+        servers = [future.result() for future in starting]
+        for running in servers:
+            stack.callback(stop_server, running)
+        # One of them is idle meanwhile, and runs dummy batches.
+        assert answers_alone(servers[1]) == expected
+        both = list(pool.map(answers_together, servers))
+        assert both == [expected, expected]
+        # Without one of them the others cannot go on, and say so.
+        stop_server(servers[0])
+        with suppress(httpx.TransportError):
+            assert servers[1].post("/v1/completions", {"prompt": "a"}).status_code >= 500
+        # With one API process vLLM then exits with 0.
+        servers[1].process.wait(60)

@@ -1,0 +1,76 @@
+"""Seeded requests over HTTP, each with other parameters, and the tokens that answer them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.support.server import Server
+
+_STEPS = {"vllm_xargs": {"diffusion_max_steps": 6}}
+_MESSAGES = [{"role": "user", "content": "What is 7+8?"}]
+_SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+# A path of the server, and a body without its seed.
+REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("completions", {"prompt": "Once upon a time", "max_tokens": 20}),
+    ("completions", {"prompt": "Once upon a time", "max_tokens": 75}),
+    ("completions", {"prompt": "red green blue " * 9, "max_tokens": 40, "temperature": 0.0}),
+    ("completions", {"prompt": "One, two", "max_tokens": 20, "top_p": 0.8}),
+    ("completions", {"prompt": "One, two", "max_tokens": 20, "top_k": 20, "temperature": 0.7}),
+    ("completions", {"prompt": "One, two", "max_tokens": 20, "min_p": 0.05}),
+    ("completions", {"prompt": "A list:", "max_tokens": 40, "presence_penalty": 1.0}),
+    ("completions", {"prompt": "A list:", "max_tokens": 20, "logit_bias": {"70": 5.0}}),
+    ("completions", {"prompt": "A list:", "max_tokens": 20, "logprobs": 3}),
+    ("completions", {"prompt": "Tree", "max_tokens": 20, "n": 2}),
+    (
+        "completions",
+        {"prompt": "x", "max_tokens": 30, "structured_outputs": {"regex": "[a-c]{3,5}"}},
+    ),
+    ("chat/completions", {"messages": _MESSAGES, "max_tokens": 40}),
+    ("chat/completions", {"messages": _MESSAGES, "max_tokens": 20, "n": 2, "logprobs": True}),
+    ("chat/completions", {"messages": _MESSAGES, "max_tokens": 70, "top_p": 0.9, "min_p": 0.01}),
+    (
+        "chat/completions",
+        {
+            "messages": _MESSAGES,
+            "max_tokens": 40,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "sum", "schema": _SCHEMA, "strict": True},
+            },
+        },
+    ),
+)
+# Those whose end is the grammar's.
+_ENDS = ("structured_outputs", "response_format")
+
+# Of every choice of an answer: its token ids.
+Tokens = list[list[int]]
+
+
+def answer(server: Server, index: int) -> Tokens:
+    """The tokens that a server gives one of :data:`REQUESTS`."""
+    path, request = REQUESTS[index]
+    # Some checkpoints are greedy unless they are asked otherwise.
+    body = {"temperature": 1.0, **_STEPS, **request, "seed": index, "return_token_ids": True}
+    body["ignore_eos"] = not any(name in request for name in _ENDS)
+    response = server.post(f"/v1/{path}", body)
+    assert response.status_code == 200, response.text
+    return [choice["token_ids"] for choice in response.json()["choices"]]
+
+
+def answers_alone(server: Server) -> list[Tokens]:
+    """One request after another."""
+    return [answer(server, index) for index in range(len(REQUESTS))]
+
+
+def answers_together(server: Server) -> list[Tokens]:
+    """All requests at once."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(lambda index: answer(server, index), range(len(REQUESTS))))
