@@ -353,6 +353,7 @@ TABLE: tuple[Symbol, ...] = (
         Symbol(f"vllm.entrypoints.{path}", Use.REPLACED, "Refuses frames, which it cannot send.")
         for path in (
             "openai.responses.serving:OpenAIServingResponses.create_responses",
+            "openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
             "anthropic.serving:AnthropicServingMessages.create_messages",
         )
     ),

@@ -130,6 +130,11 @@ def test_interval_fields_and_step_map(server: Server) -> None:
             "diffusion_frames",
         ),
         (
+            "chat/completions/batch",
+            {"messages": [MESSAGES], "vllm_xargs": {"diffusion_frames": 1}},
+            "diffusion_frames",
+        ),
+        (
             "messages",
             {"stream": True, "vllm_xargs": {"diffusion_frames": 1}},
             "diffusion_frames",

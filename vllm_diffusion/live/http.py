@@ -21,6 +21,7 @@ from vllm_diffusion.requests.params import parse_shown
 def install() -> None:
     """Send frames on the two endpoints that stream completions. Safe to call twice."""
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -40,19 +41,23 @@ def install() -> None:
     # Where a stream has begun, a refusal comes too late for its status.
     replace(OpenAIServingResponses, "create_responses", _without_frames)
     replace(AnthropicServingMessages, "create_messages", _without_frames)
+    replace(OpenAIServingChatBatch, "create_batch_chat_completion", _without_frames)
 
 
 def _without_frames(stock: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 
     async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        for field, of_field in (
-            ("diffusion_frames", request.vllm_xargs or {}),
-            ("diffusing", request.model_extra or {}),
-        ):
-            if of_field.get(field):
+        unknown = request.model_extra or {}
+        # A batch has no such field of its own.
+        xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
+        asked = {"diffusing": unknown.get("diffusing")}
+        if isinstance(xargs, dict):
+            asked["diffusion_frames"] = xargs.get("diffusion_frames")
+        for field, value in asked.items():
+            if value:
                 raise VLLMValidationError(
-                    f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=of_field[field]
+                    f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=value
                 )
         return await stock(self, request, *args, **kwargs)
 
