@@ -37,7 +37,8 @@ ATTENTION_GAIN = 2.0
 EMBED_SCALE = 0.2
 _HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 
-# What all bodies have in common; head_dim * heads differs from hidden_size, as in SDAR-4B.
+# What all bodies have in common, unless a maker is given other ``sizes``; head_dim * heads differs
+# from hidden_size, as in SDAR-4B.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
@@ -152,16 +153,19 @@ def _auto_map(module: str, config: str, model: str, causal_lm: str | None) -> di
     return names
 
 
-def sdar(*, block_length: int = 4, seed: int = 0, sharpness: float = 3.0) -> TinyModel:
+def sdar(
+    *, block_length: int = 4, seed: int = 0, sharpness: float = 3.0, **sizes: Any
+) -> TinyModel:
     """SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    sizes = _SIZES | sizes
     config = _hugging_face_config(
-        _SIZES, Qwen3Config, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+        sizes, Qwen3Config, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
     return TinyModel(
         Qwen3ForCausalLM(config),
-        config=_SIZES
+        config=sizes
         | {
             "architectures": ["SDARForCausalLM"],
             "auto_map": _auto_map("sdar", "SDARConfig", "SDARModel", "SDARForCausalLM"),
@@ -249,13 +253,15 @@ def _one_tensor_per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def fast_dllm(*, block_length: int = 32, seed: int = 0, sharpness: float = 3.0) -> TinyModel:
+def fast_dllm(
+    *, block_length: int = 32, seed: int = 0, sharpness: float = 3.0, **sizes: Any
+) -> TinyModel:
     """Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     # Qwen2's heads divide the hidden size.
-    sizes = {key: value for key, value in _SIZES.items() if key != "head_dim"}
-    sizes["hidden_size"] = 128
+    sizes = {**_SIZES, "hidden_size": 128, **sizes}
+    del sizes["head_dim"]
     config = _hugging_face_config(
         sizes, Qwen2Config, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
@@ -287,16 +293,19 @@ def fast_dllm(*, block_length: int = 32, seed: int = 0, sharpness: float = 3.0) 
     )
 
 
-def stable_diffcoder(*, block_length: int = 4, seed: int = 0, sharpness: float = 3.0) -> TinyModel:
+def stable_diffcoder(
+    *, block_length: int = 4, seed: int = 0, sharpness: float = 3.0, **sizes: Any
+) -> TinyModel:
     """Stable-DiffCoder: Llama, no biases; its ``model_type`` is plain ``llama``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    sizes = _SIZES | sizes
     config = _hugging_face_config(
-        _SIZES, LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+        sizes, LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     )
     return TinyModel(
         LlamaForCausalLM(config),
-        config=_SIZES
+        config=sizes
         | {
             "architectures": ["StableDiffcoderForCausalLM"],
             "auto_map": {
@@ -383,7 +392,9 @@ class Nemotron(TinyModel):
         return folder
 
 
-def nemotron(*, block_length: int = 32, seed: int = 0, sharpness: float = 3.0) -> Nemotron:
+def nemotron(
+    *, block_length: int = 32, seed: int = 0, sharpness: float = 3.0, **sizes: Any
+) -> Nemotron:
     """Nemotron-Labs-Diffusion. Its original length is 16, so that scaling acts on short prompts."""
     from transformers import Ministral3Config, Ministral3ForCausalLM
 
@@ -398,7 +409,7 @@ def nemotron(*, block_length: int = 32, seed: int = 0, sharpness: float = 3.0) -
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.1,
     }
-    sizes = _SIZES | {"max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+    sizes = _SIZES | {"max_position_embeddings": 256, "rms_norm_eps": 1e-5} | sizes
     config = _hugging_face_config(
         sizes,
         Ministral3Config,
