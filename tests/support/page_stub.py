@@ -81,7 +81,9 @@ async def _events(prompt: str) -> AsyncIterator[str]:
         for step in range(1, STEPS + 1):
             yield _event(_frame(block, step, tokens, len(chunk)))
             await asyncio.sleep(0.02 if prompt != "slowly" else 0.3)
-            if prompt == "die" and block:
+            if prompt == "die" and block and step == STEPS // 2:
+                # A browser forgets what it has not read yet when a connection breaks off.
+                await asyncio.sleep(0.5)
                 raise ConnectionAbortedError("as it was told")
             if prompt == "give up" and block:
                 yield _event({"error": {"message": "The engine died."}})
