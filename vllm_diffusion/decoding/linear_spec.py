@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs, as_drawn
 
 
 class LinearSpec(DecodingRule):
@@ -32,9 +32,7 @@ class LinearSpec(DecodingRule):
         max_steps: Tensor,
         requested: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        one = torch.ones_like(requested)
-        is_greedy = requested == 0
-        return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
+        return as_drawn(requested)
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]

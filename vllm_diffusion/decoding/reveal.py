@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs, as_drawn
 from vllm_diffusion.decoding.settings import Choice, Setting
 
 DYNAMIC, STATIC, SEQUENTIAL = STRATEGIES = ("dynamic", "static", "sequential")
@@ -76,11 +76,9 @@ class Reveal(DecodingRule):
         max_steps: Tensor,
         requested: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        one = torch.ones_like(requested)
         if not self.at_request_temperature:
-            return one, requested
-        is_greedy = requested == 0
-        return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
+            return torch.ones_like(requested), requested
+        return as_drawn(requested)
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]

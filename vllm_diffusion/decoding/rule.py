@@ -109,6 +109,20 @@ class Memory(NamedTuple):
     per: Literal["canvas", "position", "step"] = "canvas"
 
 
+def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
+    """Temperatures of a rule that judges tokens in the distribution they are drawn from.
+
+    Args:
+        requested: [R], float32; 0 takes the likeliest token at its plain probability.
+
+    Returns:
+        As :meth:`DecodingRule.temperatures`.
+    """
+    one = torch.ones_like(requested)
+    is_greedy = requested == 0
+    return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
+
+
 class DecodingRule(ABC):
     """One way to denoise; an instance holds what a family fixes of it.
 

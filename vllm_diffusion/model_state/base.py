@@ -317,8 +317,7 @@ class BlockDiffusionModelState(ModelState):
 
         Rows of a canvas that is being denoised attend in both directions; prompt rows and rows of
         a finished canvas are causal, apart from their spans. A flag says the same to back ends that
-        know only those: for
-        them the scheduler never has a request do both in one pass.
+        know only those: for them the scheduler never has a request do both in one pass.
 
         Returns:
             Two int32 tensors [num_reqs] at addresses that never change; padding rows are 0.
