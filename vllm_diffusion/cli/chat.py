@@ -23,6 +23,7 @@ from vllm_diffusion.cli.answer import (
     stream_answer,
 )
 from vllm_diffusion.cli.checkpoint import add_family
+from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.cli.display import display_for, figures
 from vllm_diffusion.cli.server import ServerError
 from vllm_diffusion.cli.shipped_server import end_with_signals, shipped_server
@@ -64,10 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.url is None:
             end_with_signals()
             try:
-                server = stack.enter_context(shipped_server(arguments.family, _say))
+                server = stack.enter_context(shipped_server(arguments.family, say))
             except (ServerError, FileNotFoundError) as error:
-                _say(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
-                return 1
+                return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
             url, key = server.url, server.api_key
         else:
             url = arguments.url.rstrip("/").removesuffix("/v1")
@@ -77,9 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             model = arguments.model or client.models.list().data[0].id
         except Exception as error:
-            _say(reason(error))
-            return 1
-        _say(f"Talking to {model}. /help lists commands; Ctrl-D ends.")
+            return fail(reason(error))
+        say(f"Talking to {model}. /help lists commands; Ctrl-D ends.")
         Conversation(client, model, arguments.max_tokens, arguments.plain).run()
     return 0
 
@@ -132,12 +131,12 @@ class Conversation:
             except EOFError:
                 break
             except KeyboardInterrupt:
-                _say("\nCtrl-D or /quit ends the conversation.")
+                say("\nCtrl-D or /quit ends the conversation.")
                 continue
             if line == "/quit":
                 break
             if line.startswith("/"):
-                _say(self.command(line))
+                say(self.command(line))
             elif line:
                 self.ask(line)
 
@@ -153,10 +152,10 @@ class Conversation:
         try:
             answer = stream_answer(self.client, request, display_for(sys.stdout, plain=self.plain))
         except AnswerError as error:
-            _say(str(error))
+            say(str(error))
             return
         except KeyboardInterrupt:
-            _say("Stopped; the question and what was said are forgotten.")
+            say("Stopped; the question and what was said are forgotten.")
             return
         self._remember(message, answer)
 
@@ -164,9 +163,9 @@ class Conversation:
         self.images.clear()
         self.messages += [message, {"role": "assistant", "content": answer.text}]
         if took := figures(answer):
-            _say(f"  {took}")
+            say(f"  {took}")
         if answer.finish_reason == "length":
-            _say("  cut at --max-tokens or at the model's length")
+            say("  cut at --max-tokens or at the model's length")
 
     def _content(self, text: str) -> Any:
         if not self.images:
@@ -266,7 +265,3 @@ _HELP = """\
 /reset              forget what was said
 /quit               or Ctrl-D
 Without a value, or with off, a setting is the server's again. Ctrl-C stops an answer."""
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

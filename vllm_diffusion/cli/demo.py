@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli.answer import Answer, AnswerError, client_of, stream_answer
 from vllm_diffusion.cli.checkpoint import add_family
+from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.cli.display import display_for
 from vllm_diffusion.cli.server import Server, ServerError
 from vllm_diffusion.cli.shipped_server import MODEL_NAME, end_with_signals, shipped_server
@@ -48,13 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     if prompt is None:
         prompt = DEFAULT_PROMPTS[arguments.family]
     if not prompt.strip():
-        return _fail("The prompt is empty; ask something.")
+        return fail("The prompt is empty; ask something.")
     if environment_flags().disabled:
-        return _fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
+        return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
     end_with_signals()
     try:
-        with shipped_server(arguments.family, _say) as server:
-            _say(f"         asking: {prompt}")
+        with shipped_server(arguments.family, say) as server:
+            say(f"         asking: {prompt}")
             request = {
                 "model": MODEL_NAME,
                 "messages": [{"role": "user", "content": prompt}],
@@ -65,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
             answer = stream_answer(client, request, display_for(sys.stdout))
             counters = counters_of_answer(server)
     except FileNotFoundError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except ServerError as error:
-        return _fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
+        return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
     except AnswerError as error:
-        return _fail(f"{error} The server's log: {server.log_path}")
-    _say("\n".join(report(answer, counters)))
+        return fail(f"{error} The server's log: {server.log_path}")
+    say("\n".join(report(answer, counters)))
     if not answer.text.strip():
-        return _fail("The answer is empty.")
+        return fail("The answer is empty.")
     return 0
 
 
@@ -129,12 +130,3 @@ def report(answer: Answer, counters: dict[str, float]) -> list[str]:
 
 def _count(number: float, singular: str, plural: str | None = None) -> str:
     return f"{number:.0f} {singular if number == 1 else plural or singular + 's'}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _fail(message: str) -> int:
-    _say(message)
-    return 1

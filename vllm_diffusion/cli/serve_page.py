@@ -10,6 +10,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.server import SERVER_ENVIRONMENT, VLLM_SERVE
 from vllm_diffusion.settings.environment import environment_flags
 
 if TYPE_CHECKING:
@@ -47,19 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.print_help()
         return 0
     if environment_flags().disabled:
-        return _fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
+        return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
     try:
         options, url = serve_options(arguments.arguments)
     except FileNotFoundError as error:
-        return _fail(str(error))
+        return fail(str(error))
     plugins = ",".join(allowed_plugins(os.environ))
-    _say(f"The page: {url}")
-    _say(f"VLLM_PLUGINS={plugins}")
-    # A folder named vllm where the user happens to be is not imported in vLLM's place.
-    environment = os.environ | {"VLLM_PLUGINS": plugins, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *options]
+    say(f"The page: {url}")
+    say(f"VLLM_PLUGINS={plugins}")
+    environment = os.environ | SERVER_ENVIRONMENT | {"VLLM_PLUGINS": plugins}
     # The server takes this process's place, and its signals.
-    return os.execve(sys.executable, command, environment)
+    return os.execve(sys.executable, [*VLLM_SERVE, *options], environment)
 
 
 def serve_options(arguments: list[str]) -> tuple[list[str], str]:
@@ -111,12 +111,3 @@ def allowed_plugins(environment: Mapping[str, str]) -> list[str]:
         }
         allowed = sorted(names - set(_OURS))
     return list(dict.fromkeys([*allowed, *_OURS]))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _fail(message: str) -> int:
-    _say(message)
-    return 1

@@ -34,7 +34,9 @@ _STAGES = (
 )
 _LOG_TAIL_LINES = 25
 # A folder named vllm where the user happens to be is not imported in vLLM's place.
-_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+SERVER_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+# The command that options follow.
+VLLM_SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 # Requests to the server must not go through a proxy of the environment.
 _http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -78,7 +80,7 @@ class Server:
         self._command = [part.replace("{port}", str(port)) for part in command]
         self._report = report
         self._timeout = timeout
-        self._environment = _ENVIRONMENT | (environment or {})
+        self._environment = SERVER_ENVIRONMENT | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -193,8 +195,7 @@ def _free_port() -> int:
 def vllm_serve(model: str, *options: str) -> list[str]:
     """The command line of a server for ``model`` on this machine only."""
     return [
-        sys.executable,
-        *("-m", "vllm.entrypoints.cli.main"),
-        *("serve", model, "--host", HOST, "--port", "{port}"),
+        *VLLM_SERVE,
+        *(model, "--host", HOST, "--port", "{port}"),
         *options,
     ]
