@@ -127,7 +127,7 @@ def test_commands_are_understood() -> None:
         "        assert command[:2] == ['bench', 'serve'], command\n"
         "        bench.parse_args(command[2:])\n"
     )
-    pages = ("README.md", "docs/settings.md", "docs/quantization.md")
+    pages = ("README.md", "docs/settings.md", "docs/quantization.md", "docs/scaling.md")
     found = [command for page in pages for command in commands(text_of(page))]
     assert len(found) >= 6
     checked = subprocess.run(
@@ -180,7 +180,7 @@ def test_stock_refuses() -> None:
         "assert all(refused(**params) for params in settings)\n"
         "validation.install()\n"
         "assert not any(refused(**params) for params in settings)\n"
-        "assert refused(thinking_token_budget=5)\n"
+        "assert refused(trace_decode_token_ids=[5])\n"
     )
     checked = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT)
     assert checked.returncode == 0, checked.stderr

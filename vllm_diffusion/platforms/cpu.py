@@ -30,6 +30,9 @@ DEFAULT_BLOCK_SIZE = 16
 class DiffusionCpuPlatform(CpuPlatform):
     """vLLM's CPU platform without its compiled extension."""
 
+    # What Ray reserves for a worker.
+    ray_device_key = "CPU"
+
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         # The first is what a checkpoint stored in float32 is served in.
@@ -142,6 +145,10 @@ class DiffusionCpuPlatform(CpuPlatform):
         parallel_config = vllm_config.parallel_config
         if parallel_config.worker_cls == "auto":
             parallel_config.worker_cls = "vllm_diffusion.platforms.cpu_worker.DiffusionCpuWorker"
+        if parallel_config.distributed_executor_backend == "ray":
+            from vllm_diffusion.platforms.cpu_ray import CpuRayExecutor
+
+            parallel_config.distributed_executor_backend = CpuRayExecutor
         if parallel_config.enable_dbo:
             raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
 

@@ -1,0 +1,119 @@
+"""The container and the Kubernetes files say what vLLM, Kubernetes and this package know.
+
+No cluster runs here: what only the charts and controllers of others can say is not checked.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.robustness.serve_options import serve_parser
+from vllm_diffusion.upstream import SUPPORTED
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTAINERFILE = (ROOT / "Containerfile").read_text(encoding="utf-8")
+FOLDER = ROOT / "examples/kubernetes"
+
+
+def _required(package: str) -> set[str]:
+    """Every package that comes with ``package``, itself among them."""
+    found: set[str] = set()
+    waiting = [package]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            lines = requires(name) or []
+        except PackageNotFoundError:
+            continue
+        requirements = map(Requirement, lines)
+        waiting += [
+            canonicalize_name(requirement.name)
+            for requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ]
+    return found
+
+
+def test_image_has_our_dependencies() -> None:
+    """The image is vLLM's, and installs nothing beside this package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ours = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    assert ours <= _required("vllm")
+    assert "--no-deps" in CONTAINERFILE
+
+
+def test_image_copies_the_package() -> None:
+    """What a wheel is built from is there, on the vLLM that this package knows."""
+    (base,) = re.findall(r"^FROM (\S+)$", CONTAINERFILE, re.MULTILINE)
+    assert base == f"vllm/vllm-openai:v{SUPPORTED}.0"
+    sources = re.findall(r"^COPY (.+) /\S+$", CONTAINERFILE, re.MULTILINE)
+    copied = {name for line in sources for name in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = build["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert copied >= {"pyproject.toml", "README.md", *wheel["packages"]}
+
+
+def _read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+
+
+def _production_stack() -> list[str]:
+    """The command that the chart's template makes of its values."""
+    (model,) = _read("production-stack.yaml")["servingEngineSpec"]["modelSpec"]
+    names = {"maxModelLen": "--max-model-len", "maxNumSeqs": "--max-num-seqs"}
+    config = model["vllmConfig"]
+    assert {*config} == {*names, "enablePrefixCaching", "extraArgs"}
+    options = [word for key, name in names.items() for word in (name, str(config[key]))]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", model["toolCallParser"]]
+    return [model["modelURL"], *options, *config["extraArgs"]]
+
+
+def _llm_d() -> list[str]:
+    values = _read("llm-d.yaml")
+    (container,) = values["decode"]["containers"]
+    return [values["modelArtifacts"]["name"], *container["args"]]
+
+
+def _kserve() -> list[str]:
+    (container,) = _read("kserve.yaml")["spec"]["predictor"]["containers"]
+    assert container["command"] == ["vllm", "serve"]
+    return container["args"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("arguments", [_production_stack, _llm_d, _kserve])
+def test_commands_are_understood(arguments: Any) -> None:
+    """vLLM's own parser takes them, and they start the server that the README starts."""
+    parsed = serve_parser().parse_args(arguments())
+    assert parsed.reasoning_parser == parsed.tool_call_parser == "gemma4"
+    assert (parsed.max_model_len, parsed.max_num_seqs) == (32768, 32)
+    assert parsed.enable_auto_tool_choice
+    assert parsed.model_tag in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_pods() -> None:
+    """Kubernetes' schema takes the parts that are its own."""
+    (container,) = _read("llm-d.yaml")["decode"]["containers"]
+    # The chart's own words.
+    for name in ("modelCommand", "mountModelVolume"):
+        del container[name]
+    predictor = _read("kserve.yaml")["spec"]["predictor"]
+    for name in ("minReplicas", "maxReplicas"):
+        del predictor[name]
+    for spec in ({"containers": [container]}, predictor):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
