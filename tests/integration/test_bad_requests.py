@@ -241,8 +241,11 @@ BAD_SAMPLING_PARAMETERS = [
             **REGEX,
         },
     ),
-    # What a sampler of whole canvases cannot do.
-    ("thinking_token_budget", {"thinking_token_budget": 20}),
+    (
+        "diffusion_read_only",
+        {"vllm_xargs": {"diffusion_read_only": True}, "thinking_token_budget": 20},
+    ),
+    ("thinking_token_budget", {"thinking_token_budget": -2}),
 ]
 # Numbers that the engine's message, an integer or a float32 does not hold. The first of them ended
 # the engine, the next three were a 500.

@@ -110,7 +110,6 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     if not model_config.is_diffusion:
         return
     ignored = {
-        "thinking_token_budget": params.thinking_token_budget is not None,
         "watermarking": bool(params.watermarking),
         "trace_decode_token_ids": params.trace_decode_token_ids is not None,
     }
@@ -179,6 +178,7 @@ def _check_verified(params: Any) -> None:
         "repetition_penalty": params.repetition_penalty != 1.0,
         "bad_words": bool(params.bad_words),
         "structured_outputs": params.structured_outputs is not None,
+        "thinking_token_budget": params.thinking_token_budget is not None,
     }
     for field, is_set in fields.items():
         if is_set:
@@ -269,6 +269,7 @@ def _check_combination(params: Any, canvas: CanvasParams) -> None:
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),
+        "thinking_token_budget": params.thinking_token_budget is not None,
     }
     for field, is_set in constraints.items():
         if is_set and (canvas.read_only or canvas.allowed_ids is not None):

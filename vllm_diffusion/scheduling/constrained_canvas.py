@@ -1,4 +1,4 @@
-"""Constraints on what a canvas may say: a grammar, and words that must not occur.
+"""Constraints on what a canvas may say: a grammar, words that must not occur, a thought's length.
 
 A grammar is a machine that reads tokens from left to right; a canvas is written everywhere at once.
 The two meet at the frontier, the first position that is not settled yet: the tokens before it are
@@ -24,22 +24,35 @@ from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.constraints import CanvasConstraint
 from vllm_diffusion.requests.params import end_token_ids
+from vllm_diffusion.scheduling.thinking_budget import ThinkingBudget
 
 
 def is_constrained(request: Request) -> bool:
-    """Whether canvases of this request are held to a grammar or a list of words."""
-    return bool(request.use_structured_output or _bad_words(request))
+    """Whether canvases of this request are held to anything."""
+    return bool(constraint_names(request))
 
 
 def constraint_names(request: Request) -> str:
     """The request's fields that its canvases are held to."""
-    structured = ["structured_outputs"] if request.use_structured_output else []
-    return " with ".join([*structured, *(["bad_words"] if _bad_words(request) else [])])
+    fields = {
+        "structured_outputs": request.use_structured_output,
+        "bad_words": _bad_words(request),
+        "thinking_token_budget": _thinking_budget(request) >= 0,
+    }
+    return " with ".join(name for name, is_set in fields.items() if is_set)
 
 
 def _bad_words(request: Request) -> list[list[int]]:
     params = request.sampling_params
     return (params.bad_words_token_ids or []) if params is not None else []
+
+
+def _thinking_budget(request: Request) -> int:
+    """-1 for none, as in a request."""
+    params = request.sampling_params
+    if params is None or params.thinking_token_budget is None:
+        return -1
+    return params.thinking_token_budget
 
 
 @functools.cache
@@ -76,6 +89,10 @@ class ConstrainedCanvas:
         self._end_tokens = frozenset(end_token_ids(self._params))
         self._words = _bad_words(request)
         self._longest_word = max(map(len, self._words), default=1)
+        self._thinking = ThinkingBudget.of(self._params, manager.vllm_config)
+        if self._thinking is not None:
+            self._thinking = self._thinking.after_prompt(request.prompt_token_ids or [])
+        self._num_read = 0
         # No other kind of grammar accepts them, and some back ends say so on the terminal each time.
         self._controls = frozenset[int]()
         if request.use_structured_output and not _may_name_tokens(self._params):
@@ -147,7 +164,12 @@ class ConstrainedCanvas:
         num_valid = self._num_accepted(tokens, num_thought)
         longest = self._longest_word
         before = self._last_output_tokens(longest - 1)
+        thinking = self._thinking_after([])
         for i in range(num_valid):
+            if thinking is not None:
+                if thinking.token_due() not in (None, tokens[i]):
+                    return i, False
+                thinking.read(tokens[i])
             read = (before + tokens[: i + 1])[-longest:]
             said = any(read[-len(word) :] == word for word in self._words)
             if said and not self._leaves_only(tokens[i], tokens[:i]):
@@ -156,6 +178,15 @@ class ConstrainedCanvas:
                 # An answer that ends before it has begun satisfies nothing.
                 return (i, False) if i < num_thought else (i + 1, True)
         return num_valid, num_needed == num_valid
+
+    def _thinking_after(self, pinned: list[int]) -> ThinkingBudget | None:
+        """The request's budget behind the answer so far and ``pinned``."""
+        if self._thinking is None:
+            return None
+        output = self._request.output_token_ids
+        self._thinking = self._thinking.after(output[self._num_read :])
+        self._num_read = len(output)
+        return self._thinking.after(pinned)
 
     def _leaves_only(self, token: int, before: list[int]) -> bool:
         """Whether the grammar leaves nothing but words that must not occur, ``token`` among them."""
@@ -189,6 +220,10 @@ class ConstrainedCanvas:
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
         """Bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
+        thinking = self._thinking_after(pinned)
+        if thinking is not None and (due := thinking.token_due()) is not None:
+            # Whatever else is asked for begins when the thought has ended.
+            return self._bits(due)
         mask = self._allowed_by_grammar(pinned)
         read = self._last_output_tokens(self._longest_word - 1) + pinned
         banned = [
@@ -207,9 +242,16 @@ class ConstrainedCanvas:
     @functools.cached_property
     def _readable(self) -> np.ndarray:
         """Bits of the tokens that may be said where no grammar decides."""
-        vocab_size = self._manager.vllm_config.model_config.get_vocab_size()
-        chosen = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-        chosen[self._params.allowed_token_ids or slice(vocab_size)] = True
+        return self._bits(self._params.allowed_token_ids or slice(self._vocab_size))
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._manager.vllm_config.model_config.get_vocab_size()
+
+    def _bits(self, tokens: list[int] | slice | int) -> np.ndarray:
+        """A mask of these tokens alone."""
+        chosen = np.zeros(-(-self._vocab_size // 32) * 32, dtype=bool)
+        chosen[tokens] = True
         return np.packbits(chosen, bitorder="little").view(np.int32)
 
     @staticmethod
