@@ -1,0 +1,106 @@
+"""What people use beside OpenAI's completions: stored responses, and Anthropic's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server import MODEL, Server
+
+pytestmark = pytest.mark.engine
+
+QUESTIONS = ("What is 7+8?", "What is 2+3?")
+
+
+@pytest.fixture(autouse=True)
+def _idle(server: Server) -> Iterator[None]:
+    yield
+    server.wait_until_idle()
+
+
+def test_stored_conversation(server: Server) -> None:
+    """A response goes on where a stored one ended, as the whole conversation sent again does."""
+    client = server.client()
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_output_tokens": 60}
+    first = client.responses.create(input=QUESTIONS[0], store=True, **options)
+    assert first.output_text == "15"
+    assert client.responses.retrieve(first.id).output_text == "15"
+    second = client.responses.create(
+        input=QUESTIONS[1], previous_response_id=first.id, store=True, **options
+    )
+    conversation = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": QUESTIONS[1]},
+    ]
+    whole = client.responses.create(input=conversation, store=False, **options)
+    assert second.output_text == whole.output_text == "5"
+    assert second.usage.input_tokens == whole.usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(input="x", previous_response_id="resp_none", **options)
+
+
+def test_response_in_the_background(server: Server) -> None:
+    """Asked for at once, fetched when it is done."""
+    client = server.client()
+    queued = client.responses.create(
+        model=MODEL, input=QUESTIONS[0], temperature=0.0, max_output_tokens=60, background=True
+    )
+    assert queued.status in ("queued", "in_progress")
+    server.wait_until_idle()
+    done = client.responses.retrieve(queued.id)
+    assert (done.status, done.output_text) == ("completed", "15")
+
+
+def _message(server: Server, **fields: Any) -> dict[str, Any]:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "max_tokens": 1100,
+        "temperature": 0.0,
+        **fields,
+    }
+    response = httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}],
+    ids=lambda thinking: thinking["type"],
+)
+def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
+    """A budget, or none: the thought is a block of its own, before the answer."""
+    message = _message(server, thinking=thinking, chat_template_kwargs={"enable_thinking": True})
+    assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+    assert message["content"][0]["thinking"].strip() == "Task: sums."
+    assert message["content"][1]["text"].strip() == "15"
+    assert message["stop_reason"] == "end_turn"
+    without = _message(server, thinking={"type": "disabled"})
+    assert [block["type"] for block in without["content"]] == ["text"]
+
+
+def test_thinking_budget_of_a_chat(server: Server) -> None:
+    """The thought ends where the budget does, and the answer begins."""
+    (choice,) = (
+        server.client()
+        .chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTIONS[0]}],
+            max_tokens=96,
+            temperature=0.0,
+            extra_body={
+                "thinking_token_budget": 12,
+                "chat_template_kwargs": {"enable_thinking": True},
+            },
+        )
+        .choices
+    )
+    # Twelve tokens are the channel's name, "thought", and the first of its line.
+    assert "Task: sums.".startswith(choice.message.reasoning.strip())
+    assert choice.message.reasoning.strip() != "Task: sums."
