@@ -59,11 +59,13 @@ def _register_shared() -> Exception | None:
     try:
         from vllm.tool_parsers import ToolParserManager
 
+        from vllm_diffusion.adapters import door
         from vllm_diffusion.requests import validation
         from vllm_diffusion.startup import refusals, request_capacity
 
         refusals.install()
         validation.install()
+        door.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         request_capacity.install()
     except Exception as error:

@@ -53,6 +53,8 @@ _GEMMA_MM = "vllm.model_executor.models.gemma4_mm:Gemma4ForConditionalGeneration
 _STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState."
 _LINEAR = "vllm.model_executor.kernels.linear:"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
+_ADAPTERS = "vllm.lora.model_manager:LRUCacheLoRAModelManager."
+_PUNICA = "vllm.lora.punica_wrapper."
 
 TABLE: tuple[Symbol, ...] = (
     # Registration.
@@ -189,6 +191,103 @@ TABLE: tuple[Symbol, ...] = (
         "vllm.v1.structured_output:StructuredOutputManager._masked_reasoning_ends",
         Use.CALLED,
         "Tokens that would end a thought where the grammar cannot begin.",
+    ),
+    # Adapters.
+    Symbol(
+        "vllm.entrypoints.common.cli_args:LoRAParserAction.__call__",
+        Use.REPLACED,
+        "Calls the original, and notes the adapters of the command line, to check them before a start.",
+    ),
+    Symbol(
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels._check_load_lora_adapter_request",
+        Use.REPLACED,
+        "Calls the original, and refuses an adapter that does not fit before an engine is asked.",
+    ),
+    Symbol(
+        "vllm.v1.engine.input_processor:InputProcessor._validate_lora",
+        Use.REPLACED,
+        "Calls the original, and refuses a request whose adapter could not be loaded again.",
+    ),
+    Symbol(
+        "vllm.v1.worker.lora_model_runner_mixin:LRUCacheWorkerLoRAManager",
+        Use.REPLACED,
+        "The runner makes this one by name; ours checks an adapter, for diffusion models.",
+    ),
+    *(
+        Symbol(
+            f"vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.{name}",
+            Use.SUBCLASSED,
+            "Checks an adapter before its weights are read, and asks the model how they are kept.",
+        )
+        for name in ("__init__", "create_lora_manager", "_load_adapter")
+    ),
+    Symbol(
+        "vllm.lora.utils:get_adapter_absolute_path",
+        Use.CALLED,
+        "Where an adapter is that a repository holds.",
+    ),
+    *(
+        Symbol(f"vllm.lora.peft_helper:PEFTHelper.{name}", Use.CALLED, "An adapter's ranks.")
+        for name in ("from_dict", "get_rank_and_scaling")
+    ),
+    *(
+        Symbol(
+            _ADAPTERS + name,
+            Use.SUBCLASSED,
+            "An adapter of DiffusionGemma has two places, its encoder's and its decoder's.",
+        )
+        for name in (
+            "_init_punica_wrapper",
+            "_create_lora_modules",
+            "_add_adapter",
+            "activate_adapter",
+            "_set_adapter_mapping",
+        )
+    ),
+    *(
+        Symbol(_ADAPTERS + name, Use.CALLED, "Packs each part, and finds a layer's matrices.")
+        for name in ("_create_merged_loras_inplace", "_get_lora_layer_weights")
+    ),
+    Symbol(
+        "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
+        Use.SUBCLASSED,
+        "Where an adapter's tensors are told apart.",
+    ),
+    Symbol(
+        _PUNICA + "punica_selector:get_punica_wrapper",
+        Use.CALLED,
+        "The products of self-conditioning, whose rows are not the pass's.",
+    ),
+    Symbol(
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta.make",
+        Use.CALLED,
+        "Its tables are written without asking the device.",
+    ),
+    *(
+        Symbol(
+            f"{_PUNICA}punica_cpu:PunicaWrapperCPU.{name}",
+            Use.SUBCLASSED,
+            "Products by adapter, on the CPU; vLLM's gather a matrix for each row.",
+        )
+        for name in ("update_metadata", "add_shrink", "add_expand", "add_lora_linear")
+    ),
+    Symbol(
+        _PUNICA + "punica_base:PunicaWrapperBase._update_base_metadata",
+        Use.CALLED,
+        "The rows' adapters.",
+    ),
+    *(
+        Symbol(
+            f"vllm.lora.layers:{name}",
+            Use.SUBCLASSED,
+            "Experts on the CPU: buffers and slices are vLLM's, the products ours.",
+        )
+        for name in ("FusedMoEWithLoRA", "FusedMoE3DWithLoRA")
+    ),
+    Symbol(
+        "vllm.lora.utils:_all_lora_classes",
+        Use.REPLACED,
+        "Where these two stand for vLLM's, on the CPU only.",
     ),
     # The model runner's hooks.
     Symbol(

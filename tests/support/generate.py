@@ -20,7 +20,8 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
 
     Args:
         job: ``engine`` (keyword arguments of ``LLM``) and ``batches`` of requests, which run one
-            after another; a request has ``prompt`` (token ids) and ``params``. ``then_read`` is a
+            after another; a request has ``prompt`` (token ids) and ``params``, and may have ``adapter``,
+            its name, number and folder. ``then_read`` is a
             last request whose prompt is the first one's with what was generated for it.
         environment: Variables for the process.
     """
@@ -49,6 +50,7 @@ def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     job = json.load(sys.stdin)
     llm = LLM(**job["engine"])
@@ -62,6 +64,10 @@ def main() -> None:
         outputs = llm.generate(
             [{"prompt_token_ids": request["prompt"]} for request in batch],
             [SamplingParams(**sampling_arguments(request["params"])) for request in batch],
+            lora_request=[
+                LoRARequest(*request["adapter"]) if "adapter" in request else None
+                for request in batch
+            ],
             use_tqdm=False,
         )
         answers = []

@@ -3,7 +3,8 @@
 vLLM's own CPU platform expects its compiled CPU extension, which the CUDA wheel lacks. Here the
 runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``cpu_kernels``),
 attention is this package's PyTorch reference, and experts are a PyTorch loop (``cpu_experts``).
-Quantised layers are emulated (``cpu_quantized_linear``, ``cpu_quantized_experts``).
+Quantised layers are emulated (``cpu_quantized_linear``, ``cpu_quantized_experts``). Adapters are
+PyTorch products (``cpu_adapters``).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class DiffusionCpuPlatform(CpuPlatform):
     def register_triton_kernel_overrides(cls) -> None:
         """Runs in each worker before any model or runner code: put our pieces in place."""
         from vllm_diffusion.platforms import (
+            cpu_adapters,
             cpu_experts,
             cpu_kernels,
             cpu_linear,
@@ -59,6 +61,7 @@ class DiffusionCpuPlatform(CpuPlatform):
             cpu_experts,
             cpu_quantized_linear,
             cpu_quantized_experts,
+            cpu_adapters,
         ):
             pieces.register()
 
@@ -74,6 +77,10 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         return "vllm_diffusion.platforms.cpu_communicator.OrderedCpuCommunicator"
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_diffusion.platforms.cpu_adapters.RowsByAdapter"
 
     @classmethod
     def get_attn_backend_cls(

@@ -23,6 +23,7 @@ from vllm_diffusion.platforms.cpu_linear import linear
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
+    from vllm_diffusion.platforms.cpu_adapters import ExpertAdapters
 
 GATES: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
     MoEActivation.SILU: F.silu,
@@ -45,6 +46,7 @@ def routed_experts(
     expert_weights: Tensor,
     expert_ids: Tensor,
     activation: MoEActivation,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Sum of each token's chosen experts, one matrix product per expert that any token chose.
 
@@ -55,6 +57,7 @@ def routed_experts(
         expert_weights: [num_tokens, top_k], what each chosen expert's output is multiplied by.
         expert_ids: [num_tokens, top_k], rows of ``gate_up``; -1 for an expert of another rank.
         activation: The gated activation.
+        adapters: Of these experts.
 
     Returns:
         [num_tokens, hidden_size] in the dtype of ``hidden``; products are summed in float32.
@@ -67,8 +70,16 @@ def routed_experts(
     activate = GATES[activation]
 
     def expert(idx: int, rows: Tensor) -> Tensor:
-        gate, up = linear(rows, gate_up[idx]).chunk(2, dim=-1)
-        return linear(activate(gate) * up, down[idx])
+        x = hidden[rows]
+        both = linear(x, gate_up[idx])
+        if adapters is not None:
+            both = adapters.add(adapters.gate_up, idx, rows, x, both)
+        gate, up = both.chunk(2, dim=-1)
+        x = activate(gate) * up
+        output = linear(x, down[idx])
+        if adapters is not None:
+            output = adapters.add(adapters.down, idx, rows, x, output)
+        return output
 
     return sum_over_experts(hidden, gate_up.shape[0], expert_weights, expert_ids, expert)
 
@@ -87,8 +98,8 @@ def sum_over_experts(
         num_experts: Experts of this rank.
         expert_weights: [num_tokens, top_k], what each chosen expert's output is multiplied by.
         expert_ids: [num_tokens, top_k]; -1 for an expert of another rank.
-        expert: An expert's index and its rows in, its output [num_rows, hidden_size] out. Called
-            for experts that some token chose.
+        expert: An expert's index and [num_rows], int64, its tokens in, its output
+            [num_rows, hidden_size] out. Called for experts that some token chose.
 
     Returns:
         [num_tokens, hidden_size] in the dtype of ``hidden``; summed in float32.
@@ -99,7 +110,7 @@ def sum_over_experts(
         if token_idx.numel() == 0:
             continue
         weights = expert_weights[token_idx, choice_idx].float()
-        output.index_add_(0, token_idx, expert(idx, hidden[token_idx]).float() * weights[:, None])
+        output.index_add_(0, token_idx, expert(idx, token_idx).float() * weights[:, None])
     return output.to(hidden.dtype)
 
 
@@ -143,7 +154,14 @@ class TorchExperts(UnquantizedFusedMoEMethod):
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
         output = routed_experts(
-            x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            layer.activation,
+            # Which row has which adapter is known of this engine's own rows.
+            None if has_engines else getattr(layer, "adapters", None),
         )
         if has_engines:
             output = get_ep_group().combine(output, parallel.is_sequence_parallel)

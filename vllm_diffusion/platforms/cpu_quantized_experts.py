@@ -122,7 +122,7 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
             topk_ids = expert_map[topk_ids.long()]
 
         def expert(idx: int, rows: Tensor) -> Tensor:
-            gate, up = self.gate_up_product(idx, rows, w1[idx]).chunk(2, dim=-1)
+            gate, up = self.gate_up_product(idx, hidden_states[rows], w1[idx]).chunk(2, dim=-1)
             return self.down_product(idx, GATES[activation](gate) * up, w2[idx])
 
         output.copy_(sum_over_experts(hidden_states, w1.shape[0], topk_weights, topk_ids, expert))

@@ -21,9 +21,12 @@ class TensorRules:
     Attributes:
         unquantised: Ends of names of matrices that stay as they are in every format: embeddings, and
             routers that vLLM gives no quantised form.
+        has_fused_experts: Whether the model that is trained has a layer's experts as two parameters,
+            and not as modules of each.
     """
 
     unquantised: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "router.proj.weight")
+    has_fused_experts: ClassVar[bool] = False
 
     def shapes(self, config: Any) -> dict[str, Shape]:
         """Canonical name to shape of every tensor; experts are fused, as in a BF16 checkpoint.

@@ -61,7 +61,7 @@ def check_weight_file(path: Path) -> None:
     Raises:
         ValueError: Naming the file, what is wrong with it and what to do.
     """
-    problem = _problem(path)
+    problem = file_problem(path)
     if problem is not None:
         raise ValueError(f"{path} {problem}; {_ADVICE}")
 
@@ -73,7 +73,7 @@ def _shards(index: Path) -> set[str]:
         raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
 
 
-def _problem(path: Path) -> str | None:
+def file_problem(path: Path) -> str | None:
     """Why the file cannot be read as safetensors; ``None`` if its header and size agree."""
     size = path.stat().st_size
     with path.open("rb") as file:

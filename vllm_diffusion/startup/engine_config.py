@@ -30,6 +30,7 @@ from vllm_diffusion.settings.plugin_settings import (
     plugin_settings,
 )
 from vllm_diffusion.startup import request_capacity
+from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.media_budget import check_media_budget
 from vllm_diffusion.startup.unsupported_options import check_options
 
@@ -164,6 +165,7 @@ class BlockDiffusionEngineConfig:
         _check_sizes(vllm_config)
         check_media_budget(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
+        choose_adapter_rules(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.adapters.rules import UNREACHED
 from vllm_diffusion.startup.option_table import read_rows
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
         "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
         "scheduler_cls": scheduler.scheduler_cls,
+        "lora_target_modules": ", ".join(_targets_out_of_reach(vllm_config)),
         "quantization": vllm_config.model_config.quantization,
         "runner": vllm_config.model_config.runner_type,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
@@ -77,6 +79,15 @@ def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
 
 def _images(vllm_config: VllmConfig, setting: str) -> bool:
     return bool(getattr(vllm_config.model_config.multimodal_config, setting, False))
+
+
+def _adapters(vllm_config: VllmConfig, setting: str) -> bool:
+    return bool(getattr(vllm_config.lora_config, setting, False))
+
+
+def _targets_out_of_reach(vllm_config: VllmConfig) -> list[str]:
+    targets = getattr(vllm_config.lora_config, "target_modules", None) or ()
+    return [name for name in targets if not UNREACHED.keys().isdisjoint(name.split("."))]
 
 
 def _takes_embeddings_from_a_connector(vllm_config: VllmConfig) -> bool:
@@ -120,7 +131,17 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.parallel_config.prefill_context_parallel_size > 1
     ),
     "--enable-dbo": lambda config: config.parallel_config.use_ubatching,
-    "--enable-lora": lambda config: config.lora_config,
+    "--enable-tower-connector-lora": lambda config: _adapters(
+        config, "enable_tower_connector_lora"
+    ),
+    "--enable-mixed-moe-lora-format": (
+        lambda config: (
+            _adapters(config, "enable_mixed_moe_lora_format")
+            or _adapters(config, "enable_moe_shared_loras")
+        )
+    ),
+    "--default-mm-loras": lambda config: _adapters(config, "default_mm_loras"),
+    "--lora-target-modules": _targets_out_of_reach,
     "--enable-prompt-embeds": lambda config: config.model_config.enable_prompt_embeds,
     "--watermark-config": lambda config: config.watermark_config,
     "--return-sampling-mask": lambda config: config.model_config.return_sampling_mask,

@@ -28,12 +28,22 @@ from vllm.model_executor.models.gemma4_mm import (
     Gemma4MultiModalProcessor,
     Gemma4ProcessingInfo,
 )
-from vllm.model_executor.models.interfaces import SupportsMultiModal, SupportsQuant
+from vllm.model_executor.models.interfaces import (
+    SupportsLoRA,
+    SupportsMultiModal,
+    SupportsQuant,
+)
 from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.transformers.utils import recursive_replace_linear
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from vllm_diffusion.adapters import worker
+from vllm_diffusion.adapters.worker import Adaptable
+from vllm_diffusion.families.diffusion_gemma.adapters import (
+    EncoderDecoderAdapters,
+    EncoderDecoderLora,
+)
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.quantization.ignored import spell_out_patterns
 
@@ -103,7 +113,9 @@ class DiffusionGemmaProcessingInfo(Gemma4ProcessingInfo):
     info=DiffusionGemmaProcessingInfo,
     dummy_inputs=Gemma4DummyInputsBuilder,
 )
-class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQuant):
+class DiffusionGemmaForBlockDiffusion(
+    Adaptable, nn.Module, SupportsLoRA, SupportsMultiModal, SupportsQuant
+):
     """The model that vLLM builds for the architecture of the same name."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -119,6 +131,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+    is_3d_moe_weight = True
+    adapter_manager = EncoderDecoderAdapters
+    adapter_weights = EncoderDecoderLora
 
     # Images are Gemma 4's, from parsing to embedding. Its methods are borrowed one by one because
     # its constructor builds a language model of its own.
@@ -147,6 +162,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsMultiModal, SupportsQua
         return placeholders[modality]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        worker.install()
         super().__init__()
         config = vllm_config.model_config.hf_config
         text_config = vllm_config.model_config.hf_text_config

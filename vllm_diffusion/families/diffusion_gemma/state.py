@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.slots import Phase
+from vllm_diffusion.families.diffusion_gemma.adapters import EncoderDecoderAdapters
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
 from vllm_diffusion.sampling.output_head import OutputHead
 
@@ -40,6 +41,8 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
         self._embed_canvases = GraphedFunction(self._condition_canvases)
+        # Made with the model where --enable-lora asks for it.
+        self._adapters: EncoderDecoderAdapters | None = getattr(model, "lora_manager", None)
         self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
         self._has_image_spans = (
             self.supports_mm_inputs
@@ -73,6 +76,12 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         super().prepare_inputs(input_batch, req_states)
         num_tokens, num_rows = input_batch.num_tokens, input_batch.num_draft_tokens
+        if self._adapters is not None:
+            slot = input_batch.expanded_idx_mapping[:num_rows].long()
+            self._adapters.assign_rows(
+                input_batch.logits_indices[:num_rows].long(),
+                is_denoised=self.slots.phase[slot] != int(Phase.COMMITTING),
+            )
         if num_rows < num_tokens:
             self._embed_known_tokens(input_batch)
         if num_rows > 0:
@@ -117,6 +126,8 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
         signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
         plain = self.model.embed_input_ids(input_ids)
+        if self._adapters is not None:
+            self._adapters.assign_canvas_rows(rows)
         conditioned = self.model.self_conditioning(plain, signal)
         is_committed = slots.phase[slot] == int(Phase.COMMITTING)
         embeds = torch.where(is_committed[:, None], plain, conditioned)

@@ -19,6 +19,8 @@ DECODER = "model.decoder."
 class DiffusionGemmaTensors(TensorRules):
     """Those of the model that ``transformers`` makes of a configuration."""
 
+    has_fused_experts = True
+
     def shapes(self, config: Any) -> dict[str, Shape]:
         from transformers import DiffusionGemmaForBlockDiffusion
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.model_state.masked_model import MaskedModel
 
 
-class FastDLLMForCausalLM(Qwen2ForCausalLM):
+class FastDLLMForCausalLM(MaskedModel, Qwen2ForCausalLM):
     """1.5B and 7B."""
-
-    @staticmethod
-    def get_model_state_cls() -> type[BlockDiffusionModelState]:
-        """The state whose canvases are tokens."""
-        return BlockDiffusionModelState

@@ -6,17 +6,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
 from vllm_diffusion.families.llada2 import block_routing
-from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.model_state.masked_model import MaskedModel
 
 
-class LLaDA2MoeModelLM(BailingMoeV2ForCausalLM):
+class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
     """LLaDA2.0, 2.1 and 2.2, mini and flash."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         block_routing.install()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-
-    @staticmethod
-    def get_model_state_cls() -> type[BlockDiffusionModelState]:
-        """The state whose canvases are tokens."""
-        return BlockDiffusionModelState

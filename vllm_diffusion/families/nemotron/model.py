@@ -11,6 +11,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
+from vllm_diffusion.adapters import worker
+from vllm_diffusion.adapters.worker import Adaptable
 from vllm_diffusion.families.nemotron.draft_adapter import DraftAdapter
 from vllm_diffusion.families.nemotron.draft_lora import DraftLora
 from vllm_diffusion.families.nemotron.state import NemotronModelState
@@ -18,7 +20,7 @@ from vllm_diffusion.families.nemotron.state import NemotronModelState
 _NAMES = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
 
 
-class NemotronLabsDiffusionModel(MistralForCausalLM):
+class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
     """3B, 8B and 14B.
 
     Attributes:
@@ -30,6 +32,7 @@ class NemotronLabsDiffusionModel(MistralForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         """As vLLM's, with queries scaled by their position."""
+        worker.install()
         config = vllm_config.model_config.hf_config
         rope = config.rope_parameters
         # Where vLLM's Mistral looks for what the published file keeps with the rotary embedding.

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.model_state.masked_model import MaskedModel
 
 
-class StableDiffcoderForCausalLM(LlamaForCausalLM):
+class StableDiffcoderForCausalLM(MaskedModel, LlamaForCausalLM):
     """8B."""
-
-    @staticmethod
-    def get_model_state_cls() -> type[BlockDiffusionModelState]:
-        """The state whose canvases are tokens."""
-        return BlockDiffusionModelState

@@ -1,0 +1,173 @@
+"""LoRA adapters over HTTP: loaded and unloaded while serving, and bad ones that harm nobody."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.adapters import DECODER, ENCODER, adapt
+from tests.support.checkpoints import SHIPPED
+from tests.support.seeded_requests import Tokens, answers_alone, answers_together
+from tests.support.server import MODEL, Server, start_server, stop_server
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PROMPT = {
+    "prompt": "Once upon a time",
+    "max_tokens": 40,
+    "seed": 3,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "vllm_xargs": {"diffusion_max_steps": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters, and some that are none for this model."""
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    from tests.support.families.model import sdar
+
+    folder = tmp_path_factory.mktemp("adapters")
+    for i, (name, targets) in enumerate({"one": f"{ENCODER}|{DECODER}", "two": DECODER}.items()):
+        model = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED)
+        adapt(model, folder / name, seed=i, target_modules=targets)
+    adapt(sdar().body, folder / "other model", target_modules=r".*self_attn\.q_proj")
+    shutil.copytree(folder / "one", folder / "damaged")
+    weights = folder / "damaged" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return {name: folder / name for name in ("one", "two", "other model", "damaged", "nowhere")}
+
+
+@pytest.fixture(scope="module")
+def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = start_server(
+        SHIPPED,
+        tmp_path_factory.mktemp("adapted") / "server.log",
+        *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
+        *("--lora-modules", f"one={folders['one']}"),
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+    )
+    try:
+        yield running
+    finally:
+        stop_server(running)
+
+
+def ask(server: Server, model: str, **changes: Any) -> httpx.Response:
+    return server.post("/v1/completions", PROMPT | {"model": model} | changes)
+
+
+def tokens(server: Server, model: str, **changes: Any) -> tuple[int, ...]:
+    response = ask(server, model, **changes)
+    assert response.status_code == 200, response.text
+    return tuple(response.json()["choices"][0]["token_ids"])
+
+
+def load(server: Server, name: str, path: Path) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path)}
+    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
+
+
+def unload(server: Server, name: str) -> httpx.Response:
+    body = {"lora_name": name}
+    return httpx.post(f"{server.url}/v1/unload_lora_adapter", json=body, timeout=60)
+
+
+def test_tokens_without_an_adapter(server: Server, adapted: Server) -> None:
+    """Those of a server without the option, alone and in one batch."""
+    expected: list[Tokens] = answers_alone(server)
+    assert answers_alone(adapted) == expected
+    assert answers_together(adapted) == expected
+
+
+def test_loaded_and_unloaded(server: Server, adapted: Server, folders: dict[str, Path]) -> None:
+    """While requests run, of the base and of another adapter, whose answers stay what they were."""
+    names = [MODEL, "one"]
+    before = [tokens(adapted, name) for name in names]
+    assert before[0] == tokens(server, MODEL)
+    assert before[0] != before[1]
+    with ThreadPoolExecutor(8) as pool:
+        running = [
+            pool.submit(tokens, adapted, name, seed=3, max_tokens=200)
+            for name in names
+            for _ in "ab"
+        ]
+        assert load(adapted, "two", folders["two"]).status_code == 200
+        found = [pool.submit(tokens, adapted, name) for name in (*names, "two") for _ in "ab"]
+        answers = [one.result() for one in found]
+        long = [one.result() for one in running]
+    assert answers[:4] == [before[0]] * 2 + [before[1]] * 2
+    assert answers[4] == answers[5]
+    assert answers[4] not in before
+    assert [len(set(long[:2])), len(set(long[2:]))] == [1, 1]
+    metrics = httpx.get(f"{adapted.url}/metrics", timeout=60).text
+    assert re.search(r'vllm:lora_requests_info\{max_lora="2",[^}]*running_lora_adapters="', metrics)
+    models = httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]
+    assert {model["id"] for model in models} == {*names, "two"}
+    assert unload(adapted, "two").status_code == 200
+    assert ask(adapted, "two").status_code == 404
+    assert [tokens(adapted, name) for name in names] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("other model", "which this model has not; serve it with the model"),
+        ("damaged", "but its header describes"),
+        ("nowhere", "there is no such folder"),
+    ],
+)
+def test_bad_adapters(adapted: Server, folders: dict[str, Path], name: str, sentence: str) -> None:
+    """400 with the sentence; nothing else notices."""
+    before = tokens(adapted, "one")
+    response = load(adapted, "bad", folders[name])
+    assert response.status_code == 400, response.text
+    assert sentence in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "lora_path"
+    assert ask(adapted, "bad").status_code == 404
+    assert tokens(adapted, "one") == before
+
+
+def test_taken_away(adapted: Server, folders: dict[str, Path], tmp_path: Path) -> None:
+    """An adapter whose files go away while others take its place: its requests are refused."""
+    copies = []
+    for i in range(4):
+        copies.append(shutil.copytree(folders["two"], tmp_path / str(i)))
+        assert load(adapted, f"copy{i}", copies[-1]).status_code == 200
+    answer = tokens(adapted, "copy0")
+    assert [tokens(adapted, f"copy{i}") for i in range(4)] == [answer] * 4
+    shutil.rmtree(copies[0])
+    response = ask(adapted, "copy0")
+    assert response.status_code == 400
+    assert "there is no such folder" in response.json()["error"]["message"]
+    assert tokens(adapted, "copy1") == answer
+    for i in range(4):
+        assert unload(adapted, f"copy{i}").status_code == 200
+    adapted.wait_until_idle()
+    adapted.assert_alive()
+
+
+def test_start(folders: dict[str, Path]) -> None:
+    """``vllm serve`` ends with the sentence before it loads anything."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]
+    command += ["--host", "127.0.0.1", "--enable-lora"]
+    command += ["--lora-modules", f"bad={folders['other model']}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1
+    output = done.stderr + done.stdout
+    assert "Traceback" not in output
+    assert "Loading model" not in output
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"vllm-diffusion: --lora-modules bad={folders['other model']}: ")
+    assert "which this model has not" in last

@@ -1,0 +1,323 @@
+"""LoRA adapters of DiffusionGemma: the engine's logits and tokens are those of PEFT's model."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.robustness.serve_options import configure
+from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt, write_adapter
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.generate import run_engine
+from tests.support.graphs import emulated_capture
+from tests.support.oracle import Oracle
+from tests.support.prompts import prompt_of
+from vllm_diffusion.adapters import door
+from vllm_diffusion.startup.refusals import refusal_in
+
+pytestmark = pytest.mark.engine
+
+CANVAS = 32
+# As in test_parity.py.
+LOGIT_TOLERANCE = 1e-3
+# An adapter of both parts, of one, and of the module that only canvases meet.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "everything": {
+        "target_modules": f"{ENCODER}|{DECODER}|{CONDITIONING}",
+        "target_parameters": EXPERTS,
+        "rank_pattern": {"o_proj": 2},
+        "use_rslora": True,
+        "lora_alpha": 4,
+    },
+    "encoder": {"target_modules": ENCODER, "rank": 8},
+    "decoder": {"target_modules": DECODER},
+    "conditioning": {"target_modules": CONDITIONING, "rank": 2},
+}
+# Fewer steps than a canvas is published with: the matrices of a step are what is compared.
+STEPS = {"generation_config": {"max_denoising_steps": 6}}
+
+
+class Served:
+    """An engine with adapters, and PEFT's model of each."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        checkpoint = random_checkpoint(folder / "checkpoint", **STEPS)
+        self.oracles: dict[str | None, Oracle] = {None: Oracle(checkpoint)}
+        self.requests: dict[str | None, LoRARequest | None] = {None: None}
+        for i, (name, config) in enumerate(ADAPTERS.items()):
+            oracle = self.oracles[name] = Oracle(checkpoint)
+            adapt(oracle.model, folder / name, seed=i, **config)
+            oracle.model.eval()
+            self.requests[name] = LoRARequest(name, i + 1, str(folder / name))
+        defaults = {"max_loras": 3, "max_lora_rank": 8, "max_logprobs": 5}
+        self.engine = TracedEngine(checkpoint, enable_lora=True, **(defaults | options))
+
+    def outputs(self, wanted: list[tuple[str | None, list[int], dict[str, Any]]]) -> list[Any]:
+        """The answers to (adapter, prompt, sampling parameters), in one batch."""
+        defaults = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
+        return self.engine.llm.generate(
+            [{"prompt_token_ids": prompt} for _, prompt, _ in wanted],
+            [self.engine.sampling_params(**(defaults | params)) for *_, params in wanted],
+            lora_request=[self.requests[name] for name, *_ in wanted],
+            use_tqdm=False,
+        )
+
+    def tokens(self, *args: Any) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in self.outputs(*args)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("adapters"))
+    yield served
+    served.engine.close()
+
+
+# Two of a canvas's length, one after the other: the rows of the second's prompt are the first's canvas.
+@pytest.mark.parametrize(
+    ("length", "seed"), [(CANVAS, 1), (CANVAS, 2), (90, 3)], ids=["a canvas", "again", "longer"]
+)
+@pytest.mark.parametrize("name", [*ADAPTERS, None])
+def test_logits_and_tokens(served, name, length, seed):
+    """Each step's logits, of two canvases: the second stands on the first, encoded."""
+    check_parity(served, name, prompt_of(length, seed=seed))
+
+
+def check_parity(served: Served, name: str | None, prompt: list[int]) -> None:
+    run = served.oracles[name].generate(prompt, seed=7, max_tokens=2 * CANVAS, ignore_eos=True)
+    with served.engine.recording() as steps:
+        (tokens,) = served.tokens([(name, prompt, {"seed": 7})])
+    denoised = [step for step in steps if not step.encoding]
+    if served.engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling:
+        # One more is on its way before anybody knows that the last canvas is done.
+        denoised = denoised[: len(run.logits)]
+    assert len(denoised) == len(run.logits)
+    for ours, logits, canvas in zip(denoised, run.logits, run.canvases, strict=True):
+        assert torch.equal(ours.canvas, canvas)
+        assert (ours.logits - logits).abs().max() <= LOGIT_TOLERANCE
+    assert tokens == run.tokens
+
+
+def test_adapters_matter(served):
+    """The comparison can fail: no two of them say the same, in the second step of a canvas."""
+    prompt = prompt_of(40)
+    second = [
+        oracle.generate(prompt, seed=7, max_tokens=CANVAS, max_denoising_steps=2).logits[1]
+        for oracle in served.oracles.values()
+    ]
+    for one, other in itertools.combinations(second, 2):
+        assert (one - other).abs().max() > 100 * LOGIT_TOLERANCE
+
+
+def test_long_prompts_in_chunks(served):
+    """Prompts of several passes, of which each is the encoder's, beside canvases."""
+    budget = served.engine.scheduler.max_num_scheduled_tokens
+    served.engine.scheduler.max_num_scheduled_tokens = 2 * CANVAS
+    try:
+        prompts = [prompt_of(length, seed=length) for length in (130, 20, 101)]
+        names = ["everything", "encoder", "decoder"]
+        found = served.tokens(
+            [(name, prompt, {"seed": 3}) for name, prompt in zip(names, prompts, strict=True)]
+        )
+    finally:
+        served.engine.scheduler.max_num_scheduled_tokens = budget
+    for name, prompt, tokens in zip(names, prompts, found, strict=True):
+        run = served.oracles[name].generate(prompt, seed=3, max_tokens=2 * CANVAS, ignore_eos=True)
+        assert tokens == run.tokens
+
+
+def various(served: Served) -> list[tuple[str | None, list[int], dict[str, Any]]]:
+    """Requests of several adapters and of none, each with something of its own."""
+    regex = StructuredOutputsParams(regex="[a-c]{3,5}")
+    return [
+        ("everything", prompt_of(17, seed=1), {"seed": 1, "logprobs": 2}),
+        (None, prompt_of(60, seed=2), {"seed": 2}),
+        ("decoder", prompt_of(90, seed=3), {"seed": 3, "top_p": 0.8, "max_tokens": 5}),
+        (
+            "everything",
+            prompt_of(33, seed=4),
+            {"seed": 4, "ignore_eos": False, "structured_outputs": regex},
+        ),
+        ("encoder", prompt_of(70, seed=5), {"seed": 5, "extra_args": {"diffusion_step_map": True}}),
+        (None, prompt_of(17, seed=1), {"seed": 1, "logprobs": 2}),
+    ]
+
+
+def test_alone_and_in_company(served):
+    """Base and three adapters in one batch, and one request after another: the same tokens."""
+    wanted = various(served)
+    alone = [served.outputs([one])[0] for one in wanted]
+    together = served.outputs(wanted)
+    for one, other in zip(alone, together, strict=True):
+        mine, theirs = one.outputs[0], other.outputs[0]
+        assert mine.token_ids == theirs.token_ids
+        if mine.logprobs is not None:
+            for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
+                # Attention sums in another order beside others.
+                expected = {token: pytest.approx(one.logprob, abs=1e-4) for token, one in a.items()}
+                assert {token: one.logprob for token, one in b.items()} == expected
+    assert alone[0].outputs[0].token_ids != alone[-1].outputs[0].token_ids
+
+
+def test_more_adapters_than_places(served):
+    """Four in turn, where three fit: the one that gave way comes back as it was."""
+    prompt = prompt_of(50, seed=12)
+    wanted = [(name, prompt, {"seed": 5}) for name in (*ADAPTERS, *ADAPTERS)]
+    found = [served.tokens([one])[0] for one in wanted]
+    assert found[: len(ADAPTERS)] == found[len(ADAPTERS) :]
+    assert len(set(map(tuple, found))) >= 3
+    # All at once: the fourth waits until one has its answer.
+    assert served.tokens(wanted) == found
+
+
+def test_prefix_cache(served):
+    """A prompt that one of them encoded is a new one to the others."""
+    prompt = prompt_of(200, seed=21)
+    names: tuple[str | None, ...] = (None, "everything", "encoder")
+    cold = [served.outputs([(name, prompt, {"seed": 6})])[0] for name in names]
+    warm = [served.outputs([(name, prompt, {"seed": 6})])[0] for name in names]
+    assert [output.num_cached_tokens for output in cold] == [0, 0, 0]
+    assert all(output.num_cached_tokens >= 160 for output in warm)
+    for one, other in zip(cold, warm, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_replayed_graphs(served):
+    """Self-conditioning, replayed: it reads the adapters of this pass's rows."""
+    wanted = [one for one in various(served) if "structured_outputs" not in one[2]]
+    expected = served.tokens(wanted)
+    served.engine.state.capture_graphs(emulated_capture, 4)
+    try:
+        assert served.tokens(wanted) == expected
+    finally:
+        served.engine.state.drop_graphs()
+
+
+def test_bad_adapter(served, tmp_path):
+    """It is refused before it is queued, and what was served still is."""
+    prompt = prompt_of(20)
+    before = served.tokens([("everything", prompt, {"seed": 1})])
+    name = "model.decoder.layers.0.self_attn.q_proj"
+    folder = write_adapter(
+        tmp_path, {f"{name}.lora_A": torch.zeros(4, 64), f"{name}.lora_B": torch.zeros(128, 4)}
+    )
+    served.requests["bad"] = LoRARequest("bad", 9, str(folder))
+    try:
+        with pytest.raises(
+            VLLMValidationError, match=r"q_proj\.lora_A is F32 \[4, 64\], but .* \[4, 128\]"
+        ):
+            served.tokens([("bad", prompt, {"seed": 1})])
+        with pytest.raises(ValueError, match="LoRA adapter .* is F32"):
+            served.engine.llm.llm_engine.add_lora(served.requests["bad"])
+    finally:
+        del served.requests["bad"]
+    assert served.tokens([("everything", prompt, {"seed": 1})]) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("order", ["asynchronous", "separate"])
+def test_other_orders(tmp_path, order):
+    """Where only the device knows which canvases are the encoder's, or they have passes of their own."""
+    options = {
+        "asynchronous": {"async_scheduling": True},
+        "separate": {"additional_config": {"diffusion": {"fused_encode": False}}},
+    }[order]
+    served = Served(tmp_path, **options)
+    try:
+        for name in (*ADAPTERS, None):
+            check_parity(served, name, prompt_of(CANVAS, seed=1))
+            check_parity(served, name, prompt_of(70, seed=2))
+        wanted = various(served)
+        assert served.tokens(wanted) == [served.tokens([one])[0] for one in wanted]
+    finally:
+        served.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_fully_sharded", [False, True])
+def test_two_ranks(served, is_fully_sharded):
+    """Each with its part of the layers and of the adapters' matrices; self-conditioning whole."""
+    # On a CPU experts are refused where their matrices are cut in another way than themselves.
+    names = ["decoder" if is_fully_sharded else "everything", None, "encoder", "conditioning"]
+    prompts = [prompt_of(30 + 20 * i, seed=i) for i in range(len(names))]
+    params = {"seed": 7, "max_tokens": 2 * CANVAS, "ignore_eos": True}
+    requests: list[dict[str, Any]] = []
+    for name, prompt in zip(names, prompts, strict=True):
+        request = served.requests[name]
+        requests.append({"prompt": prompt, "params": params})
+        if request is not None:
+            requests[-1]["adapter"] = (request.lora_name, request.lora_int_id, request.lora_path)
+    engine = {
+        "model": served.engine.llm.llm_engine.model_config.model,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 1024**2,
+        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+        "tensor_parallel_size": 2,
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 8,
+        "fully_sharded_loras": is_fully_sharded,
+    }
+    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        run = served.oracles[name].generate(prompt, seed=7, max_tokens=2 * CANVAS, ignore_eos=True)
+        assert answer["tokens"] == run.tokens, name
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            "--lora-modules poet={folder}/nowhere",
+            "--lora-modules poet={folder}/nowhere: LoRA adapter {folder}/nowhere: there is no such "
+            "folder; give the folder that PEFT's save_pretrained wrote.",
+        ),
+        (
+            "--max-lora-rank 8 --lora-modules poet={folder}/wide",
+            "--lora-modules poet={folder}/wide: LoRA adapter {folder}/wide: its rank 16 is above "
+            "--max-lora-rank 8; start the server with a larger one.",
+        ),
+    ],
+    ids=["nowhere", "too wide"],
+)
+def test_start(tmp_path, options, sentence):
+    """An adapter of the command line that does not fit is told before a weight is read."""
+    # vLLM's command has imported its parser when it loads plugins; this process had not.
+    importlib.import_module("vllm.entrypoints.common.cli_args")
+    door.note_command_line()
+    name = "model.decoder.layers.0.self_attn.q_proj"
+    pair = {f"{name}.lora_A": torch.zeros(16, 128), f"{name}.lora_B": torch.zeros(128, 16)}
+    write_adapter(tmp_path / "wide", pair, {"r": 16})
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        configure("--enable-lora " + options.format(folder=tmp_path))
+    assert refusal_in(raised.value) == sentence.format(folder=tmp_path)
+    configure(f"--enable-lora --max-lora-rank 16 --lora-modules poet={tmp_path}/wide")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--max-lora-rank 8", ""),
+        ("--fully-sharded-loras --tensor-parallel-size 2", "--fully-sharded-loras on the CPU"),
+        ("--data-parallel-size 2 --enable-expert-parallel", "experts that several engines share"),
+    ],
+)
+def test_experts(options, reason):
+    """Where a CPU adapts them."""
+    rules = configure(f"--enable-lora {options}").model_config.adapter_rules
+    assert reason in rules.no_experts
+    assert bool(reason) == bool(rules.no_experts)
+    assert "model.encoder.language_model.layers.3.experts.base_layer" in rules.modules

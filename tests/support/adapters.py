@@ -1,0 +1,69 @@
+"""LoRA adapters as PEFT makes them, with random matrices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+# Everything of DiffusionGemma's layers that PEFT finds as a module, and its experts.
+LINEAR = r"(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|router\.proj)"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ENCODER = rf".*encoder\.language_model\..*{LINEAR}"
+DECODER = rf".*decoder\.layers\..*{LINEAR}"
+CONDITIONING = r".*decoder\.self_conditioning\..*_proj"
+
+
+def adapt(model: nn.Module, folder: Path, *, seed: int = 0, rank: int = 4, **config: Any) -> Any:
+    """Put an adapter on ``model``, whose forward has it from now on, and save it in ``folder``.
+
+    Args:
+        model: Changed in place.
+        folder: Where PEFT writes the adapter.
+        seed: Of its matrices, which are large enough to change tokens.
+        rank: Of its matrices.
+        config: For ``LoraConfig``.
+
+    Returns:
+        PEFT's model.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(**({"r": rank, "lora_alpha": 2 * rank} | config)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.5 * noise / parameter.shape[-1] ** 0.5)
+    adapted.eval().save_pretrained(folder)
+    return adapted
+
+
+def rename(folder: Path, published: Callable[[str], str]) -> None:
+    """Give a saved adapter's modules the names that the published model has them under."""
+    path = folder / "adapter_model.safetensors"
+    prefix = "base_model.model."
+    tensors = {
+        prefix + published(name.removeprefix(prefix)): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_adapter(
+    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None
+) -> Path:
+    """An adapter's two files, without PEFT; names without its prefix, and ``config`` over rank 4."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [], "bias": "none"}
+    content |= config or {}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    named = {f"base_model.model.{name}.weight": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,39 @@
+"""Which adapter each row of a pass reads, written where vLLM's products look for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def write_slots(punica: Any, slots: Tensor, *, is_used: bool = True) -> None:
+    """Tell ``punica`` each row's slot, without waiting for the device.
+
+    What vLLM does itself asks the device how many adapters there are. Here the kernels find all of
+    them in their tables, most with no rows, so that a graph may hold this call and those kernels.
+
+    Args:
+        punica: vLLM's wrapper of its products, that of GPUs or ours for CPUs.
+        slots: [num_rows], int64, -1 for a row without an adapter.
+        is_used: Whether any row may have an adapter; without one the kernels are not launched.
+    """
+    num_rows = slots.shape[0]
+    punica._token_lora_indices[:num_rows] = slots
+    punica.indices_len[0] = num_rows
+    tables = getattr(punica, "token_mapping_meta", None)
+    if tables is None:
+        return
+    tables.no_lora_flag_cpu.fill_(not is_used)
+    if not is_used:
+        return
+    num_slots = tables.active_lora_ids.shape[0] - 1
+    tables.num_active_loras_cpu.fill_(num_slots + 1)
+    ids = torch.arange(-1, num_slots, dtype=torch.int32, device=slots.device)
+    counts = (slots[:, None] == ids).sum(0)
+    tables.active_lora_ids.copy_(ids)
+    tables.num_tokens_per_lora.copy_(counts)
+    tables.lora_token_start_loc[1:].copy_(counts.cumsum(0))
+    tables.token_lora_mapping[:num_rows].copy_(slots)
+    tables.token_indices_sorted_by_lora_ids[:num_rows].copy_(slots.argsort(stable=True))

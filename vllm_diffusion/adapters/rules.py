@@ -1,0 +1,298 @@
+"""What a LoRA adapter must be to be served: read from its files, before any of it is loaded.
+
+vLLM's loader drops what it finds no module for, and says of the rest what does not fit in words about
+its own modules, some of it when the first request asks for the adapter. Here each tensor has a rule,
+from the names and shapes of the checkpoint's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_diffusion.quantization.tensor_rules import TensorRules, split_experts
+from vllm_diffusion.quantization.weight_files import StoredTensor, file_problem, stored_tensors
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = ("F32", "F16", "BF16")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight$")
+_GIVE = "give the folder that PEFT's save_pretrained wrote"
+_AGAIN = "copy the adapter again"
+_NAMED = 3
+# A part of a module's name, and why an adapter of it is refused.
+UNREACHED = {
+    **dict.fromkeys(
+        ("embed_tokens", "word_embeddings", "lm_head", "diffusion_head"),
+        "the vocabulary is read in tiles, from the checkpoint's own matrix; train it without "
+        "embeddings and head",
+    ),
+    **dict.fromkeys(
+        ("vision_tower", "embed_vision"),
+        "images are read with the checkpoint's own weights; train it on the language model alone",
+    ),
+}
+# Modules that vLLM holds in one, which --lora-target-modules takes for one.
+_TOGETHER = (
+    {"qkv_proj", "q_proj", "k_proj", "v_proj"},
+    {"gate_up_proj", "gate_proj", "up_proj"},
+)
+# What PEFT may say of an adapter that is more than pairs of matrices, or other.
+_UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+# Initial values by these names leave the checkpoint's weights as they are; those by others do not.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+class Module(NamedTuple):
+    """What an adapter's pair of matrices belongs to.
+
+    Attributes:
+        out_features: Of the module.
+        in_features: Of the module.
+        number: Of modules that PEFT keeps as one pair, side by side: experts.
+    """
+
+    out_features: int
+    in_features: int
+    number: int = 1
+
+
+class _MisfitError(Exception):
+    """What is wrong with an adapter, and the remedy."""
+
+
+@dataclass(frozen=True)
+class AdapterRules:
+    """What the checkpoint and the server's options let an adapter be.
+
+    Attributes:
+        modules: By published name, as PEFT keeps it.
+        max_rank: ``--max-lora-rank``.
+        target_modules: ``--lora-target-modules``; ``None`` for all.
+        no_experts: Why experts are not adapted here, with the remedy; empty where they are.
+    """
+
+    modules: Mapping[str, Module]
+    max_rank: int
+    target_modules: tuple[str, ...] | None = None
+    no_experts: str = ""
+    # By folder: what its files were when they were read, and what was wrong with them.
+    _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
+
+    def check(self, path: str) -> None:
+        """Refuse an adapter that does not fit; nothing for one that is in a repository.
+
+        Files that are what they were when they were last read are not read again.
+
+        Args:
+            path: Of its folder, or the name of a repository.
+
+        Raises:
+            ValueError: Naming the folder, what is wrong with it and what to do.
+        """
+        folder = local_folder(path)
+        if folder is None:
+            return
+        now = [_signature(folder / name) for name in (_CONFIG, _WEIGHTS)]
+        then, problem = self._seen.get(folder, (None, None))
+        if then != now:
+            problem = self._problem(folder)
+            self._seen[folder] = (now, problem)
+        if problem is not None:
+            raise ValueError(f"LoRA adapter {folder}: {problem}.")
+
+    def _problem(self, folder: Path) -> str | None:
+        try:
+            config = _read_config(folder)
+            pairs = _read_pairs(folder)
+            self._check_names(pairs)
+            for name, pair in pairs.items():
+                self._check_pair(name, pair, config)
+        except _MisfitError as error:
+            return str(error)
+        return None
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            for part, why in UNREACHED.items():
+                if part in name.split("."):
+                    raise _MisfitError(f"it adapts {name}, but {why}")
+        if unknown := [name for name in names if name not in self.modules]:
+            raise _MisfitError(
+                f"it adapts {_listed(unknown)}, which this model has not; serve it with the model "
+                "that it was trained on"
+            )
+        experts = {name for name in names if ".experts" in name}
+        if experts and self.no_experts:
+            raise _MisfitError(f"it adapts {min(experts)}, but {self.no_experts}")
+        if left_out := [name for name in names if not self._is_target(name)]:
+            raise _MisfitError(
+                f"it adapts {_listed(left_out)}, which --lora-target-modules leaves out; name its "
+                "modules there, or leave the option out"
+            )
+        layers = {name.partition(".experts")[0] + ".experts" for name in experts}
+        of_layers = [
+            name for name in self.modules if name.partition(".experts")[0] + ".experts" in layers
+        ]
+        if missing := [name for name in of_layers if name not in experts]:
+            raise _MisfitError(
+                f"it adapts experts of a layer and has nothing for {_listed(missing)}; train it on all "
+                "of a layer's experts and on each of their matrices (target_parameters "
+                "experts.gate_up_proj and experts.down_proj)"
+            )
+
+    def _is_target(self, name: str) -> bool:
+        if self.target_modules is None:
+            return True
+        end = "experts" if ".experts" in name else name.rpartition(".")[2]
+        ends = {end}.union(*(group for group in _TOGETHER if end in group))
+        return not ends.isdisjoint(self.target_modules)
+
+    def _check_pair(self, name: str, pair: dict[str, StoredTensor], config: Any) -> None:
+        for half in "AB":
+            if half not in pair:
+                raise _MisfitError(f"{name} has no lora_{half}; {_AGAIN}")
+        rank, _ = config.get_rank_and_scaling(name)
+        if rank > self.max_rank:
+            raise _MisfitError(
+                f"its rank {rank} is above --max-lora-rank {self.max_rank}; start the server with a "
+                "larger one"
+            )
+        module = self.modules[name]
+        expected = {
+            "A": (rank * module.number, module.in_features),
+            "B": (module.out_features, rank * module.number),
+        }
+        for half, shape in expected.items():
+            tensor = pair[half]
+            if tensor.shape != shape or tensor.dtype not in _FLOATS:
+                raise _MisfitError(
+                    f"{name}.lora_{half} is {tensor.dtype} {list(tensor.shape)}, but by this model "
+                    f"and {_CONFIG} it must be {' or '.join(_FLOATS)} {list(shape)}; serve it with "
+                    "the model that it was trained on"
+                )
+
+
+def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
+    """By published name, everything of a checkpoint that an adapter may be of.
+
+    Args:
+        rules: Of its tensors.
+        config: transformers' configuration of it.
+    """
+    shapes = rules.shapes(config)
+    modules = {}
+    for tensor, shape in (shapes if rules.has_fused_experts else split_experts(shapes)).items():
+        for name in rules.all_names(tensor):
+            stem, _, end = name.rpartition(".")
+            if end == "weight" and len(shape) == 2:
+                modules[stem] = Module(*shape)
+            elif stem.endswith(".experts") and len(shape) == 3:
+                # PEFT wraps a module once for each parameter: this one first.
+                inner = ".base_layer" if end == "gate_up_proj" else ""
+                modules[stem + inner] = Module(*shape[1:], number=shape[0])
+    return {
+        name: module
+        for name, module in modules.items()
+        if UNREACHED.keys().isdisjoint(name.split("."))
+    }
+
+
+def local_folder(path: str) -> Path | None:
+    """Where an adapter is on this machine; ``None`` for the name of a repository, which vLLM fetches."""
+    folder = Path(path).expanduser()
+    looks_like_a_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None
+    return None if looks_like_a_name and not folder.exists() else folder
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _read_config(folder: Path) -> Any:
+    """vLLM's reading of an adapter's configuration, which was checked."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if not folder.is_dir():
+        raise _MisfitError(f"there is no such folder; {_GIVE}")
+    path = folder / _CONFIG
+    if not path.is_file():
+        raise _MisfitError(f"it has no {_CONFIG}; {_GIVE}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _MisfitError(f"{_CONFIG} is not valid JSON ({error}); {_AGAIN}") from None
+    if not isinstance(config, dict):
+        raise _MisfitError(f"{_CONFIG} must hold a JSON object; {_AGAIN}")
+
+    def check(key: str, fits: bool, what: str) -> None:
+        if not fits:
+            raise _MisfitError(f"{_CONFIG}: {key}={config.get(key)!r} must be {what}")
+
+    def is_positive(value: Any, *kinds: type) -> bool:
+        return type(value) in kinds and value > 0
+
+    check("peft_type", config.get("peft_type") == "LORA", '"LORA", the kind that is served')
+    check("r", is_positive(config.get("r"), int), "an integer of at least 1")
+    check("lora_alpha", is_positive(config.get("lora_alpha"), int, float), "a number above 0")
+    for key, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
+        pattern = config.get(key) or {}
+        is_right = isinstance(pattern, dict) and all(
+            is_positive(value, *kinds) for value in pattern.values()
+        )
+        check(key, is_right, "an object of numbers above 0")
+    check("bias", config.get("bias", "none") == "none", '"none": biases are not adapted')
+    for key in _UNSUPPORTED:
+        check(key, not config.get(key), "left out, false or empty: it is not served")
+    start = config.get("init_lora_weights", True)
+    check(
+        "init_lora_weights",
+        not isinstance(start, str) or start.lower() in _PLAIN_STARTS,
+        "one that leaves the model's own weights as they are; convert the adapter with PEFT's "
+        "path_initial_model_for_weight_conversion",
+    )
+    return PEFTHelper.from_dict({"target_modules": [], **config})
+
+
+def _read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
+    """By module, its tensors ``"A"`` and ``"B"``."""
+    path = folder / _WEIGHTS
+    if not path.is_file():
+        raise _MisfitError(f"it has no {_WEIGHTS}; {_GIVE}")
+    if problem := file_problem(path):
+        raise _MisfitError(f"{_WEIGHTS} {problem}; {_AGAIN}")
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for tensor in stored_tensors([path]):
+        match = _TENSOR.match(tensor.name)
+        if match is None:
+            raise _MisfitError(
+                f"{_WEIGHTS} holds {tensor.name}, which is no matrix of a LoRA adapter; train it "
+                "without modules_to_save, embeddings, biases and DoRA"
+            )
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    if not pairs:
+        raise _MisfitError(f"{_WEIGHTS} holds no tensors; {_AGAIN}")
+    return pairs
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more modules" if rest > 0 else "")

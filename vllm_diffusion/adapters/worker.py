@@ -1,0 +1,70 @@
+"""LoRA adapters in a worker: vLLM's manager, which checks an adapter before it reads its weights."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.v1.worker import lora_model_runner_mixin
+
+from vllm_diffusion.adapters.rules import AdapterRules
+from vllm_diffusion.replacement import replace
+
+
+class Adaptable:
+    """What a model says of its adapters.
+
+    Attributes:
+        embedding_modules: None: the vocabulary is streamed through the checkpoint's own matrices.
+        adapter_manager: Puts adapters on its layers.
+        adapter_weights: How it reads one.
+    """
+
+    embedding_modules: ClassVar[dict[str, str]] = {}
+    adapter_manager: ClassVar[type[LRUCacheLoRAModelManager]] = LRUCacheLoRAModelManager
+    adapter_weights: ClassVar[type[LoRAModel]] = LoRAModel
+
+
+def install() -> None:
+    """Have vLLM's model runner make our manager for diffusion models. Safe to call twice.
+
+    It makes one when it has made the model.
+    """
+    replace(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", _checking_where_there_are_rules)
+
+
+def _checking_where_there_are_rules(stock: Any) -> Any:
+    def make_manager(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        has_rules = getattr(vllm_config.model_config, "adapter_rules", None) is not None
+        return (CheckingAdapterManager if has_rules else stock)(vllm_config, *args, **kwargs)
+
+    return make_manager
+
+
+class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
+    """The adapters of one worker."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, *args: Any) -> None:
+        super().__init__(vllm_config, device, *args)
+        self._rules: AdapterRules = vllm_config.model_config.adapter_rules
+
+    def create_lora_manager(self, model: nn.Module, vllm_config: VllmConfig) -> Any:
+        self._manager_cls = model.adapter_manager
+        self._lora_model_cls = model.adapter_weights
+        return super().create_lora_manager(model, vllm_config)
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        """As vLLM's.
+
+        Raises:
+            ValueError: If the adapter does not fit; nothing of it is loaded then.
+        """
+        self._rules.check(get_adapter_absolute_path(lora_request.lora_path))
+        return super()._load_adapter(lora_request)

@@ -1,0 +1,61 @@
+"""What LoRA adapters may be, decided when a checkpoint is configured with ``--enable-lora``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.adapters import door
+from vllm_diffusion.adapters.rules import AdapterRules, adapted_modules
+from vllm_diffusion.quantization.tensor_rules import TensorRules
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
+    """Put the rules of adapters where the door and the workers find them; nothing without the option.
+
+    Args:
+        vllm_config: Its model's configuration is given ``adapter_rules``.
+        tensors: Of the checkpoint.
+
+    Raises:
+        ValueError: Naming ``--lora-modules``, if one of its adapters does not fit.
+    """
+    lora_config = vllm_config.lora_config
+    if lora_config is None:
+        return
+    targets = lora_config.target_modules
+    rules = vllm_config.model_config.adapter_rules = AdapterRules(
+        adapted_modules(tensors, vllm_config.model_config.hf_config),
+        max_rank=lora_config.max_lora_rank,
+        target_modules=None if targets is None else tuple(targets),
+        no_experts=_why_no_experts(vllm_config),
+    )
+    door.check_command_line(rules)
+    door.install()
+
+
+def _why_no_experts(vllm_config: VllmConfig) -> str:
+    """On a GPU vLLM's own layers say what they serve."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    if vllm_config.model_config.model_arch_config.quantization_config is not None:
+        return (
+            "experts of a quantised checkpoint are not adapted on the CPU; train the adapter without "
+            "them, or serve the checkpoint in BF16"
+        )
+    parallel = vllm_config.parallel_config
+    if vllm_config.lora_config.fully_sharded_loras and parallel.tensor_parallel_size > 1:
+        return (
+            "experts are not adapted with --fully-sharded-loras on the CPU; leave the option out, or "
+            "train the adapter without them"
+        )
+    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+        return (
+            "experts that several engines share are not adapted on the CPU; leave "
+            "--enable-expert-parallel or --data-parallel-size out"
+        )
+    return ""
