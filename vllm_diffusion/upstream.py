@@ -410,6 +410,14 @@ TABLE: tuple[Symbol, ...] = (
             "reset_prefix_cache",
         )
     ),
+    *(
+        Symbol(_SCHEDULER + name, Use.SUBCLASSED, reason)
+        for name, reason in (
+            ("add_request", "Refuses what would load another prompt's blocks."),
+            ("_update_waiting_for_remote_kv", "Loaded tokens that fill no block are given ones."),
+            ("_connector_finished", "A connector is offered final keys and values alone."),
+        )
+    ),
     Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
     *(

@@ -411,9 +411,9 @@ KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
         (
             {
                 "kv_transfer_config": {
-                    "kv_connector": "ExampleConnector",
+                    "kv_connector": "MemoryConnector",
                     "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"shared_storage_path": "unused"},
+                    "kv_connector_module_path": "tests.support.memory_connector",
                 },
                 "language_model_only": True,
             },

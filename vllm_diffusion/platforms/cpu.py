@@ -75,6 +75,11 @@ class DiffusionCpuPlatform(CpuPlatform):
         return nodes[device_id % len(nodes)]
 
     @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        """None that NIXL may bind the engine to: it takes the cores named here from everything else."""
+        return []
+
+    @classmethod
     def get_device_communicator_cls(cls) -> str:
         return "vllm_diffusion.platforms.cpu_communicator.OrderedCpuCommunicator"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.replacement import replace
-from vllm_diffusion.requests import number_bounds, payload_bounds
+from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
 from vllm_diffusion.requests.params import (
     CanvasParams,
     RequestParamError,
@@ -136,11 +136,7 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             "others, or leave min_tokens out.",
             params.allowed_token_ids,
         )
-    for field in ("kv_transfer_params", "ec_transfer_params"):
-        value = (params.extra_args or {}).get(field)
-        # vLLM's protocol checks its own fields of these names, and not those within vllm_xargs.
-        if value is not None and not isinstance(value, Mapping):
-            _refuse(field, f"must be a mapping; got {reprlib.repr(value)}.")
+    _check_transfers(params, model_config)
     for field, reason in payload_bounds.text_problems(params):
         _refuse(field, reason)
     for field, reason, value in number_bounds.sampling_problems(params):
@@ -168,6 +164,20 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     if spec.rule.commit_verifies:
         _check_verified(params)
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
+
+
+def _check_transfers(params: Any, model_config: Any) -> None:
+    """vLLM's protocol checks its own fields of these names, and not those within vllm_xargs."""
+    extra = params.extra_args or {}
+    value = extra.get("ec_transfer_params")
+    if value is not None and not isinstance(value, Mapping):
+        _refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
+    value = extra.get("kv_transfer_params")
+    transfer_config = getattr(model_config, "kv_transfer_config", None)
+    if value is not None and (
+        problem := transfer_params.form_problem(value, params.n, transfer_config)
+    ):
+        _refuse(*problem)
 
 
 def _check_verified(params: Any) -> None:

@@ -16,7 +16,6 @@ from vllm.v1.core.sched.diffusion_scheduler import (
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -34,6 +33,7 @@ from vllm_diffusion.scheduling.constrained_canvas import (
     constraint_names,
     is_constrained,
 )
+from vllm_diffusion.scheduling.kv_transfer import KVTransferMixin
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode
@@ -44,7 +44,7 @@ logger = init_logger(f"vllm.{__name__}")
 _TOKENS_IN_FLIGHT = 2
 
 
-class WholeCanvasMixin(Scheduler):
+class WholeCanvasMixin(KVTransferMixin):
     """Placed before a stock scheduler: see the module's docstring."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -120,6 +120,8 @@ class WholeCanvasMixin(Scheduler):
         )
         if self.spec.is_aligned:
             return self._block_rows(request, num_computed_tokens, num_known, num_new_tokens)
+        if self.is_prefilled_only(request):
+            return min(num_new_tokens, num_known)
         return self._canvas_rows(request, num_computed_tokens, num_known, num_new_tokens)
 
     def _canvas_rows(
@@ -165,6 +167,8 @@ class WholeCanvasMixin(Scheduler):
             and num_new_tokens >= num_to_encode + length
         )
         has_room = num_computed_tokens + num_rows + length <= self.max_model_len
+        if self.is_prefilled_only(request):
+            has_canvas = False
         if has_canvas and has_room and num_rows + length <= self._num_rows_left:
             num_rows += length
             self._canvas_of_blocks.add(request.request_id)

@@ -31,6 +31,7 @@ from vllm_diffusion.settings.plugin_settings import (
 )
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.adapters import choose_adapter_rules
+from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.media_budget import check_media_budget
 from vllm_diffusion.startup.unsupported_options import check_options
 
@@ -158,10 +159,12 @@ class BlockDiffusionEngineConfig:
         request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
         # Known wherever the configuration goes: at the door, in the scheduler and in the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
+        vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
         _check_mask(vllm_config.model_config, spec)
         _check_blocks(vllm_config, spec)
         _check_block_causal(vllm_config, spec)
         check_options(vllm_config)
+        check_kv_connectors(vllm_config)
         _check_sizes(vllm_config)
         check_media_budget(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
@@ -432,11 +435,15 @@ def _choose_retention(vllm_config: VllmConfig) -> None:
             f"{OPTION}: keep_last_canvas keeps it in the prefix cache, which is off; leave "
             "--no-enable-prefix-caching or keep_last_canvas out."
         )
-    if vllm_config.kv_transfer_config is not None or vllm_config.ec_transfer_config is not None:
+    if (
+        vllm_config.kv_transfer_config is not None
+        or vllm_config.ec_transfer_config is not None
+        or cache_config.kv_offloading_size is not None
+    ):
         raise ValueError(
             f"{OPTION}: keep_last_canvas encodes behind the answer, and a connector takes the cache "
-            "with the answer; leave --kv-transfer-config and --ec-transfer-config, or "
-            "keep_last_canvas, out."
+            "with the answer; leave --kv-transfer-config, --ec-transfer-config and "
+            "--kv-offloading-size, or keep_last_canvas, out."
         )
     if cache_config.prefix_cache_retention_interval == 0:
         cache_config.prefix_cache_retention_interval = None

@@ -90,15 +90,6 @@ def _targets_out_of_reach(vllm_config: VllmConfig) -> list[str]:
     return [name for name in targets if not UNREACHED.keys().isdisjoint(name.split("."))]
 
 
-def _takes_embeddings_from_a_connector(vllm_config: VllmConfig) -> bool:
-    """vLLM then switches --enable-mm-embeds on by itself, after it has asked us."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or not transfer.is_kv_consumer:
-        return False
-    has_images = vllm_config.model_config.multimodal_config is not None
-    return has_images and not _images(vllm_config, "language_model_only")
-
-
 def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -154,7 +145,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--mm-encoder-only": lambda config: config.is_mm_encoder_only,
     "--ec-transfer-config": lambda config: config.ec_transfer_config,
-    "--kv-transfer-config": _takes_embeddings_from_a_connector,
     "--enable-mm-embeds": lambda config: _images(config, "enable_mm_embeds"),
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
     "--enable-return-routed-experts": lambda config: config.aux_output_config.enabled,

@@ -1,0 +1,69 @@
+"""vLLM's offloading of the KV cache: what the next turn of a chat loads is what it would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.prompts import prompt_of
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TracedEngine]:
+    engine = TracedEngine(
+        random_checkpoint(tmp_path_factory.mktemp("random")),
+        language_model_only=True,
+        async_scheduling=request.param == "asynchronous",
+        additional_config={"diffusion": {"fused_encode": request.param == "fused"}},
+        kv_transfer_config={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TorchOffloadingSpec",
+                "spec_module_path": "tests.support.torch_offloading",
+                "cpu_bytes_to_use": 64 * 1024**2,
+            },
+        },
+    )
+    yield engine
+    engine.close()
+
+
+def settle(engine: TracedEngine) -> None:
+    """Let the stores of finished requests be made."""
+    while engine.scheduler.has_requests():
+        engine.llm.llm_engine.step()
+
+
+def turn(engine: TracedEngine, prompt: list[int], num_tokens: int) -> Any:
+    params = engine.sampling_params(seed=len(prompt), max_tokens=num_tokens, ignore_eos=True)
+    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)
+    settle(engine)
+    return output
+
+
+@pytest.mark.parametrize(("length", "num_tokens"), [(21, 70), (32, 64), (90, 96), (33, 31)])
+def test_next_turn(length: int, num_tokens: int, engine: TracedEngine) -> None:
+    """The same tokens from what was stored as from a cache that is empty."""
+    scheduler = engine.scheduler
+    first = turn(engine, prompt_of(length), num_tokens)
+    chat = prompt_of(length) + list(first.outputs[0].token_ids) + prompt_of(40, 1)
+    # Of the engine alone.
+    assert scheduler.reset_prefix_cache()
+    loaded = turn(engine, chat, 64)
+    assert scheduler.reset_prefix_cache(reset_connector=True)
+    computed = turn(engine, chat, 64)
+    assert list(loaded.outputs[0].token_ids) == list(computed.outputs[0].token_ids)
+    assert computed.num_cached_tokens == 0
+    # Whole blocks of the prompt at least, and of the canvases that were encoded.
+    assert loaded.num_cached_tokens >= (length + num_tokens - 32) // BLOCK * BLOCK

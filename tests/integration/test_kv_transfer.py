@@ -1,0 +1,194 @@
+"""Prompts prefilled by one engine and denoised by another, and what a connector is offered.
+
+Both engines are one here: see ``tests/support/memory_connector.py``. Two servers are in
+``tests/end_to_end/test_disaggregated.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.families.cases import CASES
+from tests.support.memory_connector import Kept, MemoryConnector
+from tests.support.prompts import prompt_of
+from vllm_diffusion.metrics import request_metrics
+
+pytestmark = pytest.mark.engine
+
+# Below a block of the cache, at its end, beyond it, several windows, and more than a pass holds.
+LENGTHS = (1, 15, 16, 33, 90, 150)
+# Canvases that end with the answer, and that it cuts.
+NUM_TOKENS = 70
+PREFILL = {"kv_transfer_params": {"do_remote_decode": True}}
+# One for each way in which canvases lie, and the one whose rows are routed by block.
+MASKED = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
+
+
+class Engine:
+    """An engine whose connector keeps what requests leave."""
+
+    def __init__(self, family: str, folder: Path, *, is_asynchronous: bool) -> None:
+        options: dict[str, Any] = {"max_model_len": 256}
+        if family in CASES:
+            checkpoint = CASES[family].make().save(folder)
+            options |= CASES[family].options
+        else:
+            checkpoint = random_checkpoint(folder)
+        self.traced = TracedEngine(
+            checkpoint,
+            language_model_only=True,
+            async_scheduling=is_asynchronous,
+            max_num_batched_tokens=128,
+            # So that nothing but the connector brings a prompt.
+            enable_prefix_caching=False,
+            kv_transfer_config={
+                "kv_connector": "MemoryConnector",
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "tests.support.memory_connector",
+                "kv_load_failure_policy": "recompute",
+            },
+            **options,
+        )
+        self.spec = self.traced.state.spec
+
+    def generate(self, lengths: tuple[int, ...], extra: list[dict[str, Any]]) -> list[Any]:
+        """Finished requests, all in one batch."""
+        params = [
+            self.traced.sampling_params(
+                seed=length,
+                temperature=1.0,
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+                extra_args=each,
+            )
+            for length, each in zip(lengths, extra, strict=True)
+        ]
+        return self.run([prompt_of(length) for length in lengths], params)
+
+    def run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+        outputs = self.traced.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+        # The connector takes what finished requests left when the engine runs next.
+        while self.traced.scheduler.requests:
+            self.traced.llm.llm_engine.step()
+        return outputs
+
+    def plain(self, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
+        return self.generate(lengths, [{}] * len(lengths))
+
+    def num_prefilled(self, length: int) -> int:
+        """Tokens of a prompt that are final before its first canvas is."""
+        return length - self.spec.num_given(length)
+
+    def handed_over(self, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
+        """What loads these prompts; nothing of them was denoised."""
+        outputs = self.generate(lengths, [PREFILL] * len(lengths))
+        for length, output in zip(lengths, outputs, strict=True):
+            (completion,) = output.outputs
+            assert (list(completion.token_ids), completion.finish_reason) == ([], "length")
+            assert (output.kv_transfer_params is None) == (self.num_prefilled(length) == 0)
+            if output.kv_transfer_params is not None:
+                taken = request_metrics(output)
+                assert (taken.encode_rows, taken.canvas_rows) == (self.num_prefilled(length), 0)
+        return [{"kv_transfer_params": output.kv_transfer_params} for output in outputs]
+
+    def num_loaded(self, length: int) -> int:
+        """Tokens of a prompt that are not computed again: stock computes the last one in any case."""
+        unit = self.spec.length if self.spec.is_aligned else 1
+        return (length - 1) // unit * unit
+
+
+def _parameters() -> Iterator[Any]:
+    for order in ("synchronous", "asynchronous"):
+        yield pytest.param(("gemma", order), id=order)
+        for family in MASKED:
+            yield pytest.param((family, order), id=f"{family}-{order}", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=_parameters())
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    family, order = request.param
+    engine = Engine(
+        family, tmp_path_factory.mktemp("model"), is_asynchronous=order == "asynchronous"
+    )
+    yield engine
+    engine.traced.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    MemoryConnector.kept.clear()
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_tokens(engine: Engine) -> None:
+    """As of one engine, alone and in batches; no row of a prompt runs that need not."""
+    plain = engine.plain()
+    assert tokens(engine.generate(LENGTHS, engine.handed_over())) == tokens(plain)
+    for length, expected in zip(LENGTHS, plain, strict=True):
+        (alone,) = engine.generate((length,), engine.handed_over((length,)))
+        assert tokens([alone]) == tokens([expected])
+        taken, of_one = request_metrics(alone), request_metrics(expected)
+        assert taken.encode_rows == of_one.encode_rows - engine.num_loaded(length)
+        assert taken.denoise_steps_per_canvas == of_one.denoise_steps_per_canvas
+
+
+def test_failed_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is prefilled here after all."""
+    plain = engine.plain()
+    extra = engine.handed_over()
+    monkeypatch.setattr(MemoryConnector, "failing", True)
+    failed = engine.generate(LENGTHS, extra)
+    assert tokens(failed) == tokens(plain)
+    rows = [[request_metrics(one).encode_rows for one in outputs] for outputs in (failed, plain)]
+    assert rows[0] == rows[1]
+
+
+def test_offered_keys_and_values(engine: Engine) -> None:
+    """Of an answered request a connector is offered what a fresh prefill writes, and no noise."""
+    outputs = engine.plain()
+    offered = list(MemoryConnector.kept.values())
+    assert len(offered) == len(LENGTHS)
+    for length, output in zip(LENGTHS, outputs, strict=True):
+        text = prompt_of(length) + list(output.outputs[0].token_ids)
+        (kept,) = [one for one in offered if one.tokens[:length] == text[:length]]
+        assert kept.tokens == text[: len(kept.tokens)]
+        assert kept.num_hashed <= len(kept.tokens)
+        # All but the last canvas, at least.
+        assert len(kept.tokens) > len(text) - 2 * engine.spec.length
+        num_final = engine.num_prefilled(len(kept.tokens))
+        MemoryConnector.kept.clear()
+        params = engine.traced.sampling_params(max_tokens=1, extra_args=PREFILL)
+        engine.run([kept.tokens[:num_final]], [params])
+        (fresh,) = MemoryConnector.kept.values()
+        assert fresh.tokens == kept.tokens[:num_final]
+        assert_same(kept, fresh, num_final)
+
+
+def assert_same(kept: Kept, fresh: Kept, num_tokens: int) -> None:
+    for name, found in kept.layers.items():
+        size = found.shape[2]
+        ids = zip(kept.block_ids[name], fresh.block_ids[name], strict=False)
+        # Blocks that left the window were given back.
+        live = [i for i, both in enumerate(ids) if all(both)]
+        assert live
+        for i in live:
+            rows, expected = (
+                blocks[i, :, : num_tokens - i * size] for blocks in (found, fresh.layers[name])
+            )
+            torch.testing.assert_close(
+                rows, expected, msg=lambda text, at=(name, i): f"{at}: {text}"
+            )

@@ -1,0 +1,159 @@
+"""``kv_transfer_params`` of a request: what two engines tell each other, by way of a proxy.
+
+vLLM takes them for what its own engines wrote. One that is missing leaves a request waiting for ever,
+and one of another type ends the engine.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Connectors whose parameters are known here: those of NIXL that read.
+_NIXL = ("NixlConnector", "NixlPullConnector")
+_NIXL_NEEDS = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "tp_size",
+)
+
+
+def _is_integer(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_size(value: Any) -> bool:
+    return _is_integer(value, 1)
+
+
+def _is_port(value: Any) -> bool:
+    return _is_integer(value, 1) and value < 65536
+
+
+def _is_blocks(value: Any) -> bool:
+    return bool(value) and _is_list(value) and all(map(_is_block_ids, value))
+
+
+def _is_block_ids(value: Any) -> bool:
+    return _is_list(value) and all(_is_integer(block) and block < 2**31 for block in value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_time(value: Any) -> bool:
+    return _is_integer(value) or isinstance(value, float)
+
+
+# What values must be, and of which parameters.
+_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("true or false", _is_flag, ("do_remote_prefill", "do_remote_decode")),
+    ("a string", _is_name, ("remote_engine_id", "remote_request_id", "remote_host")),
+    ("a port", _is_port, ("remote_port",)),
+    ("a list of lists of block ids", _is_blocks, ("remote_block_ids",)),
+    ("an integer of at least 1", _is_size, ("tp_size", "dcp_size", "pp_size")),
+    (
+        "an integer of at least 0",
+        _is_integer,
+        ("remote_num_tokens", "remote_registration_generation"),
+    ),
+    ("a number", _is_time, ("remote_blocks_expiry_time",)),
+)
+
+
+def reads_by_nixl(kv_transfer_config: Any) -> bool:
+    """Whether a server reads the parameters that are known here.
+
+    Args:
+        kv_transfer_config: vLLM's; ``None`` without a connector.
+    """
+    return kv_transfer_config is not None and any(map(kv_transfer_config.has_connector, _NIXL))
+
+
+def form_problem(params: Any, num_answers: int, kv_transfer_config: Any) -> tuple[str, str] | None:
+    """What is wrong with parameters by themselves.
+
+    Args:
+        params: Of a request.
+        num_answers: Its ``n``.
+        kv_transfer_config: vLLM's, of the server; ``None`` without a connector.
+
+    Returns:
+        The field and what is wrong with it, or ``None``.
+    """
+    if not isinstance(params, Mapping):
+        return "kv_transfer_params", f"must be a mapping; got {reprlib.repr(params)}."
+    if not reads_by_nixl(kv_transfer_config):
+        return None
+    for kind, is_kind, names in _KINDS:
+        for name in names:
+            if (value := params.get(name)) is not None and not is_kind(value):
+                return f"kv_transfer_params.{name}", f"must be {kind}; got {reprlib.repr(value)}."
+    loads, hands_over = params.get("do_remote_prefill"), params.get("do_remote_decode")
+    if loads and hands_over:
+        return (
+            "kv_transfer_params.do_remote_decode",
+            "cannot be combined with do_remote_prefill: the prompt is prefilled here or elsewhere.",
+        )
+    missing = [name for name in _NIXL_NEEDS if params.get(name) is None]
+    if loads and missing:
+        return (
+            f"kv_transfer_params.{missing[0]}",
+            "is missing; send what the prefilling server's response has in kv_transfer_params.",
+        )
+    if (loads or hands_over) and num_answers > 1:
+        return (
+            "n",
+            "must be 1 with kv_transfer_params, which are of one request; send as many requests, or "
+            "leave kv_transfer_params out.",
+        )
+    return None
+
+
+def agreement_problem(
+    params: Mapping[str, Any],
+    *,
+    num_prefilled: int,
+    num_groups: int,
+    loading: Iterable[str | None],
+) -> str | None:
+    """Why blocks of another engine cannot be a request's prompt; ``None`` if they can.
+
+    Args:
+        params: Of the request, without a problem of form.
+        num_prefilled: Tokens of its prompt that are prefilled before its canvas.
+        num_groups: Groups of cached layers of this engine.
+        loading: ``remote_request_id`` of this engine's requests.
+    """
+    if (num_remote := params.get("remote_num_tokens")) is not None and (
+        num_remote != num_prefilled
+    ):
+        return (
+            f"kv_transfer_params.remote_num_tokens is {num_remote}, and this prompt is prefilled "
+            f"up to token {num_prefilled}: the prefilling server was sent another one"
+        )
+    blocks = params.get("remote_block_ids")
+    if blocks is not None and len(blocks) != num_groups:
+        return (
+            f"kv_transfer_params.remote_block_ids has {len(blocks)} lists, and this model has "
+            f"{num_groups}: the prefilling server has another model, or other options"
+        )
+    if (remote := params.get("remote_request_id")) is not None and remote in loading:
+        return (
+            "kv_transfer_params.remote_request_id is that of a request which is being answered: a "
+            "prefilled prompt is taken once"
+        )
+    return None
