@@ -19,6 +19,9 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 # vLLM's own for every other model.
 _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
+_WEIGHT_TRANSFER_WORKER = "vllm_diffusion.training.worker_engine:SafetensorsWeightTransferEngine"
+_WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.training.trainer_engine:SafetensorsTrainerEngine"
+
 
 def register() -> None:
     """Register the start-up checks and model class of every family, and what they share.
@@ -68,9 +71,27 @@ def _register_shared() -> Exception | None:
         door.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         request_capacity.install()
+        _register_weight_transfer()
     except Exception as error:
         return error
     return None
+
+
+def _register_weight_transfer() -> None:
+    """New weights from files, beside vLLM's transfers between GPUs. Safe to call twice."""
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    from vllm_diffusion.startup.unsupported_options import WEIGHT_TRANSFER
+
+    for factory, path in (
+        (WeightTransferEngineFactory, _WEIGHT_TRANSFER_WORKER),
+        (WeightTransferTrainerFactory, _WEIGHT_TRANSFER_TRAINER),
+    ):
+        if WEIGHT_TRANSFER not in factory._registry:
+            factory.register_engine(WEIGHT_TRANSFER, *path.split(":"))
 
 
 def _register_config(path: str) -> None:

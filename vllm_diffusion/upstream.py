@@ -525,6 +525,49 @@ TABLE: tuple[Symbol, ...] = (
         needs="ray",
     ),
     Symbol(
+        "vllm.platforms.interface:Platform.is_sleep_mode_available",
+        Use.SUBCLASSED,
+        "A CPU gives memory back too.",
+    ),
+    *(
+        Symbol(
+            f"vllm.v1.worker.cpu_worker:CPUWorker.{name}",
+            Use.SUBCLASSED,
+            "Gives memory back, where vLLM's does nothing.",
+        )
+        for name in ("sleep", "wake_up", "discard")
+    ),
+    *(
+        Symbol(
+            f"vllm.distributed.weight_transfer.factory:{factory}._registry",
+            Use.CALLED,
+            "Asked whether the transfer of files is registered, since a second time is an error.",
+        )
+        for factory in ("WeightTransferEngineFactory", "WeightTransferTrainerFactory")
+    ),
+    *(
+        Symbol(
+            f"vllm.distributed.weight_transfer.base:{name}",
+            Use.SUBCLASSED,
+            "The transfer of files.",
+        )
+        for name in (
+            "WeightTransferEngine.update_weights",
+            "WeightTransferEngine.start_weight_update",
+            "WeightTransferEngine.finish_weight_update",
+            "TrainerWeightTransferEngine.send_weights",
+            "WeightSource.iter_full",
+        )
+    ),
+    *(
+        Symbol(
+            f"vllm.model_executor.model_loader.reload:{name}",
+            Use.CALLED,
+            "Loads quantised layers, and those of a GPU, anew where they are.",
+        )
+        for name in ("initialize_layerwise_reload", "finalize_layerwise_reload")
+    ),
+    Symbol(
         "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
         Use.SUBCLASSED,
         "Its sums over ranks, so that a row rounds alike wherever it lies in a batch.",

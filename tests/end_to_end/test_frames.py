@@ -110,9 +110,13 @@ def test_interval_fields_and_step_map(server: Server) -> None:
         messages=MESSAGES,  # type: ignore[arg-type]
         max_tokens=70,
         seed=5,
-        extra_body={"vllm_xargs": {"diffusion_step_map": 1}},
+        extra_body={"vllm_xargs": {"diffusion_step_map": 1, "diffusion_trace": 1}},
     )
     assert whole.choices[0].model_extra["diffusion_step_map"] == steps
+    trace = whole.choices[0].model_extra["diffusion_trace"]
+    frames = [f for f in stream.frames if f["is_last"]]
+    assert [rows[-1] for rows in trace] == [f["token_ids"] for f in frames]
+    assert [len(rows) - 1 for rows in trace] == [f["step"] for f in frames]
     assert len(steps) == whole.usage.completion_tokens
 
 
@@ -123,6 +127,15 @@ def test_interval_fields_and_step_map(server: Server) -> None:
         ("chat/completions", {"vllm_xargs": {"diffusion_frames": 1}}, "diffusion_frames"),
         ("chat/completions", {"stream": True, "diffusing": "yes"}, "diffusing"),
         ("completions", {"prompt": "x", "diffusing": True}, "diffusion_frames"),
+        *(
+            (path, fields | {"vllm_xargs": {"diffusion_trace": 1}}, "diffusion_trace")
+            for path, fields in (
+                ("chat/completions", {"stream": True}),
+                ("responses", {"input": "x"}),
+                ("chat/completions/batch", {"messages": [MESSAGES]}),
+                ("messages", {}),
+            )
+        ),
         ("responses", {"input": "x", "diffusing": True}, "diffusing"),
         (
             "responses",

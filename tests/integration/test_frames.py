@@ -95,6 +95,10 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
             replayed = steps_that_decided(canvases, has_mask=False)
             num_tokens = len(completion.token_ids)
             assert list(completion.diffusion_step_map) == replayed[:num_tokens]
+            # Of a canvas what each step began from, and what is committed.
+            for rows, frames in zip(completion.diffusion_trace, canvases, strict=True):
+                assert len(rows) == len(frames) + 1
+                assert tuple(rows[-1]) == frames[-1].token_ids
             metrics, usual = request_metrics(completion), request_metrics(expected)
             assert metrics is not None
             assert metrics.denoise_steps_per_canvas == tuple(len(frames) for frames in canvases)
@@ -118,6 +122,22 @@ def test_entropy(engine: TracedEngine, prompts: list[list[int]]) -> None:
         logprobs = (record.logits.double() / temperature).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).nansum(-1)
         assert frame.entropy == pytest.approx(entropy.tolist(), abs=2e-4)
+
+
+def test_trace(engine: TracedEngine, prompts: list[list[int]]) -> None:
+    """What every pass began from, canvas by canvas, and nothing without asking."""
+    for prompt in prompts[:3]:
+        with engine.recording() as passes:
+            params = params_of({"temperature": 1.3}, {"diffusion_trace": True})
+            output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        completion = output[0].outputs[0]
+        assert not hasattr(completion, "diffusion_step_map")
+        began_from = [record.canvas.tolist() for record in passes if not record.encoding]
+        traced = [row for rows in completion.diffusion_trace for row in rows[:-1]]
+        # An asynchronous pass of a canvas that nobody wanted any more may follow.
+        assert traced == began_from[: len(traced)]
+        committed = [token for rows in completion.diffusion_trace for token in rows[-1]]
+        assert committed[: len(completion.token_ids)] == list(completion.token_ids)
 
 
 def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> None:
@@ -191,6 +211,7 @@ def test_preempted(asynchronous: bool) -> None:
         completion = output.outputs[0]
         assert completion.token_ids == expected.token_ids
         assert completion.diffusion_step_map == expected.diffusion_step_map
+        assert completion.diffusion_trace == expected.diffusion_trace
         replayed = steps_that_decided(watched.canvases(i), has_mask=False)
         assert list(completion.diffusion_step_map) == replayed[: len(completion.token_ids)]
 
@@ -204,6 +225,8 @@ def test_preempted(asynchronous: bool) -> None:
         ({"diffusion_frame_fields": ["kept"]}, "diffusion_frame_fields"),
         ({"diffusion_step_map": 2}, "diffusion_step_map"),
         ({"diffusion_step_map": 1, "diffusion_read_only": 1}, "diffusion_step_map"),
+        ({"diffusion_trace": "all"}, "diffusion_trace"),
+        ({"diffusion_trace": 1, "diffusion_read_only": 1}, "diffusion_trace"),
     ],
 )
 def test_refused(engine: TracedEngine, extra_args: dict[str, Any], field: str) -> None:

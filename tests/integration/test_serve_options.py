@@ -36,7 +36,6 @@ def test_refused(row: OptionRow) -> None:
 @pytest.mark.parametrize(
     ("name", "part", "setting"),
     [
-        ("--enable-sleep-mode", "model_config", "enable_sleep_mode"),
         ("--enable-eplb", "parallel_config", "enable_eplb"),
     ],
 )

@@ -11,6 +11,7 @@ EVERY_FIELD = {
     "diffusion_frames": 1,
     "diffusion_frame_fields": ["token_ids", "kept", "entropy"],
     "diffusion_step_map": True,
+    "diffusion_trace": True,
 }
 
 
@@ -77,3 +78,22 @@ def steps_that_decided(
             decided[0] = 0
         result += decided
     return result
+
+
+def steps_of_trace(trace: list[list[list[int]]], num_given: int) -> list[int]:
+    """The step that decided each token of a model with a mask: the last that changed it.
+
+    Args:
+        trace: Of an answer.
+        num_given: Known tokens that its first canvas begins with.
+    """
+    result: list[int] = []
+    for rows in trace:
+        decided = [0] * len(rows[0])
+        for step, (before, after) in enumerate(zip(rows, rows[1:], strict=False), 1):
+            decided = [
+                step if old != new else last
+                for old, new, last in zip(before, after, decided, strict=True)
+            ]
+        result += decided
+    return result[num_given:]

@@ -22,6 +22,7 @@ class CanvasView(NamedTuple):
         step: Steps that it has taken, this one among them.
         max_steps: The step cap.
         num_emitted: Tokens of it that the pass emitted; 0 before it is done.
+        began_from: [num_rows], int32, what the pass began from, known tokens first.
         tokens: [P], int32, what it would commit.
         kept: [P], bool, positions that enter the next step, or are committed, as they are.
         decided_step: [P], int32, the step that last wrote each position: 1 is the first, 0 the pass
@@ -34,6 +35,7 @@ class CanvasView(NamedTuple):
     step: int
     max_steps: int
     num_emitted: int
+    began_from: np.ndarray
     tokens: np.ndarray
     kept: np.ndarray
     decided_step: np.ndarray
@@ -42,6 +44,7 @@ class CanvasView(NamedTuple):
 
 def pack(
     output: StepOutput,
+    began_from: Tensor,
     num_rows: Tensor,
     max_steps: Tensor,
     entropy: Tensor,
@@ -51,13 +54,14 @@ def pack(
 
     Args:
         output: Of the pass.
+        began_from: [R, C], int64, the canvases before it.
         num_rows: [R], int32, canvas rows of each slot in it.
         max_steps: [R], int32.
         entropy: [R, C], float32.
         slot: [n], int64.
 
     Returns:
-        [n, 7 + 4 * C], int32.
+        [n, 7 + 5 * C], int32.
     """
     numbers = (
         output.denoised,
@@ -69,6 +73,7 @@ def pack(
         output.num_emitted,
     )
     positions = (
+        began_from,
         output.tokens,
         output.kept,
         output.decided_step,
@@ -86,7 +91,7 @@ def pack(
 def unpack(row: np.ndarray) -> CanvasView:
     """One row of :func:`pack`, on the host."""
     denoised, done, step, max_steps, num_rows, num_given, num_emitted = row[:_NUMBERS].tolist()
-    tokens, kept, decided_step, entropy = row[_NUMBERS:].reshape(4, -1)
+    began_from, tokens, kept, decided_step, entropy = row[_NUMBERS:].reshape(5, -1)
     # The tokens begin with the first that is not known; the rest begins with the canvas.
     of_canvas = slice(num_given, num_rows)
     return CanvasView(
@@ -95,6 +100,7 @@ def unpack(row: np.ndarray) -> CanvasView:
         step=step,
         max_steps=max_steps,
         num_emitted=num_emitted,
+        began_from=began_from[:num_rows],
         tokens=tokens[: max(num_rows - num_given, 0)],
         kept=kept[of_canvas].astype(bool),
         decided_step=decided_step[of_canvas],

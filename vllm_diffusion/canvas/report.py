@@ -44,12 +44,15 @@ class RequestReport(msgspec.Struct, array_like=True):
     Attributes:
         frames: Canvases that are being denoised.
         step_map: The step that decided each token which the pass emitted, if that was asked for.
+        trace: Of the canvas that the pass emitted, if that was asked for: what each of its steps
+            began from, and what the last one left; known tokens first.
         passes: With tokens: for each pass since the last ones, causal rows, canvas rows, projected
             rows and emitted tokens.
     """
 
     frames: list[ReportedFrame] = []
     step_map: list[int] = []
+    trace: list[list[int]] = []
     passes: list[int] = []
 
     def encode(self) -> np.ndarray:

@@ -13,6 +13,8 @@ from vllm_diffusion.requests.params import Shown, parse_shown
 
 # Under which a finished output holds the steps that decided its tokens.
 STEP_MAP = "diffusion_step_map"
+# Under which it holds what each step of each canvas began from.
+TRACE = "diffusion_trace"
 # What is said of frames that were asked for elsewhere, behind the field's name.
 WHERE_FRAMES_ARE = (
     "is sent while an answer is written: set stream to true on /v1/chat/completions or "
@@ -40,6 +42,7 @@ class _Told:
         self.prompt_index = prompt_index
         self.num_canvases = 0
         self.steps: list[int] = []
+        self.trace: list[list[list[int]]] = []
         self.passes: list[int] = []
 
     def take(self, report: RequestReport, state: Any) -> None:
@@ -51,6 +54,8 @@ class _Told:
         """
         self.steps += report.step_map
         self.passes += report.passes
+        if report.trace:
+            self.trace.append(report.trace)
         if self.inbox is None:
             return
         for reported in report.frames:
@@ -131,6 +136,8 @@ def _with_what_was_told(stock: Any) -> Any:
             if told.shown.step_map:
                 num_tokens = self.detokenizer.num_output_tokens()
                 setattr(output, STEP_MAP, tuple(told.steps[:num_tokens]))
+            if told.shown.trace:
+                setattr(output, TRACE, told.trace)
         return output
 
     return new_completion_output
@@ -141,7 +148,7 @@ def _keeping_what_was_told(stock: Any) -> Any:
         stock(self, next_output, aggregate)
         mine = {completion.index: completion for completion in self.outputs}
         for completion in next_output.outputs:
-            for name in (METRICS, STEP_MAP):
+            for name in (METRICS, STEP_MAP, TRACE):
                 if hasattr(completion, name):
                     setattr(mine[completion.index], name, getattr(completion, name))
 

@@ -11,11 +11,16 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from vllm_diffusion.live.delivery import STEP_MAP, WHERE_FRAMES_ARE
+from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.watch import watch_async
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.params import parse_shown
+
+_WHERE_TRACES_ARE = (
+    "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
+    "leave it out."
+)
 
 
 def install() -> None:
@@ -59,6 +64,10 @@ def _without_frames(stock: Any) -> Any:
                 raise VLLMValidationError(
                     f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=value
                 )
+        if isinstance(xargs, dict) and xargs.get(TRACE):
+            raise VLLMValidationError(
+                f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=xargs[TRACE]
+            )
         return await stock(self, request, *args, **kwargs)
 
     return create
@@ -77,6 +86,10 @@ def _reading_diffusing(stock: Any) -> Any:
             )
         if diffusing:
             self.vllm_xargs = {"diffusion_frames": 1, **(self.vllm_xargs or {})}
+        if self.stream and (self.vllm_xargs or {}).get(TRACE):
+            raise VLLMValidationError(
+                f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=self.vllm_xargs[TRACE]
+            )
         return stock(self, *args, **kwargs)
 
     return to_sampling_params
@@ -219,7 +232,9 @@ def _completion_with_step_maps(stock: Any) -> Any:
 
 
 def _add_step_maps(response: Any, completions: list[Any]) -> None:
-    """Say in each choice which steps decided its tokens, where that was asked for."""
+    """Say in each choice which steps decided its tokens, and from what, where that was asked for."""
     for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
         if hasattr(completion, STEP_MAP):
             setattr(choice, STEP_MAP, list(getattr(completion, STEP_MAP)))
+        if hasattr(completion, TRACE):
+            setattr(choice, TRACE, getattr(completion, TRACE))

@@ -39,6 +39,10 @@ class DiffusionCpuPlatform(CpuPlatform):
         # The first is what a checkpoint stored in float32 is served in.
         return [torch.float32, torch.bfloat16, torch.float16]
 
+    def is_sleep_mode_available(self) -> bool:
+        """The worker gives memory back to the system."""
+        return True
+
     @classmethod
     def import_kernels(cls) -> None:
         """Nothing to import: there is no compiled CPU extension."""

@@ -101,7 +101,7 @@ def _check_tensors(
     missing = [name for name in specs if name not in stored and rules.copy_of(name) not in stored]
     if missing:
         raise ValueError(
-            f"{_listed(missing)} should be in {file.parent}, by its config.json, but "
+            f"{listed(missing)} should be in {file.parent}, by its config.json, but "
             f"{'is' if len(missing) == 1 else 'are'} not; copy or download the checkpoint again, "
             "or correct quantization_config."
         )
@@ -112,7 +112,7 @@ def _check_tensors(
     ]
     if unexpected:
         raise ValueError(
-            f"{_listed([tensor.name for tensor in unexpected])} in {unexpected[0].file} "
+            f"{listed([tensor.name for tensor in unexpected])} in {unexpected[0].file} "
             "belongs to no module that config.json describes; correct quantization_config (its "
             "ignore list says which modules are not quantised)."
         )
@@ -129,7 +129,8 @@ def _check_tensors(
             )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first of these tensors, and how many there are besides."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
 
@@ -144,7 +145,7 @@ def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape], rules: Te
     ]
     if unmatched:
         raise ValueError(
-            f"{_listed(unmatched)} in the ignore list of quantization_config in config.json "
+            f"{listed(unmatched)} in the ignore list of quantization_config in config.json "
             "matches no module of the model; correct the name, or take it out."
         )
 

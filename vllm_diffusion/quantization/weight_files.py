@@ -7,20 +7,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 INDEX = "model.safetensors.index.json"
 # A file starts with the length of its header.
 _LENGTH_BYTES = 8
 _ADVICE = "copy or download the checkpoint again."
+# By safetensors' name.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a file's header describes it; ``dtype`` is safetensors' name."""
+    """A tensor as a file's header describes it; ``dtype`` is safetensors' name.
+
+    Attributes:
+        begin: Where its bytes begin in the file.
+        end: Where they end.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
@@ -28,13 +47,32 @@ def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
     tensors = []
     for path in files:
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
-        tensors += [
-            StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(header_bytes))
+        data = _LENGTH_BYTES + header_bytes
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = (data + offset for offset in entry["data_offsets"])
+                shape = tuple(entry["shape"])
+                tensors.append(StoredTensor(name, path, entry["dtype"], shape, begin, end))
     return tensors
+
+
+def read_tensor(tensor: StoredTensor) -> Tensor:
+    """Its values, in memory of their own: a mapped file that is cut short would end the process.
+
+    Raises:
+        ValueError: If the file has become shorter than its header says.
+    """
+    data = bytearray(tensor.end - tensor.begin)
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        if file.readinto(data) != len(data):
+            raise ValueError(f"{tensor.file} was cut short while it was read.")
+    dtype = _DTYPES[tensor.dtype]
+    if not data:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
 
 
 def check_weight_files(model: str) -> None:

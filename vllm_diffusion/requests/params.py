@@ -37,14 +37,16 @@ class Shown:
         frame_interval: Every so many steps a canvas is sent as it stands; ``None`` never.
         frame_fields: What a frame holds besides its text.
         step_map: Whether it is told which step decided each token.
+        trace: Whether it is told what each step began from, with the answer.
     """
 
     frame_interval: int | None = None
     frame_fields: tuple[str, ...] = ()
     step_map: bool = False
+    trace: bool = False
 
     def __bool__(self) -> bool:
-        return self.frame_interval is not None or self.step_map
+        return self.frame_interval is not None or self.step_map or self.trace
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ _NAMES: tuple[str, ...] = (
     "diffusion_frames",
     "diffusion_frame_fields",
     "diffusion_step_map",
+    "diffusion_trace",
 )
 
 
@@ -146,12 +149,16 @@ def parse_canvas_params(
             "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
         )
     shown, read_only = parse_shown(args), _flag(args, "diffusion_read_only")
-    if shown.step_map and read_only:
-        raise RequestParamError(
-            "diffusion_step_map",
-            "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing of "
-            "it; leave one of them out.",
-        )
+    for name, is_asked in (
+        ("diffusion_step_map", shown.step_map),
+        ("diffusion_trace", shown.trace),
+    ):
+        if is_asked and read_only:
+            raise RequestParamError(
+                name,
+                "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing "
+                "of it; leave one of them out.",
+            )
     settings = _preset(args, spec)
     for name, setting in spec.rule.settings.items():
         if (value := _value(args, PREFIX + name, setting)) is not None:
@@ -194,7 +201,12 @@ def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:
             "diffusion_frame_fields",
             f"must be a list of {', '.join(FRAME_FIELDS)}; got {_shown(fields)}.",
         )
-    return Shown(interval, tuple(fields or ()), _flag(args, "diffusion_step_map"))
+    return Shown(
+        interval,
+        tuple(fields or ()),
+        _flag(args, "diffusion_step_map"),
+        _flag(args, "diffusion_trace"),
+    )
 
 
 def end_token_ids(sampling_params: Any) -> list[int]:

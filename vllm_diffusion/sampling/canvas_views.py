@@ -34,6 +34,11 @@ class CanvasViewConnector:
         self._num_rows = num_rows
         self._entropy = entropy
         self._output: StepOutput | None = None
+        self._began_from: Tensor | None = None
+
+    def begin_pass(self) -> None:
+        """Remember the canvases as the pass finds them, where somebody watches."""
+        self._began_from = self._slots.canvas.clone() if self._slots.shown else None
 
     def keep(self, output: StepOutput) -> None:
         """Remember what the sampler did in this pass."""
@@ -53,8 +58,16 @@ class CanvasViewConnector:
         if not chosen:
             return None
         assert self._output is not None
+        assert self._began_from is not None
         slot = async_tensor_h2d(slots[chosen].astype(np.int64), device=self._slots.device)
-        views = pack(self._output, self._num_rows, self._slots.max_steps, self._entropy, slot)
+        views = pack(
+            self._output,
+            self._began_from,
+            self._num_rows,
+            self._slots.max_steps,
+            self._entropy,
+            slot,
+        )
         return PendingViews([input_batch.req_ids[i] for i in chosen], views)
 
     def close(self) -> None:

@@ -174,6 +174,7 @@ class DiffusionSampler:
             message: Constraints of the scheduler.
             seeding: [num_reqs], bool: see :meth:`select_rows`.
         """
+        self.views.begin_pass()
         num_reqs = input_batch.num_reqs
         slots, states = self.slots, self.sampling_states
         num_logits = (

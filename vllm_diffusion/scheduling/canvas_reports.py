@@ -25,6 +25,7 @@ class _Told:
         end_tokens: Those that end it.
         num_canvases: Canvases that it emitted.
         is_lost: Whether a canvas of it that was shown is lost.
+        trace: Of the canvas that is being denoised, as in :class:`RequestReport`.
         passes: As in :class:`RequestReport`, since they were told; ``None`` behind the answer.
         report: What this pass tells.
     """
@@ -34,6 +35,7 @@ class _Told:
     end_tokens: Sequence[int]
     num_canvases: int = 0
     is_lost: bool = False
+    trace: list[list[int]] = field(default_factory=list)
     passes: list[int] | None = field(default_factory=list)
     report: RequestReport | None = None
 
@@ -43,6 +45,19 @@ class _Told:
         room = min(len(tokens), request.max_tokens - request.num_output_tokens)
         ends = np.flatnonzero(np.isin(tokens[:room], self.end_tokens))
         return (int(ends[0]) + 1, True) if ends.size else (room, False)
+
+    def trace_step(self, view: CanvasView) -> None:
+        """Add what a step began from and, if it was the last, what it left."""
+        if not view.denoised:
+            return
+        if view.step == 1:
+            # Also of a canvas that was lost, and begins anew.
+            self.trace.clear()
+        began_from = view.began_from.tolist()
+        self.trace.append(began_from)
+        if view.done:
+            given = began_from[: len(began_from) - len(view.tokens)]
+            self.trace.append(given + view.tokens.tolist())
 
 
 class CanvasReports:
@@ -106,7 +121,11 @@ class CanvasReports:
             told.is_lost = False
         if told.shown.step_map:
             report.step_map += view.decided_step[: view.num_emitted].tolist()
-        if report.frames or report.step_map:
+        if told.shown.trace:
+            told.trace_step(view)
+            if view.num_emitted:
+                report.trace, told.trace = told.trace, []
+        if report.frames or report.step_map or report.trace:
             told.report = report
             self._reporting.add(request_id)
 

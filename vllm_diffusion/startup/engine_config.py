@@ -208,6 +208,8 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
 
 def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
     model_config = vllm_config.model_config
+    # A worker asks it what may be sent as new weights.
+    model_config.tensor_rules = rules
     quantization = model_config.model_arch_config.quantization_config
     check_platform(model_config.model, quantization)
     if vllm_config.load_config.load_format == "dummy":

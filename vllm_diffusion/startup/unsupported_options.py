@@ -15,6 +15,9 @@ from vllm_diffusion.startup.option_table import read_rows
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# What --weight-transfer-config calls our own: plugin.py registers it.
+WEIGHT_TRANSFER = "safetensors"
+
 
 def check_options(vllm_config: VllmConfig) -> None:
     """Refuse what would fail later, or would be ignored in silence.
@@ -43,6 +46,7 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
         "quantization": vllm_config.model_config.quantization,
         "runner": vllm_config.model_config.runner_type,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "weight_transfer": getattr(vllm_config.weight_transfer_config, "backend", None),
         "kv_cache_dtypes": " or ".join(CanvasAttentionBackend.supported_kv_cache_dtypes),
     }
 
@@ -94,6 +98,12 @@ def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _transfers_between_gpus(vllm_config: VllmConfig) -> bool:
+    """Every transfer of vLLM's own; ours is of files."""
+    transfer = vllm_config.weight_transfer_config
+    return transfer is not None and transfer.backend != WEIGHT_TRANSFER
 
 
 def _cuts_canvases(vllm_config: VllmConfig) -> bool:
@@ -155,7 +165,7 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--offload-group-size": (
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
     ),
-    "--enable-sleep-mode": lambda config: config.model_config.enable_sleep_mode,
+    "--weight-transfer-config": lambda config: _transfers_between_gpus(config) and _is_cpu(),
     "--enable-eplb": lambda config: config.parallel_config.enable_eplb,
     "--attention-config.backend_per_kind": (
         lambda config: config.attention_config.backend_per_kind

@@ -14,7 +14,7 @@ from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Case, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
-from tests.support.frames import EVERY_FIELD, Watched, steps_that_decided
+from tests.support.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
 from tests.support.generate import run_engine
 from vllm_diffusion.metrics import request_metrics
 
@@ -155,6 +155,11 @@ def test_frames_and_step_maps(family: Family) -> None:
         seeded_length = B if spec.is_seeded else None
         replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
         assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
+        given = len(prompts[i]) % B if spec.is_aligned else 0
+        traced = steps_of_trace(completion.diffusion_trace, given)
+        assert traced[: len(tokens)] == replayed[: len(tokens)]
+        committed = [token for rows in completion.diffusion_trace for token in rows[-1]]
+        assert committed[given:][: len(tokens)] == tokens
         assert [n for part in seen.step_maps[i, 0] for n in part.steps] == replayed[: len(tokens)]
         metrics = request_metrics(completion)
         assert metrics is not None

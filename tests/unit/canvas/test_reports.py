@@ -51,13 +51,15 @@ def test_views(slots: int, length: int, seed: int) -> None:
     max_steps = torch.randint(1, 100, (slots,), generator=generator, dtype=torch.int32)
     entropy = torch.rand(slots, length, generator=generator) * 20
     slot = torch.randperm(slots, generator=generator)
-    rows = pack(output, num_rows, max_steps, entropy, slot).numpy()
+    began_from = torch.randint(0, 1000, (slots, length), generator=generator)
+    rows = pack(output, began_from, num_rows, max_steps, entropy, slot).numpy()
     for row, s in zip(rows, slot.tolist(), strict=True):
         view = unpack(row)
         first, end = int(output.num_given[s]), int(num_rows[s])
         assert (view.denoised, view.done) == (bool(output.denoised[s]), bool(output.done[s]))
         assert (view.step, view.max_steps) == (int(output.step[s]), int(max_steps[s]))
         assert view.num_emitted == int(output.num_emitted[s])
+        assert view.began_from.tolist() == began_from[s, :end].tolist()
         assert view.tokens.tolist() == output.tokens[s, : max(end - first, 0)].tolist()
         assert view.kept.tolist() == output.kept[s, first:end].tolist()
         assert view.decided_step.tolist() == output.decided_step[s, first:end].tolist()
@@ -84,6 +86,7 @@ FRAMES = st.builds(
         RequestReport,
         frames=st.lists(FRAMES, max_size=3),
         step_map=st.lists(st.integers(0, 10_000)),
+        trace=st.lists(st.lists(st.integers(0, 2**31))),
         passes=st.lists(st.integers(0, 2**31)),
     )
 )
@@ -120,6 +123,7 @@ def test_nobody_watches() -> None:
     output = random_output(4, 8, torch.Generator().manual_seed(0))
     with _Operations() as operations:
         connector.begin_step(None)
+        connector.begin_pass()
         connector.keep(output)
         # The batch is not so much as looked at.
         assert connector.prepare_output(object()) is None  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""New weights for a server that runs, by vLLM's weight transfer: files instead of a GPU's links."""
