@@ -306,6 +306,31 @@ TABLE: tuple[Symbol, ...] = (
         "Tells our state whether graphs are captured to stay, or for the memory profile only.",
     ),
     Symbol(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_pp_decode_requests",
+        Use.REPLACED,
+        "What every pass of a pipeline stage begins with: there our relay takes its handler's place.",
+    ),
+    *(
+        Symbol(
+            f"vllm.v1.worker.gpu.pp_utils:PPHandler.{name}",
+            Use.REPLACED,
+            "Tells the other pipeline stages of canvases, where stock tells them of sampled tokens.",
+        )
+        for name in (
+            "on_req_idx_freed",
+            "get_prev_sampled_outputs",
+            "receive",
+            "broadcast",
+            "broadcast_drafts",
+            "relay_aux_hidden_states",
+        )
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled",
+        Use.CALLED,
+        "What those stages learn of a pass, in the runner's own tensors.",
+    ),
+    Symbol(
         "vllm.v1.worker.gpu.sample.penalties:PenaltiesState",
         Use.CALLED,
         "Which tokens a request's prompt and answer hold, as vLLM counts them.",
@@ -364,6 +389,11 @@ TABLE: tuple[Symbol, ...] = (
         Use.CALLED,
         "Temperature, seed, top-k, top-p and min-p of each request.",
     ),
+    Symbol(
+        "vllm.distributed.utils:get_pp_indices",
+        Use.CALLED,
+        "Which layers a pipeline stage has.",
+    ),
     # Scheduling and counting.
     Symbol(
         "vllm.v1.core.sched.diffusion_scheduler:DiffusionScheduler",
@@ -394,7 +424,6 @@ TABLE: tuple[Symbol, ...] = (
         Symbol(_SCHEDULER + name, Use.SUBCLASSED, "Canvases held to a grammar or a list of words.")
         for name in (
             "get_grammar_bitmask",
-            "update_draft_token_ids",
             "update_draft_token_ids_in_output",
             "_update_after_schedule",
             "_free_request",
@@ -417,6 +446,11 @@ TABLE: tuple[Symbol, ...] = (
             ("_update_waiting_for_remote_kv", "Loaded tokens that fill no block are given ones."),
             ("_connector_finished", "A connector is offered final keys and values alone."),
         )
+    ),
+    Symbol(
+        "vllm.v1.engine.core:EngineCore.post_step",
+        Use.REPLACED,
+        "Stock waits there for draft tokens after each pass; a canvas scheduler needs none.",
     ),
     Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),

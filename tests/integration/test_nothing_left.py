@@ -43,9 +43,10 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "runner rows": len(engine.runner.req_states.req_id_to_index),
         "slots": len(engine.state._slot_of_request),
         "allowed ids": len(engine.slots.allowed_ids),
+        "viewed slots": len(engine.slots.viewed),
         "adjusted slots": len(adjustments._offsets) + len(adjustments._penalised),
         "rows of offsets": len(adjustments._table.rows) - len(adjustments._table._free),
-        "constraints": len(scheduler._constrained) + len(scheduler._was_denoised),
+        "constraints": len(scheduler._constrained),
         "held log-probabilities": len(scheduler._held_prompt_logprobs),
         "front end": engine.llm.llm_engine.get_num_unfinished_requests(),
     }

@@ -69,12 +69,12 @@ def test_all() -> None:
 def test_one_line() -> None:
     """vLLM's command ends with the sentence, where it would print a trace."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]
-    command += ["--host", "127.0.0.1", "--pipeline-parallel-size", "2"]
+    command += ["--host", "127.0.0.1", "--enable-prompt-embeds"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr + done.stdout
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("vllm-diffusion: --pipeline-parallel-size")
+    assert last.startswith("vllm-diffusion: --enable-prompt-embeds")
     assert re.search(r"leave it out.*\.$", last)
 
 

@@ -23,6 +23,7 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
             after another; a request has ``prompt`` (token ids) and ``params``, and may have ``adapter``,
             its name, number and folder. ``then_read`` is a
             last request whose prompt is the first one's with what was generated for it.
+            ``num_preemptions`` is in the result where ``engine`` has ``disable_log_stats`` false.
         environment: Variables for the process.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -43,9 +44,15 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
 
 
 def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """``params`` as they were before JSON made text of a bias's token ids."""
-    bias = params.get("logit_bias")
-    return params | ({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})
+    """``params`` as they were before JSON made text of a bias's token ids, and a constraint plain."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    own: dict[str, Any] = {}
+    if bias := params.get("logit_bias"):
+        own["logit_bias"] = {int(k): v for k, v in bias.items()}
+    if constraint := params.get("structured_outputs"):
+        own["structured_outputs"] = StructuredOutputsParams(**constraint)
+    return params | own
 
 
 def main() -> None:
@@ -88,7 +95,11 @@ def main() -> None:
                 ]
             answers.append(answer)
         batches.append(answers)
-    Path(sys.argv[1]).write_text(json.dumps({"batches": batches}))
+    result: dict[str, Any] = {"batches": batches}
+    if not job["engine"].get("disable_log_stats", True):
+        (count,) = (m for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+        result["num_preemptions"] = count.value
+    Path(sys.argv[1]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

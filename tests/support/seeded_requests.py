@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,6 +48,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
 )
+ALL = range(len(REQUESTS))
 # Those whose end is the grammar's.
 _ENDS = ("structured_outputs", "response_format")
 
@@ -65,12 +67,12 @@ def answer(server: Server, index: int) -> Tokens:
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
-def answers_alone(server: Server) -> list[Tokens]:
-    """One request after another."""
-    return [answer(server, index) for index in range(len(REQUESTS))]
+def answers_alone(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens]:
+    """One request after another: all of them, or some."""
+    return [answer(server, index) for index in chosen]
 
 
-def answers_together(server: Server) -> list[Tokens]:
-    """All requests at once."""
-    with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        return list(pool.map(lambda index: answer(server, index), range(len(REQUESTS))))
+def answers_together(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens]:
+    """The requests at once: all of them, or some."""
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        return list(pool.map(lambda index: answer(server, index), chosen))

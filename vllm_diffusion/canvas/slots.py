@@ -42,6 +42,7 @@ class NewRequest:
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
         given: Tokens of the first canvas's leading positions: the end of what is known.
         end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
+        is_constrained: Whether the scheduler holds its canvases to a grammar or words.
     """
 
     params: CanvasParams
@@ -49,6 +50,7 @@ class NewRequest:
     num_generated: int = 0
     given: Sequence[int] = ()
     end_tokens: Sequence[int] = ()
+    is_constrained: bool = False
 
 
 class CanvasSlots:
@@ -96,8 +98,8 @@ class CanvasSlots:
 
         # Host side: what features are in use, so that those that are not cost nothing.
         self.read_only_np = np.zeros(R, dtype=bool)
-        # Slots whose canvases are shown to somebody.
-        self.shown: set[int] = set()
+        # Slots whose canvases leave the device: somebody watches them, or a constraint reads them.
+        self.viewed: set[int] = set()
         # By slot, the only ids that a read-only canvas is asked about.
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
         self._staged: dict[int, NewRequest] = {}
@@ -106,9 +108,9 @@ class CanvasSlots:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
         self.read_only_np[slot] = request.params.read_only
-        self.shown.discard(slot)
-        if request.params.shown:
-            self.shown.add(slot)
+        self.viewed.discard(slot)
+        if request.params.shown or request.is_constrained:
+            self.viewed.add(slot)
         self.allowed_ids.pop(slot, None)
         if request.params.allowed_ids is not None:
             self.allowed_ids[slot] = request.params.allowed_ids
@@ -117,7 +119,7 @@ class CanvasSlots:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
         self._staged.pop(slot, None)
         self.read_only_np[slot] = False
-        self.shown.discard(slot)
+        self.viewed.discard(slot)
         self.allowed_ids.pop(slot, None)
 
     def apply_staged_writes(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -43,6 +44,9 @@ class BlockDiffusionModelState(ModelState):
     # A canvas's rows are all draft tokens; there is no extra token per step.
     num_new_sampled_tokens_per_step: int = 0
     supports_prompt_embeds: ClassVar[bool] = False
+    # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has it:
+    # on the pipeline stages with the sampler and with the embedding.
+    soft_embeds: Tensor | None = None
 
     def __init__(
         self,
@@ -53,6 +57,10 @@ class BlockDiffusionModelState(ModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         runner_seam.install()
+        self.is_first_stage: bool = get_pp_group().is_first_rank
+        self.is_last_stage: bool = get_pp_group().is_last_rank
+        # On the last stage.
+        self.sampler: DiffusionSampler | None = None
         self.settings = plugin_settings(vllm_config)
         self.vocab_size: int = self.model_config.get_vocab_size()
         spec: CanvasSpec | None = getattr(self.model_config, "canvas_spec", None)
@@ -74,6 +82,7 @@ class BlockDiffusionModelState(ModelState):
             self._block_spans = torch.zeros(
                 self.max_num_tokens, 2, dtype=torch.int32, device=device
             )
+        self._log_who_serves()
 
     # What a family says of itself.
 
@@ -110,8 +119,7 @@ class BlockDiffusionModelState(ModelState):
     # What the model runner calls.
 
     def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
-        self._log_who_serves()
-        self.sampler = DiffusionSampler(
+        ours = DiffusionSampler(
             sampler,
             self.slots,
             head=self.output_head(),
@@ -122,7 +130,8 @@ class BlockDiffusionModelState(ModelState):
             emits_when_done=not commits_in_place(self.vllm_config),
             compile_backend=compile_backend(self.vllm_config),
         )
-        return self.sampler, None
+        self.sampler = ours
+        return ours, None
 
     def capture_inner_cudagraphs(self, *batch_layout: Any) -> None:
         """Called by the runner when it has captured the backbone."""
@@ -154,6 +163,8 @@ class BlockDiffusionModelState(ModelState):
             capture: Makes a graph of a call.
             max_canvases: Captured are 1 to that many whole canvases.
         """
+        if self.sampler is None:
+            return
         hidden = torch.zeros(
             max_canvases * self.canvas_length,
             self.model_config.get_hidden_size(),
@@ -164,7 +175,8 @@ class BlockDiffusionModelState(ModelState):
 
     def drop_graphs(self) -> None:
         """Give up what was captured."""
-        self.sampler.plain_step.drop()
+        if self.sampler is not None:
+            self.sampler.plain_step.drop()
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""
@@ -213,6 +225,7 @@ class BlockDiffusionModelState(ModelState):
                 num_generated=len(known) - new_req_data.prompt_len,
                 given=known[len(known) - num_given :],
                 end_tokens=end_token_ids(sampling_params) if sampling_params else (),
+                is_constrained=_is_constrained(sampling_params),
             ),
         )
 
@@ -220,7 +233,8 @@ class BlockDiffusionModelState(ModelState):
         slot = self._slot_of_request.pop(req_id, None)
         if slot is not None:
             self.slots.remove_request(slot)
-            self.sampler.remove_request(slot)
+            if self.sampler is not None:
+                self.sampler.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         self.slots.apply_staged_writes()
@@ -236,8 +250,11 @@ class BlockDiffusionModelState(ModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Put the canvases, and the finished canvases before them, into the batch's token ids.
 
-        The runner leaves the previous step's argmax tokens in the first, and nothing in the second.
+        The runner leaves nothing of meaning in either. Pipeline stages behind the first are given hidden
+        states.
         """
+        if not self.is_first_stage:
+            return {}
         input_ids = input_batch.input_ids
         if input_batch.num_draft_tokens > 0:
             slot = input_batch.expanded_idx_mapping.long()
@@ -334,3 +351,12 @@ class BlockDiffusionModelState(ModelState):
         self._causal_rows[n:num_reqs] = 0
         self._causal_flags[n:num_reqs] = 0
         return self._causal_rows[:num_reqs], self._causal_flags[:num_reqs]
+
+
+def _is_constrained(sampling_params: Any) -> bool:
+    """Whether the scheduler may hold a request's canvases to a grammar or words."""
+    if sampling_params is None:
+        return False
+    return sampling_params.structured_outputs is not None or bool(
+        sampling_params.bad_words_token_ids
+    )

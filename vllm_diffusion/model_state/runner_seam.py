@@ -1,7 +1,9 @@
-"""Where the model runner hands over to our sampler: hidden rows, not logits.
+"""Where the model runner hands over to us: hidden rows, not logits; canvases, not sampled tokens.
 
 The runner would project every row onto the whole vocabulary first and write a grammar's mask into
 the result. Our sampler projects for itself, a tile at a time, and takes masks from the scheduler.
+With pipeline stages the runner would tell the others a token for each request, and of drafts as many
+as a drafter has.
 """
 
 from __future__ import annotations
@@ -12,18 +14,25 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.model_state.stage_relay import StageRelay
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
 
 def install() -> None:
-    """Replace three methods where the sampler is a :class:`DiffusionSampler`, and nowhere else.
+    """Replace four methods for a runner whose state has canvases, and for no other.
 
     Safe to call twice.
     """
     replace(GPUModelRunner, "sample", _sampling_hidden_rows)
     replace(GPUModelRunner, "_dummy_sampler_run", _profiling_hidden_rows)
     replace(GPUModelRunner, "capture_model", _dropping_profiled_graphs)
+    replace(GPUModelRunner, "update_pp_decode_requests", _relaying_canvases)
+
+
+def _has_canvases(runner: Any) -> bool:
+    return isinstance(getattr(runner.model_state, "slots", None), CanvasSlots)
 
 
 def _sampling_hidden_rows(stock: Any) -> Any:
@@ -53,9 +62,21 @@ def _profiling_hidden_rows(stock: Any) -> Any:
 def _dropping_profiled_graphs(stock: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         size: int = stock(self, profile_only=profile_only)
-        if profile_only and isinstance(self.sampler, DiffusionSampler):
+        if profile_only and _has_canvases(self):
             # vLLM has measured what graphs take and drops its own.
             self.model_state.drop_graphs()
         return size
 
     return capture_model
+
+
+def _relaying_canvases(stock: Any) -> Any:
+    def update_pp_decode_requests(self: Any) -> None:
+        """What every pass of a stage begins with, the first one too."""
+        handler, state = self.pp_handler, self.model_state
+        if handler is not None and _has_canvases(self) and not isinstance(handler, StageRelay):
+            num_stages = self.parallel_config.pipeline_parallel_size
+            self.pp_handler = StageRelay(handler, state.slots, state.soft_embeds, num_stages)
+        stock(self)
+
+    return update_pp_decode_requests

@@ -1,4 +1,4 @@
-"""Canvases that somebody watches leave the device with the pass's own outputs.
+"""Canvases that somebody watches, or that a constraint reads, leave the device with a pass's outputs.
 
 vLLM's model runner has a connector for outputs beside tokens: it asks it for a pass's tensors, has
 them copied on its output stream, and hands what was copied to the scheduler. vLLM's own serves
@@ -20,7 +20,7 @@ from vllm_diffusion.canvas.step import StepOutput
 
 
 class CanvasViewConnector:
-    """The runner's ``aux_output_connector``. A pass in which nobody watches costs it one comparison."""
+    """The runner's ``aux_output_connector``. A pass without such canvases costs it one comparison."""
 
     def __init__(self, slots: CanvasSlots, num_rows: Tensor, entropy: Tensor) -> None:
         """Bind the connector to a sampler, whose tensors hold the last pass.
@@ -37,24 +37,24 @@ class CanvasViewConnector:
         self._began_from: Tensor | None = None
 
     def begin_pass(self) -> None:
-        """Remember the canvases as the pass finds them, where somebody watches."""
-        self._began_from = self._slots.canvas.clone() if self._slots.shown else None
+        """Remember the canvases as the pass finds them, where one is read."""
+        self._began_from = self._slots.canvas.clone() if self._slots.viewed else None
 
     def keep(self, output: StepOutput) -> None:
         """Remember what the sampler did in this pass."""
         self._output = output
 
     def begin_step(self, metadata: None) -> None:
-        """Nothing: which requests are watched is known with the requests."""
+        """Nothing: whose canvases are read is known with the requests."""
 
     def prepare_output(self, input_batch: InputBatch) -> PendingViews | None:
-        """The views of this pass, on the device; ``None`` if nobody watches."""
-        if not self._slots.shown:
+        """The views of this pass, on the device; ``None`` if nobody reads one."""
+        if not self._slots.viewed:
             return None
         num_reqs = input_batch.num_reqs
         slots = input_batch.idx_mapping_np[:num_reqs]
         has_canvas = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]) > 0
-        chosen = [i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.shown]
+        chosen = [i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.viewed]
         if not chosen:
             return None
         assert self._output is not None

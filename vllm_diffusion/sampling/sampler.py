@@ -72,7 +72,6 @@ class DiffusionSampler:
         """
         self.sampling_states = stock_sampler.sampling_states
         self.logprob_token_ids_state = stock_sampler.logprob_token_ids_state
-        self.req_states = stock_sampler.req_states
         # The runner counts committed tokens in it.
         self.penalties_state = stock_sampler.penalties_state
         self.adjustments = RowAdjustments(stock_sampler, vocab_size, slots.device)
@@ -551,11 +550,6 @@ class DiffusionSampler:
         self.views.keep(output)
         batch_slots = input_batch.idx_mapping
         num_sampled = output.num_emitted[batch_slots]
-        # Draft tokens are what the engine hands to the scheduler's constraints; the canvas itself
-        # goes into the next pass from its slot.
-        drafts = self.req_states.draft_tokens
-        result = output.tokens[batch_slots]
-        drafts[batch_slots, : self.slots.canvas_length] = result.to(drafts.dtype)
         return SamplerOutput(
             sampled_token_ids=output.tokens[batch_slots].to(torch.int32),
             logprobs_tensors=logprobs,

@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
 
-from vllm_diffusion.canvas.canvas_view import CanvasView, unpack
+from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
 from vllm_diffusion.metrics import PassRows
 from vllm_diffusion.requests.params import Shown, end_token_ids, parse_shown
@@ -83,19 +83,19 @@ class CanvasReports:
         """The request's last output, if there is one, is that of this pass."""
         self._freed.append(request_id)
 
-    def observe(self, request_id: str, rows: PassRows, view: np.ndarray | None) -> None:
+    def observe(self, request_id: str, rows: PassRows, view: CanvasView | None) -> None:
         """Note a request's part of a pass.
 
         Args:
             request_id: Of it.
             rows: What ran.
-            view: Of its canvas, for ``canvas_view.unpack``; ``None`` if it is not shown.
+            view: Of its canvas; ``None`` if nobody reads it.
         """
         told = self._told[request_id]
         if told.passes is not None:
             told.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
         if view is not None:
-            self._observe_view(request_id, told, unpack(view))
+            self._observe_view(request_id, told, view)
         told.num_canvases += rows.num_emitted > 0
 
     def _observe_view(self, request_id: str, told: _Told, view: CanvasView) -> None:

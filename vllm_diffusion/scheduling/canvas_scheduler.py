@@ -21,11 +21,12 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion.canvas.canvas_view import unpack
 from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.metrics import PassCounters, PassRows
 from vllm_diffusion.requests.params import is_read_only
-from vllm_diffusion.scheduling import outlines_rollback
+from vllm_diffusion.scheduling import engine_seam, outlines_rollback
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constrained_canvas import (
     ConstrainedCanvas,
@@ -61,8 +62,6 @@ class WholeCanvasMixin(KVTransferMixin):
         self._counters = PassCounters()
         self._reports = CanvasReports()
         self._constrained: dict[str, ConstrainedCanvas] = {}
-        # Requests whose last pass was a denoising step, and left an argmax canvas.
-        self._was_denoised: dict[str, bool] = {}
         # Prompt log-probabilities of requests that have not emitted a token yet.
         self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
         self._stuck = StuckRequests(self, self._counters)
@@ -122,7 +121,17 @@ class WholeCanvasMixin(KVTransferMixin):
             return self._block_rows(request, num_computed_tokens, num_known, num_new_tokens)
         if self.is_prefilled_only(request):
             return min(num_new_tokens, num_known)
+        if self._awaits_output(request):
+            return max(min(num_new_tokens, num_known), 0)
         return self._canvas_rows(request, num_computed_tokens, num_known, num_new_tokens)
+
+    def _awaits_output(self, request: Request) -> bool:
+        """Whether what the request's next canvas is hangs on a pass that is in flight.
+
+        Only with pipeline stages, where several passes are; the chunks of a prompt follow one another.
+        An asynchronous scheduler counts placeholders instead, and keeps the passes of a canvas apart.
+        """
+        return request.num_in_flight_tokens > 0
 
     def _canvas_rows(
         self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
@@ -166,6 +175,7 @@ class WholeCanvasMixin(KVTransferMixin):
             and num_rows == num_to_encode
             and num_new_tokens >= num_to_encode + length
         )
+        has_canvas = has_canvas and not self._awaits_output(request)
         has_room = num_computed_tokens + num_rows + length <= self.max_model_len
         if self.is_prefilled_only(request):
             has_canvas = False
@@ -185,7 +195,6 @@ class WholeCanvasMixin(KVTransferMixin):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._constrained.pop(request.request_id, None)
-        self._was_denoised.pop(request.request_id, None)
         self._held_prompt_logprobs.pop(request.request_id, None)
         self._stuck.forget(request.request_id)
         self._counters.forget(request.request_id)
@@ -199,7 +208,6 @@ class WholeCanvasMixin(KVTransferMixin):
         self._reports.preempted(request.request_id)
         if canvas := self._constrained.get(request.request_id):
             canvas.begin_again()
-            self._was_denoised.pop(request.request_id, None)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         waiting = any(
@@ -210,12 +218,7 @@ class WholeCanvasMixin(KVTransferMixin):
         self._add_canvases_of_blocks(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         # The stock code knows of grammars only.
-        if any(
-            request_id in self._constrained and not self.requests[request_id].is_prefill_chunk
-            for request_id in scheduler_output.num_scheduled_tokens
-        ):
-            scheduler_output.has_structured_output_requests = True
-            scheduler_output.pending_structured_output_tokens |= waiting
+        scheduler_output.pending_structured_output_tokens |= waiting
 
     def _add_canvases_of_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Say which rows are canvases: all of a block, whatever is known of it."""
@@ -224,31 +227,14 @@ class WholeCanvasMixin(KVTransferMixin):
             tokens = drafts.get(request_id, [])[: self.spec.length]
             drafts[request_id] = tokens + [-1] * (self.spec.length - len(tokens))
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Keep a constrained canvas whole; the stock code would cut it to its valid prefix."""
-        others = DraftTokenIds([], [])
-        for request_id, tokens in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
-            request = self.requests.get(request_id)
-            if request_id not in self._constrained or request is None or request.is_finished():
-                others.req_ids.append(request_id)
-                others.draft_token_ids.append(tokens)
-            elif not request.is_prefill_chunk:
-                request.spec_token_ids = tokens[
-                    : diffusion_canvas_width(request, self.num_spec_tokens)
-                ]
-        super().update_draft_token_ids(others)
-
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        for request_id, tokens in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
-            if request_id in scheduled:
-                scheduled[request_id] = tokens[: len(scheduled[request_id])]
+        """Nothing: the canvases that a constraint reads come with the output of their pass.
+
+        The stock code would cut them to a valid prefix, and what it is given is of the last pass,
+        which with pipeline stages need not be these requests' own.
+        """
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Constraints for the canvases of this pass, from the argmax canvases of the last one."""
@@ -259,10 +245,7 @@ class WholeCanvasMixin(KVTransferMixin):
                 continue
             request = self.requests[request_id]
             num_given = self.spec.num_given(request.num_tokens)
-            width = len(tokens) - num_given
-            if self._was_denoised.pop(request_id, False):
-                canvas.denoised(tokens[:width])
-            constraint = self._constraint(request, canvas, width)
+            constraint = self._constraint(request, canvas, len(tokens) - num_given)
             constraints[request_id] = replace(constraint, num_given=num_given)
         if not constraints:
             return None
@@ -318,15 +301,16 @@ class WholeCanvasMixin(KVTransferMixin):
             index = model_runner_output.req_id_to_index[req_id]
             num_emitted = len(emitted[index]) if emitted else 0
             # A pass that was on its way when its request was preempted is no step of a canvas.
-            is_running = request.status == RequestStatus.RUNNING
+            is_stale = request.num_stale_output_tokens > 0
+            view = None if is_stale or req_id not in views else unpack(views[req_id])
             constrained = self._constrained.get(req_id)
-            if is_running and canvas:
+            if canvas and not is_stale:
                 num_settled = constrained.num_settled if constrained else 0
                 self._stuck.observe(request, num_settled, num_emitted, self._max_steps(request))
-            if is_running and constrained:
-                self._was_denoised[req_id] = bool(canvas) and not num_emitted
-                if num_emitted:
-                    constrained.begin()
+            if constrained and view and not num_emitted:
+                constrained.denoised(view.tokens.tolist())
+            elif constrained and num_emitted and not is_stale:
+                constrained.begin()
             num_canvas_rows = len(canvas)
             denoised = num_canvas_rows
             encodes = self.commits_in_place and not self.spec.rule.can_finish_kv
@@ -334,7 +318,7 @@ class WholeCanvasMixin(KVTransferMixin):
                 denoised = 0
             rows = PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted)
             self._counters.observe(req_id, rows, self._max_steps(request))
-            self._reports.observe(req_id, rows, views.get(req_id) if is_running else None)
+            self._reports.observe(req_id, rows, view)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -344,6 +328,8 @@ class WholeCanvasMixin(KVTransferMixin):
             if not is_stale:
                 # Rows of the canvas too, which no token was emitted for.
                 request.num_computed_tokens += self.spec.num_given(request.num_tokens)
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        if is_stale:
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         # The rows of the step that emitted them were a canvas's, not those of an encoded text.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
@@ -393,6 +379,24 @@ class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):
     With a rule that leaves final keys and values it is emitted by the pass that wrote them.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engine_seam.install()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        # A canvas may follow what has been computed now.
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            if not request.is_prefill_chunk and not self._awaits_output(request):
+                width = diffusion_canvas_width(request, self.num_spec_tokens)
+                request.spec_token_ids = [-1] * width
+        return outputs
+
 
 class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
     """Asynchronous: the next pass is scheduled while this one runs.
@@ -400,6 +404,9 @@ class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
     Which step converges is not known in time, so the next pass over the same rows encodes the
     canvas and emits it: the last one too, with or without ``keep_last_canvas``.
     """
+
+    def _awaits_output(self, request: Request) -> bool:
+        return False
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         # The stock code holds a request back whose pass in flight is sure to bring its last two

@@ -9,6 +9,7 @@ made before anything is loaded; what the KV cache really holds is in vLLM's own 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,8 +98,16 @@ def slot_bytes(*, canvas_length: int, hidden_size: int, vocab_size: int, dtype_b
     return soft_embeds + canvas_length * _POSITION_BYTES + penalties + _REQUEST_BYTES
 
 
-def kv_bytes(text_config: Any, *, context: int, canvas_length: int, tp: int, kv_bytes: int) -> int:
-    """Bytes of a request's KV cache on one rank.
+def kv_bytes(
+    text_config: Any,
+    *,
+    context: int,
+    canvas_length: int,
+    tp: int,
+    kv_bytes: int,
+    stages: Sequence[slice] = (slice(None),),
+) -> int:
+    """Bytes of a request's KV cache on one rank: of the pipeline stage where they are most.
 
     Args:
         text_config: The checkpoint's text configuration.
@@ -106,16 +115,17 @@ def kv_bytes(text_config: Any, *, context: int, canvas_length: int, tp: int, kv_
         canvas_length: Tokens of a canvas.
         tp: Ranks that share the heads.
         kv_bytes: Bytes of one element of the cache.
+        stages: Layers of each stage.
     """
-    total = 0
+    layers = []
     for layer in attention_layers(text_config):
         tokens = context
         if layer.window is not None:
             # A canvas that is encoded and the next one see the window before them.
             tokens = min(context, layer.window + 2 * canvas_length)
         heads = max(layer.num_key_value_heads // tp, 1)
-        total += 2 * heads * layer.head_dim * kv_bytes * tokens
-    return total
+        layers.append(2 * heads * layer.head_dim * kv_bytes * tokens)
+    return max(sum(layers[stage]) for stage in stages)
 
 
 class AttentionLayer(NamedTuple):
@@ -229,8 +239,18 @@ def _cost(vllm_config: VllmConfig) -> RequestCost:
             canvas_length=canvas_length,
             tp=vllm_config.parallel_config.tensor_parallel_size,
             kv_bytes=1 if cache_dtype.startswith("fp8") else model_config.dtype.itemsize,
+            stages=_stages(vllm_config),
         ),
     )
+
+
+def _stages(vllm_config: VllmConfig) -> list[slice]:
+    """Layers of each pipeline stage; more stages than layers are refused later."""
+    from vllm.distributed.utils import get_pp_indices
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    num_stages = min(vllm_config.parallel_config.pipeline_parallel_size, num_layers)
+    return [slice(*get_pp_indices(num_layers, i, num_stages)) for i in range(num_stages)]
 
 
 def _memory(vllm_config: VllmConfig) -> Memory:
@@ -259,4 +279,5 @@ def _weight_bytes(vllm_config: VllmConfig) -> int:
     size = checkpoint_bytes(model_config.model)
     if size == 0:
         size = text_parameters(model_config.hf_text_config) * model_config.dtype.itemsize
-    return size // vllm_config.parallel_config.tensor_parallel_size
+    parallel = vllm_config.parallel_config
+    return size // (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)

@@ -38,6 +38,8 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
     scheduler = vllm_config.scheduler_config
     return {
         "canvas_length": _canvas_length(vllm_config),
+        "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
+        "num_layers": _num_layers(vllm_config),
         "two_canvases": 2 * _canvas_length(vllm_config),
         "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
@@ -53,6 +55,10 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def _canvas_length(vllm_config: VllmConfig) -> int:
     return vllm_config.diffusion_config.canvas_length
+
+
+def _num_layers(vllm_config: VllmConfig) -> int:
+    return vllm_config.model_config.get_total_num_hidden_layers()
 
 
 def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
@@ -119,7 +125,15 @@ def _schedules_too_little(vllm_config: VllmConfig) -> bool:
 # In the order in which they are looked at: the option that asks for most first.
 CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--speculative-config": lambda config: config.speculative_config,
-    "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size > 1,
+    "--pipeline-parallel-size": (
+        lambda config: config.parallel_config.pipeline_parallel_size > _num_layers(config)
+    ),
+    "--distributed-executor-backend": (
+        lambda config: (
+            config.parallel_config.distributed_executor_backend == "external_launcher"
+            and config.parallel_config.pipeline_parallel_size > 1
+        )
+    ),
     "--enable-expert-parallel": (
         lambda config: (
             config.parallel_config.enable_expert_parallel and not config.model_config.is_moe

@@ -108,12 +108,13 @@ def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> Non
 
 
 @pytest.mark.slow
-def test_two_ranks(model: Nemotron, tmp_path: Path) -> None:
-    """In processes of their own, which know it as no diffusion model too."""
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_processes(layout: str, model: Nemotron, tmp_path: Path) -> None:
+    """Which know it as no diffusion model too."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 150)]
     params = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
     batch = [{"prompt": prompt, "params": params} for prompt in prompts]
-    options = {"kv_cache_memory_bytes": 64 * 1024**2, "tensor_parallel_size": 2}
+    options = {"kv_cache_memory_bytes": 64 * 1024**2, layout: 2}
     engine = OPTIONS | options | {"model": str(model.save(tmp_path)), "enforce_eager": True}
     (answers,) = run_engine({"engine": engine, "batches": [batch]})["batches"]
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -360,8 +360,19 @@ def test_law(engine: TracedEngine, model: Nemotron) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_lora", [True, False], ids=["lora", "plain"])
-def test_two_ranks(has_lora: bool, model: Nemotron, tmp_path: Path) -> None:
-    """Two processes with half of the heads and of the LoRA's input each; without a LoRA, drafts too."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+    ],
+    ids=["ranks", "stages", "stages-async"],
+)
+def test_two_processes(
+    layout: dict[str, Any], has_lora: bool, model: Nemotron, tmp_path: Path
+) -> None:
+    """With half of the heads and of the LoRA's input each, or half of the layers and their LoRA."""
     import shutil
 
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 64, 150)]
@@ -369,7 +380,7 @@ def test_two_ranks(has_lora: bool, model: Nemotron, tmp_path: Path) -> None:
     folder = model.save(tmp_path)
     if not has_lora:
         shutil.rmtree(folder / "linear_spec_lora")
-    options = {"kv_cache_memory_bytes": 64 * 1024**2, "tensor_parallel_size": 2}
+    options = {"kv_cache_memory_bytes": 64 * 1024**2, **layout}
     batch = [
         {
             "prompt": prompt,

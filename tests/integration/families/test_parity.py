@@ -310,6 +310,20 @@ def test_chunks_and_preemption(tight: Family) -> None:
 )
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Two processes with half of the heads and of the vocabulary each."""
+    check_layout(name, tmp_path, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_two_stages(name: str, is_async: bool, tmp_path: Path) -> None:
+    """Two processes with half of the layers each; prompts in chunks, canvases in several batches."""
+    layout = {"pipeline_parallel_size": 2, "async_scheduling": is_async}
+    check_layout(name, tmp_path, max_num_batched_tokens=80, **layout)
+
+
+def check_layout(name: str, folder: Path, **layout: Any) -> None:
+    """Several processes give the published loop's tokens."""
     case = CASES[name]
     model = case.make()
     lengths = (3, 41, 64, 77)
@@ -319,10 +333,9 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
     ]
     prompts = [prompt_of(length, seed=length) for length in lengths]
     engine = {
-        "model": str(model.save(tmp_path)),
+        "model": str(model.save(folder)),
         "enforce_eager": True,
         "kv_cache_memory_bytes": 64 * 1024**2,
-        "tensor_parallel_size": 2,
     }
     batch = [
         {
@@ -340,7 +353,7 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
         }
         for prompt, one in zip(prompts, wanted, strict=True)
     ]
-    job = {"engine": engine | OPTIONS | case.options, "batches": [batch]}
+    job = {"engine": engine | OPTIONS | case.options | layout, "batches": [batch]}
     (answers,) = run_engine(job)["batches"]
     for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
         assert answer["tokens"] == expected(case, model, prompt, one).tokens

@@ -99,6 +99,15 @@ def test_kv_bytes(tp, ranks_of_global):
     assert found == sliding + whole
 
 
+def test_kv_bytes_of_stages():
+    """The stage that takes most counts: the first one has a full-attention layer fewer."""
+    given = {"context": 4096, "canvas_length": 256, "tp": 1, "kv_bytes": 2}
+    stages = [slice(0, 10), slice(10, 20), slice(20, 30)]
+    sliding, whole = 2 * 8 * 256 * 2 * (1024 + 2 * 256), 2 * 2 * 512 * 2 * 4096
+    assert kv_bytes(TEXT_26B, **given, stages=stages[:1]) == 9 * sliding + whole
+    assert kv_bytes(TEXT_26B, **given, stages=stages) == 8 * sliding + 2 * whole
+
+
 @pytest.mark.parametrize(
     ("device_gib", "weights_gb", "budget", "expected"),
     [

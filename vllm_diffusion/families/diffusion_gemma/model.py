@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, DiffusionGemmaConfig
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -31,11 +32,17 @@ from vllm.model_executor.models.gemma4_mm import (
 from vllm.model_executor.models.interfaces import (
     SupportsLoRA,
     SupportsMultiModal,
+    SupportsPP,
     SupportsQuant,
 )
 from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.transformers.utils import recursive_replace_linear
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    PPMissingLayer,
+    WeightsMapper,
+    maybe_prefix,
+)
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vllm_diffusion.adapters import worker
@@ -114,7 +121,7 @@ class DiffusionGemmaProcessingInfo(Gemma4ProcessingInfo):
     dummy_inputs=Gemma4DummyInputsBuilder,
 )
 class DiffusionGemmaForBlockDiffusion(
-    Adaptable, nn.Module, SupportsLoRA, SupportsMultiModal, SupportsQuant
+    Adaptable, nn.Module, SupportsLoRA, SupportsMultiModal, SupportsPP, SupportsQuant
 ):
     """The model that vLLM builds for the architecture of the same name."""
 
@@ -178,24 +185,30 @@ class DiffusionGemmaForBlockDiffusion(
         # Full-attention layers have no v_proj: their values are their keys before normalisation.
         text_config.attention_k_eq_v = True
         self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        self.lm_head = ParallelLMHead(
-            text_config.vocab_size,
-            text_config.hidden_size,
-            quant_config=quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
-        if text_config.tie_word_embeddings:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
+        self.lm_head: nn.Module = PPMissingLayer()
+        if get_pp_group().is_last_rank:
+            head = ParallelLMHead(
+                text_config.vocab_size,
+                text_config.hidden_size,
+                quant_config=quant_config,
+                prefix=maybe_prefix(prefix, "lm_head"),
+            )
+            is_tied = text_config.tie_word_embeddings
+            self.lm_head = head.tie_weights(self.model.embed_tokens) if is_tied else head
         # Softcapping comes after the product, in float32.
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
-        self.self_conditioning: nn.Module = SelfConditioning(
-            text_config.hidden_size,
-            getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
-            text_config.rms_norm_eps,
-            quant_config,
-            maybe_prefix(prefix, "self_conditioning"),
-        )
+        # Where canvases are embedded.
+        self.self_conditioning: nn.Module = PPMissingLayer()
+        if get_pp_group().is_first_rank:
+            self.self_conditioning = SelfConditioning(
+                text_config.hidden_size,
+                getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
+                text_config.rms_norm_eps,
+                quant_config,
+                maybe_prefix(prefix, "self_conditioning"),
+            )
 
     def _build_vision(self, vllm_config: VllmConfig, prefix: str) -> None:
         self.vision_tower: nn.Module | None = None
@@ -235,7 +248,8 @@ class DiffusionGemmaForBlockDiffusion(
         intermediate_tensors: Any | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Any:
+        """[num_tokens, hidden_size]; of a pipeline stage that another follows, what that one takes."""
         return self.model(
             input_ids=input_ids,
             positions=positions,

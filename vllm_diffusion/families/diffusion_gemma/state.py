@@ -32,22 +32,25 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         text_config = self.model_config.hf_text_config
         hidden_size = text_config.hidden_size
-        # Last step's probability-weighted embedding of each canvas position.
-        self._soft_embeds = torch.zeros(
-            self.max_num_reqs, self.canvas_length, hidden_size, dtype=self.dtype, device=device
-        )
+        if self.is_first_stage or self.is_last_stage:
+            # Last step's probability-weighted embedding of each canvas position.
+            self.soft_embeds = torch.zeros(
+                self.max_num_reqs, self.canvas_length, hidden_size, dtype=self.dtype, device=device
+            )
         # A captured graph reads the embeddings at this address.
-        self._inputs_embeds = torch.zeros(
-            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
-        )
+        num_rows = self.max_num_tokens if self.is_first_stage else 0
+        self._inputs_embeds = torch.zeros(num_rows, hidden_size, dtype=self.dtype, device=device)
         self._embed_canvases = GraphedFunction(self._condition_canvases)
         # Made with the model where --enable-lora asks for it.
         self._adapters: EncoderDecoderAdapters | None = getattr(model, "lora_manager", None)
         self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
         self._has_image_spans = (
-            self.supports_mm_inputs
+            # Images are encoded on the first stage, and attended to on all of them.
+            self.model_config.supports_multimodal_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
+        # Of each request: the first token of an image, and the one behind its last.
+        self._image_spans: dict[str, list[tuple[int, int]]] = {}
 
     def output_head(self) -> OutputHead:
         return OutputHead.of(
@@ -59,7 +62,21 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         scaled = soft_embeds * self.model.model.normalizer
-        self._soft_embeds[slot, position] = scaled.to(self.dtype)
+        assert self.soft_embeds is not None
+        self.soft_embeds[slot, position] = scaled.to(self.dtype)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        if self._has_image_spans:
+            self._image_spans[new_req_data.req_id] = [
+                (first, last + 1)
+                for feature in new_req_data.mm_features
+                for first, last in feature.mm_position.extract_embeds_range()
+            ]
+
+    def remove_request(self, req_id: str) -> None:
+        super().remove_request(req_id)
+        self._image_spans.pop(req_id, None)
 
     def prepare_inputs_embeds(
         self,
@@ -75,6 +92,8 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         super().prepare_inputs(input_batch, req_states)
+        if not self.is_first_stage:
+            return {}
         num_tokens, num_rows = input_batch.num_tokens, input_batch.num_draft_tokens
         if self._adapters is not None:
             slot = input_batch.expanded_idx_mapping[:num_rows].long()
@@ -122,9 +141,10 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             position: [num_rows], int64.
         """
         slots = self.slots
+        assert self.soft_embeds is not None
         # The first step of a canvas has nothing to go by; a pinned position is told nothing.
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
-        signal = torch.where(has_signal[:, None], self._soft_embeds[slot, position], 0)
+        signal = torch.where(has_signal[:, None], self.soft_embeds[slot, position], 0)
         plain = self.model.embed_input_ids(input_ids)
         if self._adapters is not None:
             self._adapters.assign_canvas_rows(rows)
@@ -135,6 +155,8 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         super().capture_graphs(capture, max_canvases)
+        if not self.is_first_stage:
+            return
         most = max_canvases * self.canvas_length
         ids = torch.zeros(most, dtype=torch.int32, device=self.device)
         indices = torch.zeros(3, most, dtype=torch.int64, device=self.device)
@@ -149,7 +171,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         self._embed_canvases.drop()
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
+        return {"inputs_embeds": self._inputs_embeds[:num_tokens]} if self.is_first_stage else {}
 
     def row_spans(self, input_batch: InputBatch) -> Tensor | None:
         """The image that each prompt row lies in, from positions known on the host."""
@@ -163,11 +185,10 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             first_row = int(input_batch.query_start_loc_np[i])
             end_row = int(input_batch.query_start_loc_np[i + 1])
             offset = first_row - int(input_batch.num_computed_tokens_np[i])
-            for feature in self.encoder_cache.mm_features.get(req_id, ()):
-                for first, last in feature.mm_position.extract_embeds_range():
-                    low = max(first + offset, first_row)
-                    high = min(last + 1 + offset, end_row)
-                    if low < high:
-                        spans[low:high] = (first, last + 1)
-                        any_span = True
+            for first, end in self._image_spans.get(req_id, ()):
+                low = max(first + offset, first_row)
+                high = min(end + offset, end_row)
+                if low < high:
+                    spans[low:high] = (first, end)
+                    any_span = True
         return async_tensor_h2d(spans, device=self.device) if any_span else None

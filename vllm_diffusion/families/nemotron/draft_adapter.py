@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora
 
@@ -48,11 +49,22 @@ class DraftAdapter:
     """
 
     def __init__(self, lora: DraftLora, layers: Iterable[Any], max_num_tokens: int) -> None:
-        """Adapt each layer; what is added is zero until :meth:`load`."""
+        """Adapt each layer of this pipeline stage; what is added is zero until :meth:`load`.
+
+        Args:
+            lora: What is added.
+            layers: Of the whole model; those of other stages are vLLM's placeholders.
+            max_num_tokens: Of a pass.
+        """
         self._lora = lora
-        self._projections = [layer.self_attn.o_proj for layer in layers]
+        # By the layer's number.
+        self._projections = {
+            i: layer.self_attn.o_proj
+            for i, layer in enumerate(layers)
+            if not isinstance(layer, PPMissingLayer)
+        }
         self.is_draft_row = torch.zeros(max_num_tokens, dtype=torch.bool)
-        for projection in self._projections:
+        for projection in self._projections.values():
             down = torch.zeros(lora.rank, projection.input_size_per_partition)
             up = torch.zeros(projection.output_size, lora.rank)
             for name, buffer in (
@@ -68,7 +80,7 @@ class DraftAdapter:
         from safetensors.torch import load_file
 
         tensors = load_file(self._lora.file)
-        for layer, projection in enumerate(self._projections):
+        for layer, projection in self._projections.items():
             size = projection.input_size_per_partition
             down = tensors[TENSOR_NAME.format(layer=layer, half="A")]
             projection.draft_lora_a.copy_(down.narrow(1, projection.tp_rank * size, size))
