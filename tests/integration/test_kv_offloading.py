@@ -16,7 +16,13 @@ pytestmark = pytest.mark.engine
 BLOCK = 16
 
 
-@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "fused",
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ("separate", "asynchronous")),
+    ],
+)
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedEngine]:
@@ -24,6 +30,8 @@ def engine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
         language_model_only=True,
         async_scheduling=request.param == "asynchronous",
+        # Layers with a window keep the blocks of answers too.
+        prefix_cache_retention_interval=None,
         additional_config={"diffusion": {"fused_encode": request.param == "fused"}},
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",
@@ -32,6 +40,8 @@ def engine(
                 "spec_name": "TorchOffloadingSpec",
                 "spec_module_path": "tests.support.torch_offloading",
                 "cpu_bytes_to_use": 64 * 1024**2,
+                # Answers too.
+                "offload_prompt_only": False,
             },
         },
     )

@@ -18,7 +18,7 @@ from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES
 from tests.support.memory_connector import Kept, MemoryConnector
 from tests.support.prompts import prompt_of
-from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.metrics import DiffusionRequestMetrics, request_metrics
 
 pytestmark = pytest.mark.engine
 
@@ -96,7 +96,7 @@ class Engine:
             assert (list(completion.token_ids), completion.finish_reason) == ([], "length")
             assert (output.kv_transfer_params is None) == (self.num_prefilled(length) == 0)
             if output.kv_transfer_params is not None:
-                taken = request_metrics(output)
+                taken = taken_by(output)
                 assert (taken.encode_rows, taken.canvas_rows) == (self.num_prefilled(length), 0)
         return [{"kv_transfer_params": output.kv_transfer_params} for output in outputs]
 
@@ -134,14 +134,21 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def taken_by(output: Any) -> DiffusionRequestMetrics:
+    taken = request_metrics(output.outputs[0])
+    assert taken is not None
+    return taken
+
+
 def test_tokens(engine: Engine) -> None:
     """As of one engine, alone and in batches; no row of a prompt runs that need not."""
     plain = engine.plain()
-    assert tokens(engine.generate(LENGTHS, engine.handed_over())) == tokens(plain)
-    for length, expected in zip(LENGTHS, plain, strict=True):
-        (alone,) = engine.generate((length,), engine.handed_over((length,)))
-        assert tokens([alone]) == tokens([expected])
-        taken, of_one = request_metrics(alone), request_metrics(expected)
+    together = engine.generate(LENGTHS, engine.handed_over())
+    assert tokens(together) == tokens(plain)
+    alone = engine.generate(LENGTHS[-1:], engine.handed_over(LENGTHS[-1:]))
+    assert tokens(alone) == tokens(plain[-1:])
+    for length, loaded, computed in zip(LENGTHS, together, plain, strict=True):
+        taken, of_one = taken_by(loaded), taken_by(computed)
         assert taken.encode_rows == of_one.encode_rows - engine.num_loaded(length)
         assert taken.denoise_steps_per_canvas == of_one.denoise_steps_per_canvas
 
@@ -153,7 +160,7 @@ def test_failed_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryConnector, "failing", True)
     failed = engine.generate(LENGTHS, extra)
     assert tokens(failed) == tokens(plain)
-    rows = [[request_metrics(one).encode_rows for one in outputs] for outputs in (failed, plain)]
+    rows = [[taken_by(one).encode_rows for one in outputs] for outputs in (failed, plain)]
     assert rows[0] == rows[1]
 
 

@@ -30,6 +30,9 @@ def commands(page: str) -> list[list[str]]:
     for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
+            # Variables of its environment.
+            while words and re.match(r"\w+=", words[0]):
+                del words[0]
             if words[:1] == ["vllm"]:
                 found.append(words[1:])
     return found
@@ -127,7 +130,8 @@ def test_commands_are_understood() -> None:
         "        assert command[:2] == ['bench', 'serve'], command\n"
         "        bench.parse_args(command[2:])\n"
     )
-    pages = ("README.md", "docs/settings.md", "docs/quantization.md", "docs/scaling.md")
+    names = ("settings", "quantization", "scaling", "disaggregated", "adapters")
+    pages = ("README.md", *(f"docs/{name}.md" for name in names))
     found = [command for page in pages for command in commands(text_of(page))]
     assert len(found) >= 6
     checked = subprocess.run(
