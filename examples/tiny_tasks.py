@@ -260,7 +260,8 @@ def _word(rng: random.Random) -> str:
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
 
 
-def _distinct_words(rng: random.Random, num_words: int) -> list[str]:
+def distinct_words(rng: random.Random, num_words: int) -> list[str]:
+    """Words for a question, each once."""
     words: dict[str, None] = {}
     while len(words) < num_words:
         words[_word(rng)] = None
@@ -285,14 +286,14 @@ def _words_question(
     rng: random.Random, size: Size, wordings: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> str:
     n = _num_items(rng, size, (2, 4), (7, 9))
-    return rng.choice(wordings[n > 1]).format(", ".join(_distinct_words(rng, n)))
+    return rng.choice(wordings[n > 1]).format(", ".join(distinct_words(rng, n)))
 
 
 def _count_question(rng: random.Random, size: Size) -> str:
     """Numbers up to 20 in a row, or words counted off; always words where there are many."""
     if size == "many" or rng.random() < 0.4:
         n = {"one": rng.randint(1, 2), "few": rng.randint(3, 6), "many": rng.randint(10, 12)}[size]
-        return rng.choice(_TALLY_WORDINGS).format(", ".join(_distinct_words(rng, n)))
+        return rng.choice(_TALLY_WORDINGS).format(", ".join(distinct_words(rng, n)))
     n = rng.randint(2, 5) if size == "one" else rng.randint(6, 16)
     first = rng.randint(1, LARGEST_COUNT - n + 1)
     return rng.choice(_COUNT_WORDINGS).format(f"{first} to {first + n - 1}")
@@ -300,7 +301,7 @@ def _count_question(rng: random.Random, size: Size) -> str:
 
 def _json_question(rng: random.Random, size: Size) -> str:
     if size == "many" or (size == "few" and rng.random() < 0.5):
-        people = _distinct_words(rng, 2 if size == "few" else rng.randint(3, 4))
+        people = distinct_words(rng, 2 if size == "few" else rng.randint(3, 4))
         items = ", ".join(f"{name} {rng.randint(1, 99)}" for name in people)
         return rng.choice(_RECORDS_WORDINGS).format(items)
     fields = [f"name {_word(rng)}", f"age {rng.randint(1, 99)}", f"city {rng.choice(_CITIES)}"]
@@ -311,7 +312,7 @@ def _json_question(rng: random.Random, size: Size) -> str:
 def _list_question(rng: random.Random, size: Size) -> str:
     n = {"one": rng.randint(2, 3), "few": rng.randint(3, 6), "many": rng.randint(10, 12)}[size]
     wordings = _NUMBERED_WORDINGS if rng.random() < 0.7 else _BULLET_WORDINGS
-    return rng.choice(wordings).format(", ".join(_distinct_words(rng, n)))
+    return rng.choice(wordings).format(", ".join(distinct_words(rng, n)))
 
 
 _QUESTIONS: dict[str, Callable[[random.Random, Size], str]] = {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import MODEL, Server
+from tests.support.checkpoints import SHIPPED
+from tests.support.server import MODEL, Server, start_server, stop_server
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from tiny_tasks import evaluation_set
@@ -65,19 +66,35 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("model", "endpoint", "task", "metric"),
-    [
-        ("local-chat-completions", "chat/completions", "tiny_sums", "exact_match,none"),
-        ("local-completions", "completions", "tiny_sums", "exact_match,none"),
-        ("local-completions", "completions", "tiny_capitals", "acc,none"),
-    ],
-    ids=["chat", "completions", "log-likelihood"],
-)
-def test_lm_eval(
+EVALUATIONS = {
+    "chat": ("local-chat-completions", "chat/completions", "tiny_sums", "exact_match,none"),
+    "completions": ("local-completions", "completions", "tiny_sums", "exact_match,none"),
+    "log-likelihood": ("local-completions", "completions", "tiny_capitals", "acc,none"),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_lm_eval(kind: str, server: Server, tasks: Path, tmp_path: Path) -> None:
+    """It finishes, which it does not if a request is refused, and the score is the model's."""
+    _evaluate(*EVALUATIONS[kind], server, tasks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_over_replicas(tasks: Path, tmp_path: Path) -> None:
+    """The same of two engines behind two API servers."""
+    options = ("--data-parallel-size", "2", "--api-server-count", "2")
+    replicas = start_server(SHIPPED, tmp_path / "server.log", *options)
+    try:
+        for kind, evaluation in EVALUATIONS.items():
+            _evaluate(*evaluation, replicas, tasks, tmp_path / kind)
+    finally:
+        stop_server(replicas)
+
+
+def _evaluate(
     model: str, endpoint: str, task: str, metric: str, server: Server, tasks: Path, tmp_path: Path
 ) -> None:
-    """It finishes, which it does not if a request is refused, and the score is the model's."""
     arguments = {
         "model": MODEL,
         "base_url": f"{server.url}/v1/{endpoint}",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
+
 from tests.support.server import Server
 
 _STEPS = {"vllm_xargs": {"diffusion_max_steps": 6}}
@@ -56,15 +58,24 @@ _ENDS = ("structured_outputs", "response_format")
 Tokens = list[list[int]]
 
 
-def answer(server: Server, index: int) -> Tokens:
-    """The tokens that a server gives one of :data:`REQUESTS`."""
+def seeded_request(index: int) -> tuple[str, dict[str, Any]]:
+    """Path and whole body of one of :data:`REQUESTS`, but for the model's name."""
     path, request = REQUESTS[index]
     # Some checkpoints are greedy unless they are asked otherwise.
     body = {"temperature": 1.0, **_STEPS, **request, "seed": index, "return_token_ids": True}
     body["ignore_eos"] = not any(name in request for name in _ENDS)
-    response = server.post(f"/v1/{path}", body)
+    return f"/v1/{path}", body
+
+
+def tokens_of(response: httpx.Response) -> Tokens:
+    """Of an answer to one of them."""
     assert response.status_code == 200, response.text
     return [choice["token_ids"] for choice in response.json()["choices"]]
+
+
+def answer(server: Server, index: int) -> Tokens:
+    """The tokens that a server gives one of :data:`REQUESTS`."""
+    return tokens_of(server.post(*seeded_request(index)))
 
 
 def answers_alone(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens]:

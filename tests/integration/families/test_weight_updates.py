@@ -1,0 +1,103 @@
+"""Every masked family, and quantised checkpoints, with new weights in a running engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration.families.test_parity import OPTIONS, Family
+from tests.support.checkpoints import SHIPPED, copy_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.model import prompt_of
+from tests.support.quantized import quantized_checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TRANSFER: dict[str, Any] = {"weight_transfer_config": {"backend": "safetensors"}}
+
+
+def update(engine: TracedEngine, *paths: Path) -> None:
+    llm = engine.llm
+    llm.start_weight_update()
+    for path in paths:
+        llm.update_weights({"update_info": {"path": str(path)}})
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families(name: str, tmp_path: Path) -> None:
+    """After an update the tokens are the published loop's with the other weights."""
+    family = Family(name, tmp_path / "served", **TRANSFER)
+    try:
+        model = family.case.make(seed=11)
+        prompts = [prompt_of(length, seed=length) for length in (5, 33, 70)]
+        wanted = [Wanted(max_tokens=family.block_length + 5)] * len(prompts)
+        before = family.generate(prompts, wanted)
+        folder = model.save(tmp_path / "sent")
+        update(family.engine, folder / "model.safetensors")
+        after = family.generate(prompts, wanted)
+        assert after != before
+        for prompt, one, answer in zip(prompts, wanted, after, strict=True):
+            assert answer == expected(family.case, model, prompt, one).tokens
+        # And back, a tensor at a time.
+        parts = []
+        for index, item in enumerate(load_file(tmp_path / "served" / "model.safetensors").items()):
+            parts.append(tmp_path / f"{index}.safetensors")
+            save_file(dict([item]), parts[-1])
+        update(family.engine, *parts)
+        assert family.generate(prompts, wanted) == before
+    finally:
+        family.engine.close()
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-static", "nvfp4"])
+def test_quantised(scheme: str, tmp_path: Path) -> None:
+    """Whole updates, twice; a part is refused, and the engine serves on."""
+    generator = torch.Generator().manual_seed(0)
+    other = copy_checkpoint(tmp_path / "other")
+    weights = {
+        name: tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+        if tensor.dim() > 1
+        else tensor
+        for name, tensor in load_file(SHIPPED / "model.safetensors").items()
+    }
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    folders = [
+        quantized_checkpoint(tmp_path / f"quantised-{source.name}", scheme, source, num_prompts=2)
+        for source in (SHIPPED, other)
+    ]
+    prompts = [prompt_of(length, seed=length) for length in (5, 33)]
+
+    def answers(engine: TracedEngine) -> list[Any]:
+        outputs = engine.generate(prompts, seeds=[1, 2], max_tokens=40, ignore_eos=True)
+        return [output.token_ids for output in outputs]
+
+    fresh = []
+    for folder in folders:
+        engine = TracedEngine(folder, **OPTIONS)
+        fresh.append(answers(engine))
+        engine.close()
+    assert fresh[0] != fresh[1]
+    engine = TracedEngine(folders[0], **OPTIONS, **TRANSFER)
+    try:
+        assert answers(engine) == fresh[0]
+        for index in (1, 0, 1):
+            update(engine, folders[index])
+            assert answers(engine) == fresh[index]
+        part = dict(list(load_file(folders[0] / "model.safetensors").items())[:5])
+        save_file(part, tmp_path / "part.safetensors")
+        with pytest.raises(ValueError, match="whole updates only"):
+            update(engine, tmp_path / "part.safetensors")
+        assert answers(engine) == fresh[1]
+        engine.llm.update_weights({"update_info": {"path": str(folders[0])}})
+        engine.llm.finish_weight_update()
+        engine.llm.reset_prefix_cache()
+        assert answers(engine) == fresh[0]
+    finally:
+        engine.close()
