@@ -22,7 +22,7 @@ from tests.support.server import MODEL, Server, start_server, stop_server
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPT = {
-    "prompt": "Once upon a time",
+    "messages": [{"role": "user", "content": "What is 7+8?"}],
     "max_tokens": 40,
     "seed": 3,
     "ignore_eos": True,
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     for i, (name, targets) in enumerate({"one": f"{ENCODER}|{DECODER}", "two": DECODER}.items()):
         model = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED)
-        adapt(model, folder / name, seed=i, target_modules=targets)
+        adapt(model, folder / name, seed=i, size=1.0, target_modules=targets)
     adapt(sdar().body, folder / "other model", target_modules=r".*self_attn\.q_proj")
     shutil.copytree(folder / "one", folder / "damaged")
     weights = folder / "damaged" / "adapter_model.safetensors"
@@ -65,7 +65,7 @@ def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def ask(server: Server, model: str, **changes: Any) -> httpx.Response:
-    return server.post("/v1/completions", PROMPT | {"model": model} | changes)
+    return server.post("/v1/chat/completions", PROMPT | {"model": model} | changes)
 
 
 def tokens(server: Server, model: str, **changes: Any) -> tuple[int, ...]:

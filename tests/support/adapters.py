@@ -19,14 +19,24 @@ DECODER = rf".*decoder\.layers\..*{LINEAR}"
 CONDITIONING = r".*decoder\.self_conditioning\..*_proj"
 
 
-def adapt(model: nn.Module, folder: Path, *, seed: int = 0, rank: int = 4, **config: Any) -> Any:
+def adapt(
+    model: nn.Module,
+    folder: Path,
+    *,
+    seed: int = 0,
+    rank: int = 4,
+    size: float = 0.5,
+    **config: Any,
+) -> Any:
     """Put an adapter on ``model``, whose forward has it from now on, and save it in ``folder``.
 
     Args:
         model: Changed in place.
         folder: Where PEFT writes the adapter.
-        seed: Of its matrices, which are large enough to change tokens.
+        seed: Of its matrices.
         rank: Of its matrices.
+        size: Of what they write for inputs of size 1. At 0.5 tokens of random weights change; those
+            of the trained checkpoint do at 1.
         config: For ``LoraConfig``.
 
     Returns:
@@ -40,7 +50,7 @@ def adapt(model: nn.Module, folder: Path, *, seed: int = 0, rank: int = 4, **con
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(0.5 * noise / parameter.shape[-1] ** 0.5)
+                parameter.copy_(size * noise / parameter.shape[-1] ** 0.5)
     adapted.eval().save_pretrained(folder)
     return adapted
 

@@ -140,6 +140,8 @@ class _ExpertsOnCpu:
         BaseLayerWithLoRA.__init__(self)
         self.base_layer = base_layer
         self.moe_config = base_layer.moe_config
+        # vLLM finds the layers of shared experts behind this name too.
+        self._shared_experts = base_layer._shared_experts
         parallel = self.moe_config.moe_parallel_config
         self.tp_size, self.tp_rank = parallel.tp_size, parallel.tp_rank
         self.device = torch.device("cpu")
