@@ -113,7 +113,7 @@ class _Operations(TorchDispatchMode):
 class _Slots:
     """As much of the canvases as the connector looks at."""
 
-    shown: set[int] = set()
+    viewed: set[int] = set()
 
 
 def test_nobody_watches() -> None:
