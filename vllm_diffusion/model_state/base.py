@@ -29,7 +29,11 @@ from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.model_state import runner_seam
 from vllm_diffusion.quantization.kernels import describe_kernels
-from vllm_diffusion.requests.params import end_token_ids, parse_canvas_params
+from vllm_diffusion.requests.params import (
+    constraining_fields,
+    end_token_ids,
+    parse_canvas_params,
+)
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.settings.compilation import compile_backend
@@ -225,7 +229,7 @@ class BlockDiffusionModelState(ModelState):
                 num_generated=len(known) - new_req_data.prompt_len,
                 given=known[len(known) - num_given :],
                 end_tokens=end_token_ids(sampling_params) if sampling_params else (),
-                is_constrained=_is_constrained(sampling_params),
+                is_constrained=bool(sampling_params and constraining_fields(sampling_params)),
             ),
         )
 
@@ -351,12 +355,3 @@ class BlockDiffusionModelState(ModelState):
         self._causal_rows[n:num_reqs] = 0
         self._causal_flags[n:num_reqs] = 0
         return self._causal_rows[:num_reqs], self._causal_flags[:num_reqs]
-
-
-def _is_constrained(sampling_params: Any) -> bool:
-    """Whether the scheduler may hold a request's canvases to a grammar or words."""
-    if sampling_params is None:
-        return False
-    return sampling_params.structured_outputs is not None or bool(
-        sampling_params.bad_words_token_ids
-    )

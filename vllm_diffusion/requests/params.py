@@ -209,6 +209,19 @@ def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:
     )
 
 
+def constraining_fields(params: Any) -> list[str]:
+    """Fields of a request's ``SamplingParams`` that its canvases are held to, by name."""
+    structured = params.structured_outputs
+    fields = {
+        "structured_outputs": structured is not None and not structured.all_constraints_none(),
+        "bad_words": bool(params.bad_words_token_ids),
+        "thinking_token_budget": (
+            params.thinking_token_budget is not None and params.thinking_token_budget >= 0
+        ),
+    }
+    return [name for name, is_set in fields.items() if is_set]
+
+
 def end_token_ids(sampling_params: Any) -> list[int]:
     """Tokens that end a request: its own, and the model's unless it ignores them."""
     ends = list(sampling_params.stop_token_ids or ())

@@ -23,7 +23,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.constraints import CanvasConstraint
-from vllm_diffusion.requests.params import end_token_ids
+from vllm_diffusion.requests.params import constraining_fields, end_token_ids
 from vllm_diffusion.scheduling.thinking_budget import ThinkingBudget
 
 
@@ -34,25 +34,13 @@ def is_constrained(request: Request) -> bool:
 
 def constraint_names(request: Request) -> str:
     """The request's fields that its canvases are held to."""
-    fields = {
-        "structured_outputs": request.use_structured_output,
-        "bad_words": _bad_words(request),
-        "thinking_token_budget": _thinking_budget(request) >= 0,
-    }
-    return " with ".join(name for name, is_set in fields.items() if is_set)
+    params = request.sampling_params
+    return " with ".join(constraining_fields(params)) if params is not None else ""
 
 
 def _bad_words(request: Request) -> list[list[int]]:
     params = request.sampling_params
     return (params.bad_words_token_ids or []) if params is not None else []
-
-
-def _thinking_budget(request: Request) -> int:
-    """-1 for none, as in a request."""
-    params = request.sampling_params
-    if params is None or params.thinking_token_budget is None:
-        return -1
-    return params.thinking_token_budget
 
 
 @functools.cache
