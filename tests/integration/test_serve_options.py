@@ -80,6 +80,6 @@ def test_one_line() -> None:
 
 def test_trace_of_others() -> None:
     """What vLLM refuses by itself is its own to tell."""
-    with pytest.raises(ValueError, match="Sleep mode") as raised:
-        configure("--enable-sleep-mode")
+    with pytest.raises(ValueError, match="load balancing is only supported on CUDA") as raised:
+        configure("--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb")
     assert refusal_in(raised.value) is None
