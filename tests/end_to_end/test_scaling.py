@@ -14,7 +14,12 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.seeded_requests import Tokens, answers_alone, answers_together
+from tests.support.seeded_requests import (
+    Tokens,
+    answers_alone,
+    answers_of_one_process,
+    answers_together,
+)
 from tests.support.server import MODEL, Server, free_port, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -147,11 +152,7 @@ def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path:
 def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
     """Its engines know nothing of one another."""
     sdar = shipped_checkpoint("sdar")
-    one = start_server(sdar, tmp_path / "one.log")
-    try:
-        expected = answers_alone(one)
-    finally:
-        stop_server(one)
+    expected = answers_of_one_process(sdar, tmp_path / "one.log")
     _check(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
 
 

@@ -15,7 +15,13 @@ import torch
 from PIL import Image
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
-from tests.support.seeded_requests import ALL, Tokens, answers_alone, answers_together
+from tests.support.seeded_requests import (
+    ALL,
+    Tokens,
+    answers_alone,
+    answers_of_one_process,
+    answers_together,
+)
 from tests.support.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -124,11 +130,7 @@ def test_tokens_of_layouts(options: str, server: Server, tmp_path: Path) -> None
 def test_tokens_of_a_masked_model(order: str, tmp_path: Path) -> None:
     """Blocks counted from the start, whose head may be the prompt's end."""
     sdar = shipped_checkpoint("sdar")
-    one = start_server(sdar, tmp_path / "one.log")
-    try:
-        expected = answers_alone(one)
-    finally:
-        stop_server(one)
+    expected = answers_of_one_process(sdar, tmp_path / "one.log")
     _check(sdar, tmp_path, [*TWO_STAGES, order], expected, ALL)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.support.server import Server
+from tests.support.server import Server, start_server, stop_server
 
 _STEPS = {"vllm_xargs": {"diffusion_max_steps": 6}}
 _MESSAGES = [{"role": "user", "content": "What is 7+8?"}]
@@ -87,3 +88,12 @@ def answers_together(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens
     """The requests at once: all of them, or some."""
     with ThreadPoolExecutor(len(chosen)) as pool:
         return list(pool.map(lambda index: answer(server, index), chosen))
+
+
+def answers_of_one_process(checkpoint: Path, log: Path) -> list[Tokens]:
+    """What a server of one engine and one worker says, which ends with its answers."""
+    server = start_server(checkpoint, log)
+    try:
+        return answers_alone(server)
+    finally:
+        stop_server(server)
