@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.server import MAX_MODEL_LEN, MODEL, Server
+from tests.support.server import MODEL, SHARED_MAX_MODEL_LEN, Server
 
 pytestmark = pytest.mark.engine
 
@@ -43,27 +43,29 @@ def _chat(server: Server, content: Any, **fields: Any) -> Any:
     return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **fields})
 
 
-@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN + 1, 3 * MAX_MODEL_LEN])
+@pytest.mark.parametrize("num_tokens", [SHARED_MAX_MODEL_LEN + 1, 3 * SHARED_MAX_MODEL_LEN])
 def test_prompt_longer_than_the_model_length(num_tokens: int, server: Server) -> None:
     """A prompt that does not fit is refused with the length that is allowed."""
-    _assert_refused(_complete(server, prompt=[50] * num_tokens), str(MAX_MODEL_LEN), "prompt")
+    _assert_refused(
+        _complete(server, prompt=[50] * num_tokens), str(SHARED_MAX_MODEL_LEN), "prompt"
+    )
 
 
 def test_prompt_as_long_as_the_model_length(server: Server) -> None:
     """A prompt that leaves no room for a token is refused."""
-    _assert_refused(_complete(server, prompt=[50] * MAX_MODEL_LEN), "max_tokens")
+    _assert_refused(_complete(server, prompt=[50] * SHARED_MAX_MODEL_LEN), "max_tokens")
 
 
 def test_chat_longer_than_the_model_length(server: Server) -> None:
     """The same of a conversation."""
-    _assert_refused(_chat(server, "x" * MAX_MODEL_LEN), str(MAX_MODEL_LEN))
+    _assert_refused(_chat(server, "x" * SHARED_MAX_MODEL_LEN), str(SHARED_MAX_MODEL_LEN))
 
 
 def test_longest_prompt(server: Server) -> None:
     """One token of room is room: the canvas is cut at the model length."""
     response = _complete(
         server,
-        prompt=[50] * (MAX_MODEL_LEN - 1),
+        prompt=[50] * (SHARED_MAX_MODEL_LEN - 1),
         vllm_xargs={"diffusion_max_steps": 1},
         ignore_eos=True,
     )

@@ -22,7 +22,8 @@ import openai
 from tests.support.checkpoints import SHIPPED
 
 MODEL = "tiny"
-MAX_MODEL_LEN = 1024
+# Of the shared server: room for the smallest budget of a thought that Anthropic's API knows, 1024.
+SHARED_MAX_MODEL_LEN = 1152
 # As the README starts the published checkpoints.
 PARSERS = (
     "--reasoning-parser",
@@ -124,7 +125,7 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
     command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}']
     command += ["--kv-cache-memory-bytes", str(64 * 1024**2), "--enforce-eager"]
     command += ["--enable-prompt-tokens-details", *options]
@@ -181,8 +182,7 @@ def shared_server(folder: Path) -> Iterator[Server]:
     """A server on the shipped checkpoint. Every test leaves it idle and alive."""
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    # Room for the smallest budget of a thought that Anthropic's API knows, 1024.
-    longer = ("--max-model-len", "1152")
+    longer = ("--max-model-len", str(SHARED_MAX_MODEL_LEN))
     running = start_server(SHIPPED, folder / "server.log", *PARSERS, *longer, **stored)
     try:
         yield running
