@@ -36,10 +36,11 @@ def _two_nodes(cpus: int) -> Iterator[str]:
     [
         # A node for each worker.
         ("--tensor-parallel-size 2 --distributed-executor-backend ray", 1),
+        ("--pipeline-parallel-size 2 --distributed-executor-backend ray", 1),
         # And for each engine with its worker.
         ("--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-backend ray", 2),
     ],
-    ids=["tensor-parallel", "data-parallel"],
+    ids=["tensor-parallel", "pipeline-parallel", "data-parallel"],
 )
 def test_tokens(options: str, cpus: int, server: Server, tmp_path: Path) -> None:
     """Alone and together, as one process answers; each node works."""

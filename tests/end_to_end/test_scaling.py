@@ -140,6 +140,7 @@ def test_dead_engine(replicas: Server) -> None:
         "--tensor-parallel-size 2 --enable-expert-parallel",
         "--tensor-parallel-size 2 --enable-expert-parallel --async-scheduling",
         "--tensor-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel",
+        "--pipeline-parallel-size 2 --data-parallel-size 2",
     ],
 )
 def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path: Path) -> None:

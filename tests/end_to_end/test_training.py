@@ -132,7 +132,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
     return found
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["one-rank", "two-ranks"])
+@pytest.fixture(scope="module", params=["", "tensor", "pipeline"], ids=lambda kind: kind or "plain")
 def live(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -140,7 +140,7 @@ def live(
         SHIPPED,
         tmp_path_factory.mktemp("live") / "server.log",
         *OPTIONS,
-        *("--tensor-parallel-size", request.param),
+        *((f"--{request.param}-parallel-size", "2") if request.param else ()),
         VLLM_SERVER_DEV_MODE="1",
     )
     try:

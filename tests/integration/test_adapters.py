@@ -245,11 +245,21 @@ def test_other_orders(tmp_path, order):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("is_fully_sharded", [False, True])
-def test_two_ranks(served, is_fully_sharded):
-    """Each with its part of the layers and of the adapters' matrices; self-conditioning whole."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "fully_sharded_loras": True},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+    ],
+    ids=lambda layout: " ".join(layout),
+)
+def test_two_processes(served, layout):
+    """Each with its part of the layers, or its layers, and of the adapters' matrices."""
     # On a CPU experts are refused where their matrices are cut in another way than themselves.
-    names = ["decoder" if is_fully_sharded else "everything", None, "encoder", "conditioning"]
+    experts = "decoder" if "fully_sharded_loras" in layout else "everything"
+    names = [experts, None, "encoder", "conditioning"]
     prompts = [prompt_of(30 + 20 * i, seed=i) for i in range(len(names))]
     params = {"seed": 7, "max_tokens": 2 * CANVAS, "ignore_eos": True}
     requests: list[dict[str, Any]] = []
@@ -265,11 +275,10 @@ def test_two_ranks(served, is_fully_sharded):
         "enforce_eager": True,
         "kv_cache_memory_bytes": 64 * 1024**2,
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
-        "tensor_parallel_size": 2,
         "enable_lora": True,
         "max_loras": 3,
         "max_lora_rank": 8,
-        "fully_sharded_loras": is_fully_sharded,
+        **layout,
     }
     (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
     for name, prompt, answer in zip(names, prompts, answers, strict=True):

@@ -3,7 +3,7 @@
 python -m tests.robustness.serve_options [--only=NAME ...] [--try="--option value" ...]
 
 What is tried is in ``vllm_diffusion/startup/serve_options.toml``. Each trial has a process of its
-own, which answers a few seeded requests; their tokens are compared with those of a server without
+own, which answers 15 seeded requests; their tokens are compared with those of a server without
 the option. Prints one line for each trial, and exits with 1 if one of them is not what the file says.
 """
 
@@ -147,7 +147,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _answers(config: Any) -> tuple[tuple[int, ...], ...]:
-    """Token ids of a few requests that run together, each as different as its settings allow."""
+    """Token ids of 15 requests that run together, each with other parameters."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -157,22 +157,40 @@ def _answers(config: Any) -> tuple[tuple[int, ...], ...]:
     engine = LLMEngine.from_vllm_config(config)
     shared = random_prompt(70, 1)
     with_tokenizer = not config.model_config.skip_tokenizer_init
-    requests: list[tuple[list[int], dict[str, Any]]] = [
-        (shared, {"seed": 0, "temperature": 0.0, "max_tokens": 12, "min_tokens": 12}),
-        (random_prompt(5, 2), {"seed": 1, "max_tokens": 70, "min_tokens": 70}),
-        (random_prompt(40, 3), {"seed": 2, "top_p": 0.9, "max_tokens": 40, "min_tokens": 40}),
-        (random_prompt(9, 4), {"seed": 3, "presence_penalty": 1.0, "logprobs": 2, "max_tokens": 9}),
-        (shared, {"seed": 4, "max_tokens": 33, "min_tokens": 33}),
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    three_steps = {"extra_args": {"diffusion_max_steps": 3}}
+    requests: list[tuple[list[int], int, dict[str, Any]]] = [
+        (shared, 12, greedy),
+        (random_prompt(5, 2), 70, {}),
+        (random_prompt(40, 3), 40, {"top_p": 0.9}),
+        (random_prompt(9, 4), 9, {"presence_penalty": 1.0, "logprobs": 2}),
+        (shared, 33, {}),
+        (random_prompt(1, 5), 20, {"top_k": 20, "temperature": 0.7}),
+        (random_prompt(17, 6), 20, {"min_p": 0.05}),
+        (random_prompt(33, 7), 40, {"frequency_penalty": 0.5, "repetition_penalty": 1.2}),
+        (random_prompt(64, 8), 20, {"logit_bias": {70: 5.0}}),
+        (shared, 20, {"logprobs": 3, **three_steps}),
+        (random_prompt(120, 9), 70, greedy),
+        (random_prompt(3, 10), 40, {"allowed_token_ids": list(range(40, 90))}),
+        (random_prompt(130, 11), 33, {"top_p": 0.9, "min_p": 0.01, **three_steps}),
+        (random_prompt(8, 12), 1, {}),
     ]
     if with_tokenizer:
         constraint = StructuredOutputsParams(regex="[a-c]{3,5}")
-        requests.append((shared, {"seed": 5, "max_tokens": 12, "structured_outputs": constraint}))
-    for index, (prompt, settings) in enumerate(requests):
-        settings = {"detokenize": with_tokenizer, **settings}
+        requests.append((shared, 12, {"structured_outputs": constraint}))
+    for index, (prompt, length, settings) in enumerate(requests):
+        # A grammar says itself where its answer ends.
+        min_tokens = 0 if "structured_outputs" in settings else length
         engine.add_request(
             str(index),
             {"prompt_token_ids": prompt},
-            SamplingParams(**settings),
+            SamplingParams(
+                seed=index,
+                max_tokens=length,
+                min_tokens=min_tokens,
+                detokenize=with_tokenizer,
+                **settings,
+            ),
             priority=index % 2 if config.scheduler_config.policy == "priority" else 0,
         )
     tokens: dict[int, tuple[int, ...]] = {}

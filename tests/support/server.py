@@ -110,19 +110,12 @@ def free_port() -> int:
         return port
 
 
-def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -> Server:
-    """Start a text-only ``vllm serve`` on a free port and wait until it answers.
+def start_headless(checkpoint: Path, log: Path, *options: str) -> Server:
+    """Start a node without a server: it waits for another one's, and never answers itself."""
+    return _spawn(checkpoint, log, 0, *options, "--headless")
 
-    Args:
-        checkpoint: What to serve.
-        log: File for what it prints.
-        options: Of ``vllm serve``.
-        variables: Of its environment.
 
-    Raises:
-        RuntimeError: With the end of its log, if it ends or does not answer in time.
-    """
-    port = free_port()
+def _spawn(checkpoint: Path, log: Path, port: int, *options: str, **variables: str) -> Server:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
@@ -145,7 +138,7 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
             start_new_session=True,
         )
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    server = Server(
+    return Server(
         f"http://127.0.0.1:{port}",
         checkpoint,
         config.get("canvas_length", 0),
@@ -153,8 +146,23 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
         process,
         log,
     )
+
+
+def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -> Server:
+    """Start a text-only ``vllm serve`` on a free port and wait until it answers.
+
+    Args:
+        checkpoint: What to serve.
+        log: File for what it prints.
+        options: Of ``vllm serve``.
+        variables: Of its environment.
+
+    Raises:
+        RuntimeError: With the end of its log, if it ends or does not answer in time.
+    """
+    server = _spawn(checkpoint, log, free_port(), *options, **variables)
     deadline = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    while server.process.poll() is None and time.monotonic() < deadline:
         try:
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return server
