@@ -22,7 +22,7 @@ class OptionRow:
         where: The file of this folder's package that refuses; empty for ``unsupported_options.py``.
         why: How it is known, or what a trial needs.
         probe: Options to try.
-        works: Further options to try, of a refused one: values that are served.
+        works: Further options to try: other values that are served.
         tokens: ``"same"`` as without the option, or ``"other"``.
     """
 
