@@ -18,8 +18,9 @@ import pytest
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import Tokens, answers_alone, answers_together
-from tests.support.server import MODEL, PARSERS, Server, free_port, start_server, stop_server
+from tests.support.server import MODEL, PARSERS, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.server import free_port
 
 pytest.importorskip("nixl", reason="needs the package nixl")
 

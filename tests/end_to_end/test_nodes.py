@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import answers_alone, answers_together
-from tests.support.server import Server, free_port, start_headless, start_server, stop_server
+from tests.support.server import Server, start_headless, start_server, stop_server
+from vllm_diffusion.cli.server import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 

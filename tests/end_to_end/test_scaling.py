@@ -20,8 +20,9 @@ from tests.support.seeded_requests import (
     answers_of_one_process,
     answers_together,
 )
-from tests.support.server import MODEL, Server, free_port, start_server, stop_server
+from tests.support.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.server import free_port
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import httpx
 import openai
 
 from tests.support.checkpoints import SHIPPED
+from vllm_diffusion.cli.server import free_port
 
 MODEL = "tiny"
 # Of the shared server: room for the smallest budget of a thought that Anthropic's API knows, 1024.
@@ -100,14 +100,6 @@ class Server:
         )
         assert response.status_code == 200, response.text
         assert self.process.poll() is None
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start_headless(checkpoint: Path, log: Path, *options: str) -> Server:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import secrets
 import signal
 import socket
@@ -73,7 +75,7 @@ class Server:
             timeout: Seconds that the server may take until it is ready.
             environment: Variables beside those of this process.
         """
-        port = _free_port()
+        port = free_port()
         self.url = f"http://{HOST}:{port}"
         # In the environment, not among the arguments, which every user of the machine can read.
         self.api_key = secrets.token_urlsafe(32)
@@ -185,11 +187,17 @@ def _signal_group(group: int, kind: signal.Signals) -> None:
         return
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port that nobody listens on.
+
+    Below those that Linux hands to whoever asks for any: until a server has it, seconds later, no
+    connection of another process takes it.
+    """
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def vllm_serve(model: str, *options: str) -> list[str]:
