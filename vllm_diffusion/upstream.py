@@ -452,6 +452,11 @@ TABLE: tuple[Symbol, ...] = (
         Use.REPLACED,
         "Stock waits there for draft tokens after each pass; a canvas scheduler needs none.",
     ),
+    Symbol(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
+        Use.REPLACED,
+        "Stock leaves the answers of other workers in their queues once one has refused.",
+    ),
     Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
     *(

@@ -1,6 +1,6 @@
 """Two servers behind a balancer, one of them killed every minute, while adapters come and go.
 
-python -m tests.robustness.replicas --minutes 20    (written, and not run yet)
+python -m tests.robustness.replicas --minutes 20
 
 A small supervisor starts a dead one again. Clients send seeded requests, to the checkpoint and to its
 adapters, and go to the other server where one is gone. Exits with 1 where an answer has other tokens
@@ -161,7 +161,7 @@ def _adapters(folder: Path) -> dict[str, Path]:
     for seed, modules in enumerate((ENCODER, DECODER, f"({ENCODER})|({DECODER})")):
         made[f"adapter{seed}"] = folder / f"adapter{seed}"
         model = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED)
-        adapt(model, made[f"adapter{seed}"], seed=seed, size=1.0, target_modules=modules)
+        adapt(model, made[f"adapter{seed}"], seed=seed, size=3.0, target_modules=modules)
     return made
 
 
@@ -186,6 +186,10 @@ def soak(
         balancer = Balancer(replicas, adapters)
         asked = list(itertools.product(models, range(len(REQUESTS))))
         expected = {each: balancer.answer(*each) for each in asked}
+        for model in adapters:
+            # Else one that is not applied would go unnoticed.
+            changed = sum(expected[model, i] != expected[MODEL, i] for i in range(len(REQUESTS)))
+            assert changed > len(REQUESTS) // 2, f"{model} changes {changed} answers"
         over = threading.Event()
 
         def client(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the engine's loop asks the workers for draft tokens: a canvas scheduler needs none."""
+"""What becomes otherwise in the engine's process where a :class:`CanvasScheduler` schedules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from vllm_diffusion.replacement import replace
 
 
 def install() -> None:
-    """Have the synchronous loop not ask where a :class:`CanvasScheduler` schedules.
+    """Put ours in the place of two of vLLM's functions. Safe to call twice.
 
-    It asks after each pass and waits for the answer, so that with pipeline stages no pass would begin
-    before the last one has ended. Safe to call twice.
+    The synchronous loop asks the workers for draft tokens after each pass, and waits for the answer: with
+    pipeline stages no pass would begin before the last one has ended. A canvas scheduler needs none.
+
+    And where a call to all workers is refused, vLLM stops at the first refusal. What the others answer
+    stays in their queues, and would be taken for their answers to the next call: one weight update that
+    does not fit would end a server of several ranks.
     """
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     replace(EngineCore, "post_step", _not_asking)
+    replace(MultiprocExecutor, "collective_rpc", _hearing_all)
 
 
 def _not_asking(stock: Any) -> Any:
@@ -26,3 +32,40 @@ def _not_asking(stock: Any) -> Any:
             stock(self, model_executed)
 
     return post_step
+
+
+class _Heard:
+    """A worker's queue of answers that notes when one was taken."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.is_heard = False
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        answer = self._queue.dequeue(timeout=timeout)
+        self.is_heard = True
+        return answer
+
+
+def _hearing_all(stock: Any) -> Any:
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        # A call that is not waited for is a pass of the model: its refusal is the engine's end.
+        is_waited_for = not kwargs.get("non_block")
+        if self.vllm_config.diffusion_config is None or not is_waited_for:
+            return stock(self, method, *args, **kwargs)
+        queues = self.response_mqs
+        heard = [_Heard(queue) for queue in queues]
+        self.response_mqs = heard
+        try:
+            return stock(self, method, *args, **kwargs)
+        except RuntimeError:
+            # Without any answer it was the executor that refused, and the workers were not asked.
+            if kwargs.get("unique_reply_rank") is None and heard[0].is_heard:
+                for each in heard:
+                    if not each.is_heard:
+                        each.dequeue()
+            raise
+        finally:
+            self.response_mqs = queues
+
+    return collective_rpc
