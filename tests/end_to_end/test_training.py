@@ -194,8 +194,9 @@ class TestLive:
         damaged.write_bytes(path.read_bytes()[:-9])
         for update_info, words in (
             ({"path": str(path)}, (NAME, "[255, 128]", "[256, 128]")),
-            ({"path": str(damaged)}, (str(damaged), "truncated")),
-            ({"path": str(tmp_path / "none")}, ("none", "not there")),
+            # vLLM takes paths out of what it tells a client.
+            ({"path": str(damaged)}, ("truncated",)),
+            ({"path": str(tmp_path / "none")}, ("not there",)),
             ({"path": 3}, ("update_info.path",)),
             ({"tensors": []}, ("tensors",)),
         ):
