@@ -1,0 +1,1 @@
+"""Drafts: blocks that a small model proposes, and an autoregressive target verifies."""

@@ -1,0 +1,90 @@
+"""What the operator sets of drafts with ``--additional-config``, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.drafting.reveal import CONFIDENCE, ORDERS
+from vllm_diffusion.drafting.schedules import SCHEDULES, unmask_counts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPTION = "--additional-config '{\"drafting\": {...}}'"
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What the operator sets with ``--additional-config '{"drafting": {...}}'``.
+
+    Attributes:
+        steps: Passes over a block.
+        schedule: How many positions each pass reveals, a key of :data:`SCHEDULES`.
+        order: Which of them: the most confident, or the leftmost.
+        reveals: With what: the likeliest token. A pass that drew tokens would make its order depend on
+            what it drew, and vLLM's test of a proposal by ``p / q`` is exact only where a position's
+            tokens were drawn from the same distribution whatever was drawn at the others.
+        window: Tokens that a row of the draft sees back; ``None`` for what its checkpoint says.
+    """
+
+    steps: int = 1
+    schedule: str = "cosine"
+    order: str = CONFIDENCE
+    reveals: str = "likeliest"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "window"):
+            value = getattr(self, name)
+            if value is None and name == "window":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        if self.reveals == "sampled":
+            raise ValueError(
+                'reveals="sampled" is not served: revealed by confidence, sampled tokens that are '
+                "verified by their probabilities change what the target says; leave reveals out, and "
+                'set "draft_sample_method": "probabilistic" in --speculative-config to propose sampled '
+                "tokens of the last pass."
+            )
+        choices = {"schedule": tuple(SCHEDULES), "order": ORDERS, "reveals": ("likeliest",)}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                names = " or ".join(f'"{choice}"' for choice in known)
+                raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
+
+    def unmask_counts(self, num_positions: int) -> tuple[int, ...]:
+        """Positions that each pass over a block with ``num_positions`` masks reveals.
+
+        Raises:
+            ValueError: If there are more passes than positions.
+        """
+        try:
+            return unmask_counts(num_positions, self.steps, self.schedule)
+        except ValueError as error:
+            raise ValueError(f"{OPTION}: {error}") from None
+
+
+def draft_settings(vllm_config: VllmConfig) -> DraftSettings:
+    """Parse and validate ``additional_config["drafting"]``.
+
+    Raises:
+        ValueError: Naming the setting, what it got and what is allowed.
+    """
+    additional = vllm_config.additional_config
+    section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{OPTION}: drafting must be a mapping; got {section!r}.")
+    known = [each.name for each in fields(DraftSettings)]
+    unknown = sorted(set(section) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{OPTION}: {unknown[0]!r} is not a setting of drafts; these are {', '.join(known)}."
+        )
+    try:
+        return DraftSettings(**section)
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from None
