@@ -55,12 +55,14 @@ class DiffusionCpuPlatform(CpuPlatform):
             cpu_experts,
             cpu_kernels,
             cpu_linear,
+            cpu_operators,
             cpu_quantized_experts,
             cpu_quantized_linear,
         )
 
         for pieces in (
             cpu_kernels,
+            cpu_operators,
             cpu_linear,
             cpu_experts,
             cpu_quantized_linear,

@@ -21,6 +21,8 @@ def register() -> None:
     """Put them in place. Safe to call twice."""
     from vllm.triton_utils import dispatcher
 
+    from vllm_diffusion.platforms import cpu_draft_inputs, cpu_sampling
+
     overrides: dict[str, Callable[..., None]] = {
         _RUNNER + "buffer_utils._apply_write_kernel": apply_write,
         _RUNNER + "block_table._gather_block_tables_kernel": gather_block_tables,
@@ -30,6 +32,8 @@ def register() -> None:
         _RUNNER + "input_batch._combine_sampled_and_draft_tokens_kernel": combine_tokens,
         _RUNNER + "input_batch._post_update_kernel": post_update,
         _RUNNER + "input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
+        **cpu_sampling.OVERRIDES,
+        **cpu_draft_inputs.OVERRIDES,
     }
     new = {name: impl for name, impl in overrides.items() if name not in dispatcher._registry}
     if new:
