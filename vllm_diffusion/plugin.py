@@ -19,6 +19,8 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 # vLLM's own for every other model.
 _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
+_DRAFT = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
+
 _WEIGHT_TRANSFER_WORKER = "vllm_diffusion.training.worker_engine:SafetensorsWeightTransferEngine"
 _WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.training.trainer_engine:SafetensorsTrainerEngine"
 
@@ -40,6 +42,7 @@ def register() -> None:
         _log(logging.ERROR, "any diffusion checkpoint", error)
         return
     shared_failure = _register_shared()
+    _register_draft()
     for family in (*FAMILIES, *REFUSED):
         entry, failure = _engine_config(family, BlockDiffusionEngineConfig), shared_failure
         # First, so that every later failure is told by our checks.
@@ -75,6 +78,19 @@ def _register_shared() -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _register_draft() -> None:
+    """Our draft for autoregressive targets; where it cannot be, vLLM's own are served all the same."""
+    try:
+        from vllm.model_executor.models import ModelRegistry
+
+        from vllm_diffusion.drafting import check
+
+        ModelRegistry.register_model(check.ARCHITECTURE, _DRAFT)
+        check.install()
+    except Exception as error:
+        _log(logging.ERROR, "multi-pass drafts", error)
 
 
 def _register_weight_transfer() -> None:

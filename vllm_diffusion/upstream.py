@@ -694,6 +694,33 @@ TABLE: tuple[Symbol, ...] = (
         Use.SUBCLASSED,
         "Emulated experts.",
     ),
+    *(
+        Symbol(
+            f"vllm._custom_ops:{name}",
+            Use.CALLED,
+            "The context of a DFlash draft; its operator is ours on the CPU.",
+        )
+        for name in ("rms_norm", "rotary_embedding")
+    ),
+    # Drafts.
+    Symbol(
+        "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
+        Use.REPLACED,
+        "Calls the original, and looks at the draft: vLLM's table of architectures knows targets.",
+    ),
+    Symbol(
+        "vllm.config.speculative:SpeculativeConfig.update_arch_",
+        Use.CALLED,
+        "A draft of vLLM's is served by ours where the operator sets something of ours.",
+    ),
+    *(
+        Symbol(
+            f"vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM.{name}",
+            Use.SUBCLASSED,
+            "The draft in several passes.",
+        )
+        for name in ("forward", "compute_logits")
+    ),
     Symbol(
         "vllm.triton_utils.dispatcher:register_kernels",
         Use.CALLED,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -130,4 +131,92 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     if len(shape) == 1:
         # Norms, and Gemma 4's scalar of a layer.
         return 1 + 0.1 * noise
-    return noise * (1.0 if "embed" in name or "lm_head" in name else 1.5 / shape[-1] ** 0.5)
+    if "lm_head" in name:
+        # A few tokens are said often, so that a random draft is right at times; and the mask would be.
+        noise *= torch.randn(shape[0], 1, generator=generator).exp()
+        noise[MASK] *= 3
+        return noise
+    return noise * (1.0 if "embed" in name else 1.5 / shape[-1] ** 0.5)
+
+
+def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """What ``transformers`` says."""
+    with torch.no_grad():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def features(model: Any, tokens: list[int], layer_ids: list[int]) -> Tensor:
+    """[num_tokens, num_layers * hidden_size]: what a draft reads of ``transformers``' target."""
+    with torch.no_grad():
+        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in layer_ids], dim=-1)
+
+
+def block_rows(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    embeddings: Tensor,
+    context: Tensor,
+    window: int | None = None,
+) -> Tensor:
+    """[width, hidden_size]: a block's last hidden rows, in one forward without a cache.
+
+    Args:
+        config: Of the draft.
+        tensors: Of the draft.
+        embeddings: [width, hidden_size], of the block's tokens.
+        context: [num_tokens, num_layers * hidden_size], :func:`features` of what is before it.
+        window: How many positions a row sees back, itself included; ``None`` for all.
+    """
+    head, eps = config["head_dim"], config["rms_norm_eps"]
+    group = config["num_attention_heads"] // config["num_key_value_heads"]
+    num_context, width = len(context), len(embeddings)
+    positions = torch.arange(num_context + width)
+    angles = torch.outer(
+        positions.float(), config["rope_theta"] ** (-torch.arange(0, head, 2).float() / head)
+    )
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), tensors[name + ".weight"], eps)
+
+    def rotated(x: Tensor, rows: slice) -> Tensor:
+        cos, sin = angles[rows].cos()[:, None], angles[rows].sin()[:, None]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    known = norm(context @ tensors["fc.weight"].T, "hidden_norm")
+    hidden = embeddings
+    for idx in range(config["num_hidden_layers"]):
+        layer = f"layers.{idx}."
+
+        def heads(x: Tensor, name: str, layer: str = layer) -> Tensor:
+            return (x @ tensors[f"{layer}self_attn.{name}.weight"].T).unflatten(-1, (-1, head))
+
+        rows = norm(hidden, layer + "input_layernorm")
+        both = torch.cat([known, rows])
+        block = slice(num_context, None)
+        query = rotated(norm(heads(rows, "q_proj"), layer + "self_attn.q_norm"), block)
+        key = rotated(norm(heads(both, "k_proj"), layer + "self_attn.k_norm"), slice(None))
+        key, value = (
+            x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, heads(both, "v_proj"))
+        )
+        scores = query.transpose(0, 1) @ key.transpose(1, 2) * head**-0.5
+        if window is not None:
+            distance = positions[block, None] - positions[None]
+            scores = scores.masked_fill(distance.abs() >= window, float("-inf"))
+        mixed = (scores.softmax(dim=-1) @ value).transpose(0, 1).flatten(1)
+        hidden = hidden + mixed @ tensors[layer + "self_attn.o_proj.weight"].T
+        rows = norm(hidden, layer + "post_attention_layernorm")
+        gate, up, down = (
+            tensors[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        hidden = hidden + (F.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
+    return norm(hidden, "norm")

@@ -152,11 +152,6 @@ class DiffusionCpuPlatform(CpuPlatform):
 
             check_checkpoint_fits(model_config)
 
-        scheduler_config = vllm_config.scheduler_config
-        if vllm_config.diffusion_config is None:
-            # As on vLLM's own CPU platform. Diffusion models keep what was asked for.
-            scheduler_config.async_scheduling = False
-
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 

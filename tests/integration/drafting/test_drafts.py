@@ -1,0 +1,223 @@
+"""A draft in three passes with a random target: what it says is what ``transformers`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import drafts
+from tests.support.drafts import MASK, VOCAB
+from tests.support.engine import TracedEngine
+from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
+from vllm_diffusion.drafting.schedules import unmask_counts
+
+pytestmark = pytest.mark.engine
+
+NUM_DRAFTS, STEPS = 7, 3
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    # Less the places of drafts: prompts are computed in chunks.
+    "max_num_batched_tokens": 128,
+}
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+PROMPTS = [prompt_of(length, seed=length) for length in (1, 2, 31, 33, 64, 81, 100, 150)]
+
+
+def generate(engine: TracedEngine, prompts: list[Any], **changes: Any) -> list[Any]:
+    """Finished requests of one batch; prompts are token ids or what vLLM takes."""
+    from vllm import SamplingParams
+
+    options: dict[str, Any] = {
+        "max_tokens": 30,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    return engine.llm.generate(
+        [{"prompt_token_ids": each} if isinstance(each, list) else each for each in prompts],
+        SamplingParams(**(options | changes)),
+        use_tqdm=False,
+    )
+
+
+def metric(engine: TracedEngine, name: str) -> Any:
+    (found,) = (m for m in engine.llm.get_metrics() if m.name == f"vllm:spec_decode_{name}")
+    return found.values if hasattr(found, "values") else found.value
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return drafts.target_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
+    folder = tmp_path_factory.mktemp("drafts")
+    draft = drafts.save_draft(folder / "draft", architectures=["DFlashMaskedDraftModel"])
+    served = TracedEngine(
+        drafts.save_target("qwen3", folder / "target"),
+        **OPTIONS,
+        # Of the longest request, and some of the others.
+        num_gpu_blocks_override=48,
+        disable_log_stats=False,
+        speculative_config={
+            "method": "dflash",
+            "model": str(draft),
+            "num_speculative_tokens": NUM_DRAFTS,
+        },
+        additional_config={"drafting": {"steps": STEPS}},
+    )
+    yield served
+    served.close()
+
+
+@contextmanager
+def observed(owner: Any, name: str, calls: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Note arguments and result of a method's calls."""
+    original = getattr(owner, name)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        arguments = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+        result = original(*args, **kwargs)
+        calls.append((arguments, result.clone()))
+        return result
+
+    setattr(owner, name, noting)
+    yield
+    setattr(owner, name, original)
+
+
+def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
+    """Eight at once, prompts in chunks, lost memory: the plain model's; and the counters' meaning."""
+    engine.preempted.clear()
+    before = metric(engine, "num_drafts"), metric(engine, "num_accepted_tokens")
+    outputs = generate(engine, PROMPTS)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = drafts.greedy_tokens(model, prompt, 30)
+        assert list(output.outputs[0].token_ids) == expected
+    assert engine.preempted
+    verified = metric(engine, "num_drafts") - before[0]
+    accepted = metric(engine, "num_accepted_tokens") - before[1]
+    assert accepted > 0
+    assert metric(engine, "num_draft_tokens") == NUM_DRAFTS * metric(engine, "num_drafts")
+    assert sum(metric(engine, "num_accepted_tokens_per_pos")) == metric(
+        engine, "num_accepted_tokens"
+    )
+    # Each verification says what it accepts and one token more; at the end, some more than is asked.
+    said = verified + accepted
+    assert 30 * len(PROMPTS) - len(PROMPTS) - len(engine.preempted) <= said
+    assert said <= (30 + NUM_DRAFTS) * len(PROMPTS)
+
+
+def test_prefix_cache(engine: TracedEngine, model: Any) -> None:
+    """What is found of a turn before is what would be computed, of target and draft."""
+    prompt = prompt_of(60, seed=41)
+    (first,) = generate(engine, [prompt])
+    longer = prompt + list(first.outputs[0].token_ids) + prompt_of(3, seed=43)
+    (output,) = generate(engine, [longer])
+    assert output.num_cached_tokens >= 64
+    assert list(output.outputs[0].token_ids) == drafts.greedy_tokens(model, longer, 30)
+
+
+def cache_rows(engine: TracedEngine, request_id: str, num_tokens: int) -> dict[str, Tensor]:
+    """Keys and values of a running request's first tokens, by layer."""
+    scheduler = engine.scheduler
+    tables = scheduler.kv_cache_manager.get_block_ids(request_id)
+    layers = engine.runner.vllm_config.compilation_config.static_forward_context
+    rows = {}
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    for table, group in zip(tables, groups, strict=True):
+        for name in group.layer_names:
+            # [num_blocks, num_kv_heads, block_size, both]
+            blocks = layers[name].kv_cache[torch.tensor(table)].transpose(1, 2)
+            rows[name] = blocks.flatten(0, 1)[:num_tokens].clone()
+    return rows
+
+
+def cache_while_running(
+    engine: TracedEngine, prompt: dict[str, Any], num_tokens: int
+) -> tuple[list[int], dict[str, Tensor]]:
+    """The tokens of a request that has said as many, and its cache up to the last but one."""
+    from vllm import SamplingParams
+
+    llm_engine = engine.llm.llm_engine
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
+    request_id = llm_engine.add_request("kept", prompt, params)
+    while True:
+        llm_engine.step()
+        (request,) = engine.scheduler.requests.values()
+        tokens = list(request.all_token_ids)
+        if len(tokens) - len(prompt["prompt_token_ids"]) >= num_tokens:
+            rows = cache_rows(engine, request.request_id, len(tokens) - 1)
+            llm_engine.abort_request([request_id or "kept"])
+            while llm_engine.has_unfinished_requests():
+                llm_engine.step()
+            return tokens, rows
+
+
+def test_rejected_rows_leave_nothing(engine: TracedEngine) -> None:
+    """After dozens of rejections the cache is that of a prompt which says the same."""
+    prompt = prompt_of(40, seed=7)
+    tokens, kept = cache_while_running(engine, {"prompt_token_ids": prompt}, 40)
+    assert len(kept) == drafts.LAYERS + 2
+    # Salted, so that nothing is found in the prefix cache.
+    fresh = {"prompt_token_ids": tokens, "cache_salt": "fresh"}
+    _, expected = cache_while_running(engine, fresh, 1)
+    for name, rows in kept.items():
+        torch.testing.assert_close(rows, expected[name][: len(rows)], atol=2e-4, rtol=2e-4)
+
+
+def test_every_pass(engine: TracedEngine, model: Any) -> None:
+    """Each pass's logits are those of a forward without a cache; the proposals are the reveals."""
+    draft = engine.runner.speculator.model
+    config = drafts.draft_config()
+    tensors = drafts.draft_tensors(config)
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    prompt = prompt_of(90, seed=11)
+    passes: list[tuple[Any, Any]] = []
+    proposed: list[tuple[Any, Any]] = []
+    with (
+        observed(draft.model, "forward", passes),
+        observed(engine.runner.speculator, "sample_draft", proposed),
+    ):
+        (output,) = generate(engine, [prompt], max_tokens=8)
+    said = prompt + list(output.outputs[0].token_ids)
+    known = drafts.features(model, said, config["dflash_config"]["target_layer_ids"])
+    checked = 0
+    for number, (_, proposal) in enumerate(proposed):
+        (first_ids, positions, *_), _ = passes[number * STEPS]
+        anchor = int(positions[0])
+        if int(first_ids[0]) != said[anchor : anchor + 1][0] or anchor < len(prompt):
+            # A chunk of the prompt, or past the end of what was asked for.
+            continue
+        block = torch.full((1 + NUM_DRAFTS,), MASK)
+        block[0] = said[anchor]
+        masked = torch.ones(1, NUM_DRAFTS, dtype=torch.bool)
+        for step, count in enumerate(unmask_counts(NUM_DRAFTS, STEPS, "cosine")):
+            (ids, *_), hidden = passes[number * STEPS + step]
+            assert ids.tolist() == block.tolist()
+            with torch.no_grad():
+                rows = drafts.block_rows(config, tensors, embedding[block], known[:anchor])
+                torch.testing.assert_close(hidden[1:], rows[1:], atol=1e-3, rtol=1e-3)
+                logits = without_mask_token(rows[1:] @ head.T, MASK)
+            tokens, confidence = likeliest(logits)
+            now = revealed(CONFIDENCE, masked, confidence[None], count)[0]
+            block[1:][now] = tokens[now]
+            masked &= ~now
+        assert proposal.flatten().tolist() == block[1:].tolist()
+        assert MASK not in proposal
+        checked += 1
+    assert checked >= 3

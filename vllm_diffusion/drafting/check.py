@@ -1,0 +1,142 @@
+"""What is checked of a draft, and chosen for it, when it is configured: before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.drafting.settings import OPTION, draft_settings
+from vllm_diffusion.replacement import replace
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+ARCHITECTURE = "DFlashMaskedDraftModel"
+# What ours serves too, where the operator sets something of it.
+STOCK_ARCHITECTURE = "DFlashDraftModel"
+
+
+def install() -> None:
+    """Have drafts looked at where vLLM looks at their target. Safe to call twice.
+
+    vLLM asks a table of architectures about the model that is served, and nothing about its draft.
+    """
+    from vllm.config import VllmConfig
+
+    def make(stock: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
+        def try_verify_and_update_config(self: VllmConfig) -> None:
+            # A configuration is copied for each part of the engine, and is looked at once.
+            is_new = not getattr(self.model_config, "config_updated", False)
+            stock(self)
+            if is_new:
+                check_draft(self)
+
+        return try_verify_and_update_config
+
+    replace(VllmConfig, "try_verify_and_update_config", make)
+
+
+def check_draft(vllm_config: VllmConfig) -> None:
+    """Refuse a draft that does not fit; have ours serve it where anything is set of it.
+
+    Raises:
+        ValueError: Naming the setting or the field, what it is, and the remedy.
+    """
+    additional = vllm_config.additional_config
+    is_set = isinstance(additional, Mapping) and "drafting" in additional
+    settings = draft_settings(vllm_config)
+    spec = vllm_config.speculative_config
+    architectures = []
+    if spec is not None and spec.method == "dflash":
+        architectures = list(spec.draft_model_config.architectures)
+    if ARCHITECTURE not in architectures and not (
+        is_set and architectures and STOCK_ARCHITECTURE in architectures
+    ):
+        if is_set:
+            served = architectures[0] if architectures else "none"
+            raise ValueError(
+                f"{OPTION} sets a draft of architecture {ARCHITECTURE} or {STOCK_ARCHITECTURE}; the "
+                f"draft of --speculative-config is {served}: leave drafting out, or give such a draft "
+                'with "method": "dflash".'
+            )
+        return
+    _check_fit(spec)
+    num_drafts = spec.num_speculative_tokens
+    settings.unmask_counts(num_drafts)
+    config = spec.draft_model_config.hf_config
+    if settings.window is not None:
+        _set_window(config, settings.window)
+    if ARCHITECTURE not in architectures:
+        config.architectures = [ARCHITECTURE]
+        spec.update_arch_()
+
+
+def _check_fit(spec: SpeculativeConfig) -> None:
+    """Whether the draft's ``config.json`` and the target's describe a pair."""
+    draft, target = spec.draft_model_config.hf_config, spec.target_model_config
+    where = f"config.json of the draft {spec.model}"
+    vocab_size = target.get_vocab_size()
+    for name in ("vocab_size", "draft_vocab_size"):
+        size = getattr(draft, name, None)
+        if size not in (None, vocab_size):
+            raise ValueError(
+                f"{where}: {name}={size!r} is not the target's {vocab_size}, whose embedding and "
+                "output head the draft uses; give a draft that was trained for this target."
+            )
+    hidden_size = target.get_hidden_size()
+    for name in ("hidden_size", "target_hidden_size"):
+        size = getattr(draft, name, None)
+        if size not in (None, hidden_size):
+            raise ValueError(
+                f"{where}: {name}={size!r} is not the target's {hidden_size}; give a draft that was "
+                "trained for this target."
+            )
+    num_layers = target.get_total_num_hidden_layers()
+    trained_for = getattr(draft, "num_target_layers", None)
+    if trained_for not in (None, num_layers):
+        raise ValueError(
+            f"{where}: num_target_layers={trained_for!r}, but the target has {num_layers} layers; "
+            "give a draft that was trained for this target."
+        )
+    of_draft: Mapping[str, Any] = getattr(draft, "dflash_config", None) or {}
+    layers = of_draft.get("target_layer_ids")
+    if (
+        not isinstance(layers, list | tuple)
+        or not layers
+        # The last layer's output is known behind the target's last norm only.
+        or not all(_is_within(layer, num_layers - 1) for layer in layers)
+    ):
+        raise ValueError(
+            f"{where}: dflash_config.target_layer_ids={layers!r} must list layers of the target, "
+            f"0 to {num_layers - 2}; give a draft that was trained for this target."
+        )
+    mask = of_draft.get("mask_token_id", getattr(draft, "mask_token_id", None))
+    if not _is_within(mask, vocab_size):
+        raise ValueError(
+            f"{where}: dflash_config.mask_token_id={mask!r} must be a token of the vocabulary, 0 to "
+            f"{vocab_size - 1}; set it to the token that the draft was trained with."
+        )
+    block_size = getattr(draft, "block_size", None)
+    num_drafts = spec.num_speculative_tokens
+    if isinstance(block_size, int) and num_drafts >= block_size:
+        raise ValueError(
+            f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
+            f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
+            f"{block_size - 1} tokens; set num_speculative_tokens to at most {block_size - 1}."
+        )
+
+
+def _is_within(number: object, bound: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < bound
+
+
+def _set_window(config: Any, window: int) -> None:
+    """Have every layer see ``window`` tokens back; which of them are causal stays."""
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if len(layer_types) > 1:
+        raise ValueError(
+            f"{OPTION}: window={window} cannot be set for a draft whose layer_types are mixed "
+            f"({', '.join(sorted(layer_types))}): its windows were trained; leave window out."
+        )
+    of_draft = dict(getattr(config, "dflash_config", None) or {})
+    config.dflash_config = of_draft | {"use_swa": True, "swa_window_size": window}

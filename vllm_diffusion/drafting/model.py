@@ -1,0 +1,87 @@
+"""A draft that looks at its block several times, and keeps what each look revealed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+
+from vllm_diffusion.drafting.reveal import likeliest, revealed, without_mask_token
+from vllm_diffusion.drafting.settings import draft_settings
+
+
+class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
+    """vLLM's DFlash draft in several passes: each reveals some masks for the next ones to see.
+
+    A block is an anchor, the token that the target said last, and masks. Every pass runs the same rows
+    at the same positions and places of the cache, so a block's keys and values are overwritten. The
+    hidden row that is returned of a position is that of the pass that revealed it: what vLLM proposes
+    from it, its argmax or a draw, then has a distribution that does not depend on what is proposed at
+    other positions, and its verification is exact.
+
+    Which positions a pass reveals is decided on the device, by a number of operations that does not
+    depend on the batch: a CUDA graph holds all passes.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        settings = draft_settings(vllm_config)
+        self.num_drafts: int = vllm_config.speculative_config.num_speculative_tokens
+        self.order = settings.order
+        self.unmask_counts = settings.unmask_counts(self.num_drafts)
+        self.mask_token_id = int(self.model.mask_token_id)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """As vLLM's, with the mask token at minus infinity."""
+        logits = super().compute_logits(hidden_states)
+        return None if logits is None else without_mask_token(logits, self.mask_token_id)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """Hidden rows of blocks.
+
+        Args:
+            input_ids: [num_tokens], int32: an anchor and its masks, block after block. Rows behind the
+                last whole block are padding.
+            positions: [num_tokens], int64.
+            inputs_embeds: ``None``, as DFlash has it.
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
+        *counts, _ = self.unmask_counts
+        hidden = super().forward(input_ids, positions, inputs_embeds)
+        if not counts:
+            return hidden
+        width = self.num_drafts + 1
+        num_blocks = len(input_ids) // width
+        num_rows = num_blocks * width
+        # The engine's own tensor keeps its masks.
+        input_ids = input_ids.clone()
+        tokens = input_ids[:num_rows].view(num_blocks, width)[:, 1:]
+        masked = torch.ones_like(tokens, dtype=torch.bool)
+        kept = hidden.clone()
+        for count in counts:
+            rows = _without_anchors(hidden, num_rows, width)
+            logits = self.compute_logits(rows.flatten(0, 1))
+            assert logits is not None
+            drafts, confidence = (
+                one.view(num_blocks, self.num_drafts) for one in likeliest(logits)
+            )
+            now = revealed(self.order, masked, confidence, count)
+            tokens.copy_(torch.where(now, drafts.to(tokens.dtype), tokens))
+            masked &= ~now
+            hidden = super().forward(input_ids, positions)
+            # Of what is still masked: a later pass may write it again.
+            of_kept = _without_anchors(kept, num_rows, width)
+            of_kept.copy_(
+                torch.where(masked[..., None], _without_anchors(hidden, num_rows, width), of_kept)
+            )
+        return kept
+
+
+def _without_anchors(rows: Tensor, num_rows: int, width: int) -> Tensor:
+    """[num_blocks, width - 1, hidden_size], a view of ``rows`` [num_tokens, hidden_size]."""
+    return rows[:num_rows].view(num_rows // width, width, -1)[:, 1:]
