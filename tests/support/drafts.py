@@ -38,25 +38,26 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def target_model(kind: str, seed: int = 0) -> Any:
+def target_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A random model of ``transformers``, one of :data:`TARGETS`; Gemma 4's windows are 32 tokens."""
     import transformers
 
+    shape = _SHAPE | changes
     if kind == "gemma4":
         config = transformers.Gemma4TextConfig(
-            **_SHAPE,
+            **shape,
             sliding_window=WINDOW,
             layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
             global_head_dim=16,
             hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=VOCAB,
+            vocab_size_per_layer_input=shape["vocab_size"],
             num_kv_shared_layers=0,
         )
         cls = transformers.Gemma4ForCausalLM
     elif kind == "llama":
-        config, cls = transformers.LlamaConfig(**_SHAPE), transformers.LlamaForCausalLM
+        config, cls = transformers.LlamaConfig(**shape), transformers.LlamaForCausalLM
     else:
-        config, cls = transformers.Qwen3Config(**_SHAPE), transformers.Qwen3ForCausalLM
+        config, cls = transformers.Qwen3Config(**shape), transformers.Qwen3ForCausalLM
     torch.manual_seed(seed)
     model = cls(config).eval()
     with torch.no_grad():
@@ -126,6 +127,39 @@ def save_draft(folder: Path, seed: int = 1, **changes: Any) -> Path:
     return folder
 
 
+def save_eagle3(folder: Path, seed: int = 2) -> Path:
+    """The folder of a random EAGLE-3 head: one layer that reads three of the target's."""
+    config = _SHAPE | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "midlayer.self_attn.q_proj.weight": (64, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": (32, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": (32, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, 64),
+        "midlayer.mlp.gate_proj.weight": (96, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (96, HIDDEN),
+        "midlayer.mlp.down_proj.weight": (HIDDEN, 96),
+        "midlayer.hidden_norm.weight": (HIDDEN,),
+        "midlayer.input_layernorm.weight": (HIDDEN,),
+        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
@@ -134,7 +168,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     if "lm_head" in name:
         # A few tokens are said often, so that a random draft is right at times; and the mask would be.
         noise *= torch.randn(shape[0], 1, generator=generator).exp()
-        noise[MASK] *= 3
+        # The mask token is the last.
+        noise[-1] *= 3
         return noise
     return noise * (1.0 if "embed" in name else 1.5 / shape[-1] ** 0.5)
 

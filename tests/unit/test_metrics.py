@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from vllm_diffusion.metrics import (
     CanvasTotals,
     DiffusionRequestMetrics,
+    DiffusionStatLogger,
     PassCounters,
     PassRows,
+    PassTotals,
+    instruments,
     metrics_of_passes,
 )
 
@@ -55,3 +62,24 @@ def test_request() -> None:
         for number in (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
     ]
     assert metrics_of_passes(passes) == DiffusionRequestMetrics(7, 112, 160, 160, (1, 2, 2))
+
+
+def test_drafts_of_other_models() -> None:
+    """There the list that carries our numbers counts drafts by position: nothing of ours is counted."""
+    from prometheus_client import REGISTRY
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    instruments()
+    model_config = SimpleNamespace(is_diffusion=False, served_model_name="other")
+    config: Any = SimpleNamespace(model_config=model_config)
+    stats = SpecDecodingStats.new(15)
+    stats.observe_draft(num_draft_tokens=15, num_accepted_tokens=3)
+    assert len(stats.num_draft_tokens_per_pos) > len(fields(PassTotals))
+    DiffusionStatLogger(config).record(SimpleNamespace(spec_decoding_stats=stats), None)
+    labels = {
+        sample.labels.get("model_name")
+        for metric in REGISTRY.collect()
+        if metric.name.startswith("vllm_diffusion:")
+        for sample in metric.samples
+    }
+    assert "other" not in labels

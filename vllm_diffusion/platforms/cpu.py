@@ -152,6 +152,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
             check_checkpoint_fits(model_config)
 
+        check_verification(vllm_config)
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 
@@ -179,6 +180,27 @@ class DiffusionCpuPlatform(CpuPlatform):
         cache_config = vllm_config.cache_config
         if not cache_config.user_specified_block_size:
             cache_config.block_size = DEFAULT_BLOCK_SIZE
+
+
+def check_verification(vllm_config: VllmConfig) -> None:
+    """Refuse what the CPU's verification of drafts (``cpu_sampling``) does not do.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    spec = vllm_config.speculative_config
+    if spec is None:
+        return
+    if spec.rejection_sample_method == "fly":
+        raise ValueError(
+            '--speculative-config: rejection_sample_method "fly" accepts what the model would not say, '
+            'and does not run on the CPU platform of vllm-diffusion; leave it out, or set it to "block".'
+        )
+    if vllm_config.watermark_config is not None:
+        raise ValueError(
+            "--watermark-config with --speculative-config does not run on the CPU platform of "
+            "vllm-diffusion; leave one of them out."
+        )
 
 
 def kv_cache_bytes(cache_config: CacheConfig) -> int:

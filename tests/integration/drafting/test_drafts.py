@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,56 +10,28 @@ import torch
 from torch import Tensor
 
 from tests.support import drafts
-from tests.support.drafts import MASK, VOCAB
+from tests.support.draft_engine import (
+    NUM_DRAFTS,
+    OPTIONS,
+    PROMPTS,
+    generate,
+    metric,
+    observed,
+    prompt_of,
+)
+from tests.support.drafts import MASK
 from tests.support.engine import TracedEngine
 from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
 from vllm_diffusion.drafting.schedules import unmask_counts
 
 pytestmark = pytest.mark.engine
 
-NUM_DRAFTS, STEPS = 7, 3
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    # Less the places of drafts: prompts are computed in chunks.
-    "max_num_batched_tokens": 128,
-}
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
-
-
-PROMPTS = [prompt_of(length, seed=length) for length in (1, 2, 31, 33, 64, 81, 100, 150)]
-
-
-def generate(engine: TracedEngine, prompts: list[Any], **changes: Any) -> list[Any]:
-    """Finished requests of one batch; prompts are token ids or what vLLM takes."""
-    from vllm import SamplingParams
-
-    options: dict[str, Any] = {
-        "max_tokens": 30,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "detokenize": False,
-    }
-    return engine.llm.generate(
-        [{"prompt_token_ids": each} if isinstance(each, list) else each for each in prompts],
-        SamplingParams(**(options | changes)),
-        use_tqdm=False,
-    )
-
-
-def metric(engine: TracedEngine, name: str) -> Any:
-    (found,) = (m for m in engine.llm.get_metrics() if m.name == f"vllm:spec_decode_{name}")
-    return found.values if hasattr(found, "values") else found.value
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return drafts.target_model("qwen3")
+def model(models: Any) -> Any:
+    return models["qwen3"]
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +53,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
     )
     yield served
     served.close()
-
-
-@contextmanager
-def observed(owner: Any, name: str, calls: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Note arguments and result of a method's calls."""
-    original = getattr(owner, name)
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        arguments = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
-        result = original(*args, **kwargs)
-        calls.append((arguments, result.clone()))
-        return result
-
-    setattr(owner, name, noting)
-    yield
-    setattr(owner, name, original)
 
 
 def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:

@@ -1,0 +1,15 @@
+"""What tests of drafts start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import drafts
+
+
+@pytest.fixture(scope="session")
+def models() -> dict[str, Any]:
+    """The random targets, in ``transformers``."""
+    return {kind: drafts.target_model(kind) for kind in drafts.TARGETS}

@@ -1,0 +1,119 @@
+"""A draft that does not fit is refused by the field, before anything is loaded."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
+from vllm_diffusion.drafting.check import ARCHITECTURE, STOCK_ARCHITECTURE, check_draft
+from vllm_diffusion.platforms.cpu import check_verification
+
+pytestmark = pytest.mark.engine
+
+
+def configured(
+    drafting: Any = None, num_drafts: int = 7, method: str = "dflash", **changes: Any
+) -> Any:
+    """What vLLM has configured: a draft with ``changes`` in its ``config.json``."""
+    draft = SimpleNamespace(**copy.deepcopy(draft_config(architectures=[ARCHITECTURE]) | changes))
+    target = SimpleNamespace(
+        get_vocab_size=lambda: VOCAB,
+        get_hidden_size=lambda: draft_config()["hidden_size"],
+        get_total_num_hidden_layers=lambda: LAYERS,
+    )
+    model_config = SimpleNamespace(hf_config=draft, architectures=draft.architectures)
+
+    def update_arch() -> None:
+        model_config.architectures = draft.architectures
+
+    spec = SimpleNamespace(
+        method=method,
+        model="a/draft",
+        num_speculative_tokens=num_drafts,
+        draft_model_config=model_config,
+        target_model_config=target,
+        update_arch_=update_arch,
+        rejection_sample_method="standard",
+    )
+    additional = {} if drafting is None else {"drafting": drafting}
+    return SimpleNamespace(
+        speculative_config=spec, additional_config=additional, watermark_config=None
+    )
+
+
+def dflash(**changes: Any) -> dict[str, Any]:
+    return {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]} | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 99}, "vocab_size=99 is not the target's 160"),
+        ({"draft_vocab_size": 99}, "draft_vocab_size=99 is not the target's 160"),
+        ({"hidden_size": 32}, "hidden_size=32 is not the target's 64"),
+        ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 64"),
+        ({"num_target_layers": 5}, "num_target_layers=5, but the target has 4 layers"),
+        (dflash(target_layer_ids=[0, 3]), r"target_layer_ids=\[0, 3\] must .* 0 to 2"),
+        (dflash(target_layer_ids=[-1]), r"target_layer_ids=\[-1\] must list"),
+        (dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list"),
+        (dflash(target_layer_ids="01"), "target_layer_ids='01' must list"),
+        (dflash(target_layer_ids=[True]), r"target_layer_ids=\[True\] must list"),
+        ({"dflash_config": None}, "target_layer_ids=None must list"),
+        (dflash(mask_token_id=160), "mask_token_id=160 must be a token .* 0 to 159"),
+        (dflash(mask_token_id=None), "mask_token_id=None must be a token"),
+        ({"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* set .* to at most 7"),
+        ({"drafting": {"steps": 8}}, r"steps=8 .*set steps to 1\.\.7"),
+        ({"drafting": {"order": "any"}}, "order='any' is not known"),
+        (
+            {"drafting": {"window": 8}, "layer_types": ["full_attention", "sliding_attention"]},
+            r"window=8 cannot be set .* \(full_attention, sliding_attention\)",
+        ),
+        ({"drafting": {}, "method": "eagle3"}, "the draft of --speculative-config is none"),
+        ({"drafting": {}, "architectures": ["DFlash2DraftModel"]}, "is DFlash2DraftModel: leave"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_draft(configured(**changes))
+
+
+def test_settings_without_a_draft_are_refused() -> None:
+    """Nothing would read them."""
+    config = configured({"steps": 2})
+    config.speculative_config = None
+    with pytest.raises(ValueError, match="the draft of --speculative-config is none: leave"):
+        check_draft(config)
+    config.additional_config = {}
+    check_draft(config)
+
+
+def test_what_is_chosen() -> None:
+    """Stock's drafts are vLLM's unless something is set of them; a window is for every layer."""
+    served = configured(architectures=[STOCK_ARCHITECTURE], hidden_size=3)
+    untouched = copy.deepcopy(vars(served.speculative_config.draft_model_config.hf_config))
+    check_draft(served)
+    assert vars(served.speculative_config.draft_model_config.hf_config) == untouched
+
+    served = configured({"window": 48}, architectures=[STOCK_ARCHITECTURE])
+    check_draft(served)
+    model_config = served.speculative_config.draft_model_config
+    assert model_config.architectures == [ARCHITECTURE]
+    expected = dflash(use_swa=True, swa_window_size=48)["dflash_config"]
+    assert model_config.hf_config.dflash_config == expected
+
+
+def test_what_the_cpu_does_not_verify() -> None:
+    config = configured()
+    check_verification(config)
+    config.watermark_config = object()
+    with pytest.raises(ValueError, match="--watermark-config with --speculative-config"):
+        check_verification(config)
+    config.speculative_config.rejection_sample_method = "fly"
+    with pytest.raises(ValueError, match='rejection_sample_method "fly"'):
+        check_verification(config)
+    config.speculative_config = None
+    check_verification(config)
