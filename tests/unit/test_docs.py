@@ -8,11 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.drafting.settings import DraftSettings
 from vllm_diffusion.requests.params import argument_names
 from vllm_diffusion.settings.plugin_settings import SETTINGS
 
@@ -55,6 +57,14 @@ def test_settings_are_documented() -> None:
     names_of_gemma = argument_names(diffusion_gemma_spec(32))
     for page, names in (("docs/settings.md", SETTINGS), ("docs/requests.md", names_of_gemma)):
         assert [name for name in names if f"`{name}`" not in text_of(page)] == []
+
+
+def test_settings_of_drafts_are_documented() -> None:
+    """Each has its row, or is told with what is refused."""
+    page = text_of("docs/drafting.md")
+    names = [each.name for each in fields(DraftSettings)]
+    assert [name for name in names if f"| `{name}` |" not in page] == ["reveals"]
+    assert '`"reveals": "sampled"` is refused' in page
 
 
 def test_sampling_parameters_are_documented() -> None:
