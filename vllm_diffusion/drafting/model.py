@@ -56,7 +56,7 @@ class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
         if not counts:
             return hidden
         width = self.num_drafts + 1
-        num_blocks = len(input_ids) // width
+        num_blocks = input_ids.shape[0] // width
         num_rows = num_blocks * width
         # The engine's own tensor keeps its masks.
         input_ids = input_ids.clone()
@@ -84,4 +84,4 @@ class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
 
 def _without_anchors(rows: Tensor, num_rows: int, width: int) -> Tensor:
     """[num_blocks, width - 1, hidden_size], a view of ``rows`` [num_tokens, hidden_size]."""
-    return rows[:num_rows].view(num_rows // width, width, -1)[:, 1:]
+    return rows[:num_rows].view(num_rows // width, width, rows.shape[-1])[:, 1:]
