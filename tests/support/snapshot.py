@@ -15,8 +15,8 @@ from typing import Any
 from vllm_diffusion.families.registry import FAMILIES, REFUSED
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
-# What is served, and what is refused by name.
-OURS = {family.architecture for family in (*FAMILIES, *REFUSED)}
+# What is served, what is refused by name, and the draft for other models.
+OURS = {family.architecture for family in (*FAMILIES, *REFUSED)} | {"DFlashMaskedDraftModel"}
 
 
 def tables() -> dict[str, Any]:

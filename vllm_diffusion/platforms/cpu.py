@@ -183,7 +183,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
 
 def check_verification(vllm_config: VllmConfig) -> None:
-    """Refuse what the CPU's verification of drafts (``cpu_sampling``) does not do.
+    """Refuse what the CPU's verification of drafts (``cpu_verification``) does not do.
 
     Raises:
         ValueError: Naming the option and the remedy.

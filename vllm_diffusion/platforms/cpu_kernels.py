@@ -21,7 +21,7 @@ def register() -> None:
     """Put them in place. Safe to call twice."""
     from vllm.triton_utils import dispatcher
 
-    from vllm_diffusion.platforms import cpu_draft_inputs, cpu_sampling
+    from vllm_diffusion.platforms import cpu_draft_inputs, cpu_sampling, cpu_verification
 
     overrides: dict[str, Callable[..., None]] = {
         _RUNNER + "buffer_utils._apply_write_kernel": apply_write,
@@ -33,6 +33,7 @@ def register() -> None:
         _RUNNER + "input_batch._post_update_kernel": post_update,
         _RUNNER + "input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
         **cpu_sampling.OVERRIDES,
+        **cpu_verification.OVERRIDES,
         **cpu_draft_inputs.OVERRIDES,
     }
     new = {name: impl for name, impl in overrides.items() if name not in dispatcher._registry}

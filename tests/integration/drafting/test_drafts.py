@@ -44,6 +44,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
         # Of the longest request, and some of the others.
         num_gpu_blocks_override=48,
         disable_log_stats=False,
+        per_request_spec_decode_metrics="detailed",
         speculative_config={
             "method": "dflash",
             "model": str(draft),
@@ -71,10 +72,14 @@ def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
     assert sum(metric(engine, "num_accepted_tokens_per_pos")) == metric(
         engine, "num_accepted_tokens"
     )
-    # Each verification says what it accepts and one token more; at the end, some more than is asked.
-    said = verified + accepted
-    assert 30 * len(PROMPTS) - len(PROMPTS) - len(engine.preempted) <= said
-    assert said <= (30 + NUM_DRAFTS) * len(PROMPTS)
+    # A request's own are vLLM's too. Each verification says what it accepts and one token more; what
+    # follows a prompt, or what was computed again, is said without one.
+    of_requests = [output.outputs[0].spec_decode_metrics for output in outputs]
+    assert sum(len(each.per_step_accepted) for each in of_requests) == verified
+    assert sum(sum(each.per_step_accepted) for each in of_requests) == accepted
+    for each in of_requests:
+        said = len(each.per_step_accepted) + sum(each.per_step_accepted)
+        assert 29 - len(engine.preempted) <= said <= 29 + NUM_DRAFTS
 
 
 def test_prefix_cache(engine: TracedEngine, model: Any) -> None:

@@ -25,9 +25,9 @@ from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as dependent
 
-from vllm_diffusion.platforms import cpu_draft_inputs, cpu_sampling
+from vllm_diffusion.platforms import cpu_draft_inputs, cpu_sampling, cpu_verification
 
-OVERRIDES = cpu_sampling.OVERRIDES | cpu_draft_inputs.OVERRIDES
+OVERRIDES = cpu_sampling.OVERRIDES | cpu_verification.OVERRIDES | cpu_draft_inputs.OVERRIDES
 SLOTS, STEPS, MAX_LEN = 6, 4, 128
 
 launches: Counter[str] = Counter()
