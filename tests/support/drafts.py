@@ -127,8 +127,14 @@ def save_draft(folder: Path, seed: int = 1, **changes: Any) -> Path:
     return folder
 
 
-def save_eagle3(folder: Path, seed: int = 2) -> Path:
-    """The folder of a random EAGLE-3 head: one layer that reads three of the target's."""
+def save_eagle3(folder: Path, head: Tensor, seed: int = 2) -> Path:
+    """The folder of a random EAGLE-3 draft: one layer that reads three of the target's.
+
+    Args:
+        folder: Made if it is not there.
+        head: [VOCAB, HIDDEN], the target's output head, which is the draft's too.
+        seed: Of the other weights.
+    """
     config = _SHAPE | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -140,7 +146,6 @@ def save_eagle3(folder: Path, seed: int = 2) -> Path:
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB, HIDDEN),
         "midlayer.self_attn.q_proj.weight": (64, 2 * HIDDEN),
         "midlayer.self_attn.k_proj.weight": (32, 2 * HIDDEN),
         "midlayer.self_attn.v_proj.weight": (32, 2 * HIDDEN),
@@ -156,6 +161,7 @@ def save_eagle3(folder: Path, seed: int = 2) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    tensors["lm_head.weight"] = head.detach().clone()
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -104,7 +104,7 @@ def test_eagle3(kind: str, models: Any, tmp_path: Path) -> None:
     """A random head, three drafts one after another."""
     spec = {
         "method": "eagle3",
-        "model": str(drafts.save_eagle3(tmp_path / "head")),
+        "model": str(drafts.save_eagle3(tmp_path / "head", models[kind].lm_head.weight)),
         "num_speculative_tokens": 3,
     }
     with serving(tmp_path, kind, spec) as engine:
