@@ -141,6 +141,7 @@ def save_eagle3(folder: Path, head: Tensor, seed: int = 2) -> Path:
         "dtype": "float32",
         "num_hidden_layers": 1,
         "draft_vocab_size": VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         "rms_norm_eps": 1e-6,
     }
     shapes: dict[str, tuple[int, ...]] = {

@@ -147,7 +147,8 @@ def test_window(models: Any, tmp_path: Path) -> None:
             inner = engine.runner.speculator.model.model
             rows: list[tuple[Any, Any]] = []
             with observed(inner, "forward", rows):
-                (output,) = generate(engine, [prompt], max_tokens=1)
+                # With one token nothing would be drafted.
+                (output,) = generate(engine, [prompt], max_tokens=8)
         anchored = [each for each in rows if int(each[0][1][0]) == len(prompt)]
         (ids, *_), hidden = anchored[0]
         assert int(ids[0]) == output.outputs[0].token_ids[0]
