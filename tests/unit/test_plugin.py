@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_diffusion import metrics, plugin, upstream
+from vllm_diffusion.drafting.check import ARCHITECTURE as DRAFT
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES, REFUSED
 from vllm_diffusion.requests import validation
@@ -76,7 +77,7 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     def others() -> tuple[dict[str, Any], dict[str, Any]]:
-        ours = {family.architecture for family in (*FAMILIES, *REFUSED)}
+        ours = {family.architecture for family in (*FAMILIES, *REFUSED)} | {DRAFT}
         return (
             {name: value for name, value in MODELS_CONFIG_MAP.items() if name not in ours},
             {name: value for name, value in ModelRegistry.models.items() if name not in ours},
