@@ -1,0 +1,398 @@
+"""The reference draft held to transformers' Qwen3, and its speculative decoding to ``generate``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+from vllm_diffusion.drafting.layers import context_rows
+from vllm_diffusion.drafting.reference import (
+    Context,
+    ReferenceDraft,
+    draft_config,
+    load_draft,
+    probabilities,
+    propose,
+    reach_of_layer,
+    save_draft,
+    spec_generate,
+    verify,
+)
+from vllm_diffusion.drafting.schedules import SCHEDULES
+
+VOCAB, MASK, BLOCK = 48, 47, 6
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def loud(model: torch.nn.Module, seed: int) -> None:
+    """Random weights whose distributions are far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def target(request):
+    if request.param == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    loud(model, 1)
+    return model.eval()
+
+
+def make_draft(target, **changes) -> ReferenceDraft:
+    config = draft_config(
+        target.config, num_layers=2, block_size=BLOCK, mask_token_id=MASK, **changes
+    )
+    draft = ReferenceDraft(config)
+    loud(draft, 2)
+    return draft.eval()
+
+
+def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB - 1, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_block_is_qwen3(window: int | None) -> None:
+    """Without a context, and causal, a draft is transformers' Qwen3 with the same tensors."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    config = Qwen3Config(
+        **SIZES | {"num_hidden_layers": 2},
+        head_dim=16,
+        layer_types=[kind] * 2,
+        sliding_window=window,
+        use_sliding_window=window is not None,
+        is_causal=True,
+        block_size=12,
+        dflash_config={"mask_token_id": MASK, "target_layer_ids": [1]},
+    )
+    draft, oracle = ReferenceDraft(config), Qwen3Model(config)
+    loud(draft, 3)
+    missing, unexpected = oracle.load_state_dict(draft.state_dict(), strict=False)
+    assert missing == ["embed_tokens.weight"]
+    assert sorted(unexpected) == ["fc.weight", "hidden_norm.weight"]
+    rows = torch.randn(2, 12, 32)
+    at = torch.arange(12).expand(2, 12)
+    empty = draft.context(torch.zeros(2, 0, 32), at[:, :0])
+    found = draft(rows, at, torch.zeros_like(at), empty, at[:, :0])
+    expected = oracle(inputs_embeds=rows, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_context_is_qwen3(window: int | None) -> None:
+    """One causal layer whose features are the embeddings reads a context as Qwen3 reads a prefix."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    config = Qwen3Config(
+        **SIZES | {"num_hidden_layers": 1},
+        head_dim=16,
+        layer_types=[kind],
+        sliding_window=window,
+        use_sliding_window=window is not None,
+        is_causal=True,
+        block_size=BLOCK,
+        dflash_config={"mask_token_id": MASK, "target_layer_ids": [1]},
+    )
+    draft, oracle = ReferenceDraft(config), Qwen3Model(config)
+    loud(draft, 4)
+    with torch.no_grad():
+        draft.fc.weight.copy_(torch.eye(32))
+        draft.layers[0].input_layernorm.weight.uniform_(0.5, 1.5)
+        draft.hidden_norm.weight.copy_(draft.layers[0].input_layernorm.weight)
+    oracle.load_state_dict(draft.state_dict(), strict=False)
+    rows = torch.randn(1, 9 + BLOCK, 32)
+    at = torch.arange(9 + BLOCK)[None]
+    anchors = torch.full((1, BLOCK), 9)
+    # Two positions of the context are not before the anchor, and must not be seen.
+    context = draft.context(torch.cat([rows[:, :9], torch.randn(1, 2, 32)], 1), at[:, :11])
+    found = draft(rows[:, 9:], at[:, 9:], anchors, context, at[:, :11])
+    expected = oracle(inputs_embeds=rows, use_cache=False).last_hidden_state[:, 9:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_window_in_both_directions(target) -> None:
+    """A bidirectional row sees as far ahead as back, its own position counted."""
+    draft = make_draft(target, window=3)
+    assert reach_of_layer(draft.config, 0) == (3, False)
+    rows = torch.randn(1, BLOCK, 32)
+    at = 20 + torch.arange(BLOCK)[None]
+    anchors = torch.full_like(at, 20)
+    known = torch.arange(20)[None]
+    raw = torch.randn(1, 20, len(draft.target_layer_ids) * 32)
+
+    def first_layer(raw, rows):
+        context = draft.context(raw, known)[:1]
+        layers, draft.layers = draft.layers, draft.layers[:1]
+        out = draft(rows, at, anchors, context, known)
+        draft.layers = layers
+        return out[0]
+
+    plain = first_layer(raw, rows)
+    for position in range(20 + BLOCK):
+        changed_raw, changed_rows = raw.clone(), rows.clone()
+        if position < 20:
+            changed_raw[0, position] += 1
+        else:
+            changed_rows[0, position - 20] = -changed_rows[0, position - 20]
+        differs = (first_layer(changed_raw, changed_rows) != plain).any(-1)
+        assert differs.tolist() == [abs(20 + i - position) < 3 for i in range(BLOCK)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (None, False)),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 7}, (7, True)),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 7, "is_causal": False},
+            (7, False),
+        ),
+        ({"use_swa": True, "swa_window_size": 9}, (9, False)),
+        ({"causal": True}, (None, True)),
+        ({"causal": True, "is_causal": False}, (None, False)),
+    ],
+)
+def test_reach_of_layer_is_vllms(changes: dict, expected: tuple) -> None:
+    """What published drafts spell in several ways is read as vLLM reads it."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
+
+    options = {k: changes[k] for k in ("use_swa", "swa_window_size", "causal") if k in changes}
+    others = {k: v for k, v in changes.items() if k not in options}
+    config = Qwen3Config(**SIZES | {"num_hidden_layers": 1}, dflash_config=options)
+    for name, value in {"layer_types": ["full_attention"], **others}.items():
+        setattr(config, name, value)
+    assert tuple(reach_of_layer(config, 0)) == expected
+    if "layer_types" not in changes or changes["layer_types"] == ["sliding_attention"]:
+        assert _resolve_layer_attention(config, 0) == expected
+
+
+def test_checkpoint(target, tmp_path: Path) -> None:
+    """z-lab's names and keys; what was saved is what is loaded."""
+    draft = make_draft(target)
+    save_draft(draft, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = {"input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"}
+    layer |= {"mlp.down_proj", *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))}
+    layer |= {f"self_attn.{name}" for name in ("o_proj", "q_norm", "k_norm")}
+    names = {f"layers.{i}.{name}.weight" for i in range(2) for name in layer}
+    assert set(tensors) == names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
+    assert config["block_size"] == BLOCK
+    assert config["num_target_layers"] == 5
+    assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 2]}
+    for name, tensor in load_draft(tmp_path).state_dict().items():
+        assert torch.equal(tensor, draft.state_dict()[name])
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        load_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mask_token_id": VOCAB}, "mask_token_id"),
+        ({"block_size": 1}, "block_size"),
+        ({"target_layer_ids": [4]}, "target_layer_ids"),
+        ({"num_layers": 9}, "num_draft_layers"),
+    ],
+)
+def test_bad_config(target, changes: dict, said: str) -> None:
+    """Each mistake is named."""
+    known = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": MASK}
+    with pytest.raises(ValueError, match=said):
+        draft_config(target.config, **known | changes)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("order", ["confidence", "position"])
+def test_spec_generate_greedy(target, steps: int, schedule: str, order: str) -> None:
+    """Greedily the tokens are those of transformers' own loop, whatever the draft proposes."""
+    draft = make_draft(target)
+    for length in (1, 9, 40):
+        prompt = prompt_of(length, length)
+        found = spec_generate(
+            target, draft, prompt, 30, steps=steps, schedule=schedule, order=order
+        )
+        plain = target.generate(
+            prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert found.tokens == plain[0, length:].tolist()
+        assert sum(found.accepted) + len(found.accepted) >= 29
+
+
+def test_spec_generate_stops(target) -> None:
+    """The first stop token ends the answer, also in the middle of what was accepted."""
+    prompt = prompt_of(12)
+    draft = make_draft(target)
+    whole = spec_generate(target, draft, prompt, 40).tokens
+    for stop in set(whole):
+        found = spec_generate(target, draft, prompt, 40, stop_token_ids=[stop])
+        assert found.tokens == whole[: whole.index(stop) + 1]
+
+
+class _Copyist(ReferenceDraft):
+    """Knows the answer: every proposal is right."""
+
+    def __init__(self, config, answer: list[int], head) -> None:
+        super().__init__(config)
+        self.answer, self.head = answer, head
+
+    def forward(self, embeddings, positions, anchors, context, context_positions):
+        # The rows whose logits are largest at the answer's tokens.
+        weight = self.head.weight
+        right = torch.linalg.pinv(weight) @ torch.eye(VOCAB)
+        return right.T[[self.answer[p] for p in positions[0].tolist()]][None] * 100
+
+
+def test_spec_generate_accepts_all(target) -> None:
+    """A draft that is always right has its whole block kept, and the target's token after it."""
+    config = draft_config(target.config, num_layers=2, block_size=BLOCK, mask_token_id=MASK)
+    prompt = prompt_of(8)
+    plain = target.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)[
+        0
+    ].tolist()
+    if MASK in plain:
+        pytest.skip("this target says the mask token")
+    draft = _Copyist(config, plain + [0] * BLOCK, target.lm_head)
+    found = spec_generate(target, draft, prompt, 1 + 4 * BLOCK)
+    assert found.tokens == plain[8 : 9 + 4 * BLOCK]
+    assert found.accepted == [BLOCK - 1] * 4
+    assert found.tokens_per_verification == BLOCK
+
+
+def test_no_trace_of_rejected(target) -> None:
+    """Cropped caches are those of a fresh read, and a block's logits those of a pass without caches."""
+    draft = make_draft(target)
+    tokens = prompt_of(10)[0].tolist()
+    seen = []
+
+    def watched(*args, **kwargs):
+        out = original(*args, **kwargs)
+        seen.append((args[0].clone(), out[1].clone()))
+        return out
+
+    import vllm_diffusion.drafting.reference as reference
+
+    original = reference.propose
+
+    def spy(context, target, anchor, **kwargs):
+        proposals, logits = original(context, target, anchor, **kwargs)
+        seen.append((context.length, anchor, [kv[0].clone() for kv in context.keys_values], logits))
+        return proposals, logits
+
+    reference.propose = spy
+    try:
+        answer = spec_generate(target, draft, torch.tensor([tokens]), 25).tokens
+    finally:
+        reference.propose = original
+    assert len(seen) > 5
+    sequence = tokens + answer
+    for length, anchor, keys, logits in seen:
+        assert sequence[length] == anchor
+        out = target(torch.tensor([sequence[:length]]), output_hidden_states=True)
+        fresh = Context(draft)
+        fresh.append(context_rows(out.hidden_states, draft.target_layer_ids)[0])
+        for kept, (expected, _) in zip(keys, fresh.keys_values, strict=True):
+            torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, propose(fresh, target, anchor)[1], rtol=1e-3, atol=1e-3)
+
+
+def test_mask_token_is_not_proposed(target) -> None:
+    """Not even where the head likes it best."""
+    draft = make_draft(target)
+    context = Context(draft)
+    context.append(torch.randn(5, 2 * 32))
+    rows = torch.nn.Linear(32, VOCAB, bias=True)
+    with torch.no_grad():
+        rows.bias[MASK] = 1e6
+
+    class Fond:
+        get_input_embeddings = staticmethod(target.get_input_embeddings)
+        get_output_embeddings = staticmethod(lambda: rows)
+
+    for steps in (1, 2, 5):
+        proposals, logits = propose(context, Fond(), 3, steps=steps)
+        assert MASK not in proposals.tolist()
+        assert logits[:, MASK].tolist() == [-math.inf] * (BLOCK - 1)
+
+
+@pytest.mark.parametrize(("sampled", "steps"), [(False, 1), (True, 3)])
+def test_verified_law(sampled: bool, steps: int) -> None:
+    """Two tokens of a small target have the target's own law: chi-square, 99.9 %."""
+    sizes = SIZES | {"vocab_size": 4, "num_hidden_layers": 4}
+    target = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16)).eval()
+    loud(target, 7)
+    config = draft_config(target.config, num_layers=1, block_size=4, mask_token_id=3)
+    draft = ReferenceDraft(config).eval()
+    loud(draft, 8)
+    prompt = torch.tensor([[0, 1, 2]])
+    generator = torch.Generator().manual_seed(5)
+    N = 600
+    found = Counter(
+        tuple(
+            spec_generate(
+                target,
+                draft,
+                prompt,
+                3,
+                temperature=1.3,
+                sampled=sampled,
+                steps=steps,
+                generator=generator,
+            ).tokens[1:]
+        )
+        for _ in range(N)
+    )
+    expected: dict[tuple[int, int], float] = {}
+    with torch.no_grad():
+        first = probabilities(target(prompt).logits[0, -1], 1.3)
+        for a in range(4):
+            second = probabilities(target(torch.tensor([[0, 1, 2, a]])).logits[0, -1], 1.3)
+            for b in range(4):
+                third = probabilities(target(torch.tensor([[0, 1, 2, a, b]])).logits[0, -1], 1.3)
+                for c in range(4):
+                    mass = first[a] * second[b] * third[c]
+                    expected[b, c] = expected.get((b, c), 0.0) + float(mass)
+    statistic = sum((found[k] - N * p) ** 2 / (N * p) for k, p in expected.items())
+    assert statistic < 37.7  # 15 degrees of freedom
+
+
+def test_verify_residual() -> None:
+    """Behind a rejection comes what the target says more often than the draft, and only that."""
+    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]).double()
+    q = torch.tensor([[0.2, 0.5, 0.3]]).double()
+    generator = torch.Generator().manual_seed(0)
+    N = 20_000
+    out = Counter()
+    for token in torch.multinomial(q[0], N, replacement=True, generator=generator):
+        kept, following = verify(p, token[None], q, generator)
+        out[int(token) if kept else following] += 1
+        assert kept or following == 0
+    for token, expected in enumerate((0.6, 0.3, 0.1)):
+        assert out[token] / N == pytest.approx(expected, abs=0.012)

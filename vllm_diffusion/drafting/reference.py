@@ -1,0 +1,536 @@
+"""A DFlash draft in plain PyTorch, and speculative decoding with it: the definition of correct.
+
+The tensor names and the configuration are those of z-lab's checkpoints, which vLLM loads as
+``DFlashDraftModel``. Embedding and output head are the target's. This is also what is trained
+(``vllm_diffusion/calibration/train.py``).
+
+A *block* is an *anchor*, the last token that is known and that the target has not read, and masks
+behind it. Its rows attend to each other in both directions, and to the target's hidden states of the
+positions before the anchor through keys and values of the draft's own.
+
+Source: z-lab's DFlash (arXiv:2602.06036). Several passes over a block are this project's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from vllm_diffusion.drafting.layers import (
+    build_target_layer_ids,
+    check_target_layer_ids,
+    context_rows,
+)
+from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
+from vllm_diffusion.drafting.schedules import unmask_counts
+
+# A draft that is trained for one pass, and one that is trained for several.
+ONE_PASS, SEVERAL_PASSES = ARCHITECTURES = ("DFlashDraftModel", "DFlashMaskedDraftModel")
+
+# Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.
+KeysValues = tuple[Tensor, Tensor]
+
+
+def draft_config(
+    target: PreTrainedConfig,
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: Sequence[int] | None = None,
+    window: int | None = None,
+    architecture: str = ONE_PASS,
+) -> Qwen3Config:
+    """The configuration of a new draft, in z-lab's layout.
+
+    Args:
+        target: The text configuration of its target, whose sizes it takes.
+        num_layers: Of the draft.
+        block_size: Anchor and masks; vLLM's ``num_speculative_tokens`` is one less.
+        mask_token_id: A token of the target's vocabulary that no text has.
+        target_layer_ids: Which layers it reads; by default :func:`build_target_layer_ids`.
+        window: Positions that a row sees back and ahead, itself included; ``None`` for all.
+        architecture: One of :data:`ARCHITECTURES`.
+
+    Raises:
+        ValueError: If the layers or the mask token are not the target's, or a block has no mask.
+    """
+    if target_layer_ids is None:
+        target_layer_ids = build_target_layer_ids(target.num_hidden_layers, num_layers)
+    check_target_layer_ids(target_layer_ids, target.num_hidden_layers)
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask_token_id} must be a token of the target's: 0..{target.vocab_size - 1}."
+        )
+    if block_size < 2:
+        raise ValueError(f"block_size={block_size} must be at least 2: an anchor and a mask.")
+    heads = target.num_attention_heads
+    dflash = {"mask_token_id": mask_token_id, "target_layer_ids": list(target_layer_ids)}
+    if window is not None:
+        dflash |= {"use_swa": True, "swa_window_size": window, "causal": False}
+    rope = getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    return Qwen3Config(
+        architectures=[architecture],
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        # A target whose layers rotate differently has a dictionary for each kind; a draft's are alike.
+        rope_parameters=rope if "rope_type" in rope else next(iter(rope.values())),
+        layer_types=["full_attention"] * num_layers,
+        tie_word_embeddings=False,
+        block_size=block_size,
+        num_target_layers=target.num_hidden_layers,
+        dflash_config=dflash,
+        dtype=target.dtype,
+    )
+
+
+class Reach(NamedTuple):
+    """Which positions a row of a layer sees.
+
+    Attributes:
+        window: How many back, itself included, and as many ahead; ``None`` for all.
+        causal: Whether it sees none ahead.
+    """
+
+    window: int | None
+    causal: bool
+
+
+def reach_of_layer(config: Qwen3Config, layer: int) -> Reach:
+    """What a layer's rows see, as published drafts spell it and vLLM reads it.
+
+    ``is_causal`` decides, else ``dflash_config.causal``, else a layer is causal if its type is
+    ``sliding_attention``. A window is ``swa_window_size`` or ``sliding_window``, for layers of that
+    type, and for all where ``use_swa`` is set and no type says which.
+
+    Raises:
+        ValueError: If a layer has a window and nothing says how wide.
+    """
+    options = getattr(config, "dflash_config", None) or {}
+    types = config.layer_types or ["full_attention"] * config.num_hidden_layers
+    is_sliding = types[layer] == "sliding_attention"
+    causal = getattr(config, "is_causal", None)
+    if causal is None:
+        causal = options.get("causal", is_sliding)
+    if not is_sliding and not (options.get("use_swa") and "sliding_attention" not in types):
+        return Reach(None, bool(causal))
+    window = options.get("swa_window_size", config.sliding_window)
+    if window is None:
+        raise ValueError(
+            "The draft's config.json gives no width of its window: set swa_window_size."
+        )
+    return Reach(window, bool(causal))
+
+
+class DraftAttention(nn.Module):
+    """Attention of a block's rows to their block and to the context before its anchor."""
+
+    def __init__(self, config: Qwen3Config, layer: int):
+        super().__init__()
+        self.reach = reach_of_layer(config, layer)
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        q, kv = (
+            n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, q, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=bias)
+        self.o_proj = nn.Linear(q, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        heads = rows.shape[-1] // self.head_dim
+        return rows.view(*rows.shape[:2], heads, self.head_dim).transpose(1, 2)
+
+    def keys_values(self, rows: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
+        """Of rows [B, T, hidden], whether the context's or the block's."""
+        key = self.k_norm(self._heads(self.k_proj(rows)))
+        return _rotated(key, rotation), self._heads(self.v_proj(rows))
+
+    def forward(
+        self, rows: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, visible: Tensor
+    ) -> Tensor:
+        query = _rotated(self.q_norm(self._heads(self.q_proj(rows))), rotation)
+        key, value = (
+            torch.cat(pair, dim=2).repeat_interleave(self.groups, dim=1)
+            for pair in zip(context, self.keys_values(rows, rotation), strict=True)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (each[:, None] for each in rotation)
+    return heads * cos + rotate_half(heads) * sin
+
+
+class DraftLayer(nn.Module):
+    """One layer: attention, then a gated MLP, each behind a norm."""
+
+    def __init__(self, config: Qwen3Config, layer: int):
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, rows: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, visible: Tensor
+    ) -> Tensor:
+        rows = rows + self.self_attn(self.input_layernorm(rows), rotation, context, visible)
+        return rows + self.mlp(self.post_attention_layernorm(rows))
+
+
+# What drafts of others have, which this file has not.
+_UNKNOWN_OPTIONS = ("attention_sink_bias", "attention_value_scale")
+
+
+class ReferenceDraft(nn.Module):
+    """A DFlash draft without its target's embedding and head.
+
+    Args:
+        config: Of :func:`draft_config`, or of a published draft.
+
+    Raises:
+        ValueError: If the configuration lacks ``dflash_config``, or asks for what is not written here.
+    """
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        options = getattr(config, "dflash_config", None) or {}
+        for name in ("mask_token_id", "target_layer_ids"):
+            if options.get(name) is None:
+                raise ValueError(f"The draft's config.json has no dflash_config.{name}.")
+        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name)]
+        if unknown or not getattr(config, "is_neox_style", True):
+            raise ValueError(
+                f"The reference has no {(unknown or ['interleaved rotation'])[0]}; vLLM serves such a "
+                "draft, and the reference cannot stand for it."
+            )
+        self.config = config
+        self.mask_token_id: int = options["mask_token_id"]
+        self.target_layer_ids: list[int] = list(options["target_layer_ids"])
+        self.block_size: int = config.block_size
+        width = getattr(config, "target_hidden_size", None) or config.hidden_size
+        self.fc = nn.Linear(len(self.target_layer_ids) * width, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DraftLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def _layers(self) -> Iterator[DraftLayer]:
+        return iter(cast("Iterable[DraftLayer]", self.layers))
+
+    def context(self, rows: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Each layer's keys and values of the target's hidden states.
+
+        Args:
+            rows: Of :func:`context_rows`, [B, T, layers * hidden].
+            positions: [B, T], int64.
+        """
+        features = self.hidden_norm(self.fc(rows))
+        rotation = self.rotary_emb(features, positions)
+        return [layer.self_attn.keys_values(features, rotation) for layer in self._layers()]
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        anchors: Tensor,
+        context: Sequence[KeysValues],
+        context_positions: Tensor,
+    ) -> Tensor:
+        """One pass over blocks of the same sequences.
+
+        Args:
+            embeddings: Of the blocks' tokens, by the target's embedding, [B, N, hidden].
+            positions: Of the same in their sequence, [B, N], int64.
+            anchors: The position of each row's anchor, which tells blocks apart, [B, N], int64.
+            context: Of :meth:`context`.
+            context_positions: [B, T], int64. A block sees those before its anchor.
+
+        Returns:
+            What the target's head turns into logits of each row's own position, [B, N, hidden].
+        """
+        distance = positions[:, :, None] - torch.cat([context_positions, positions], 1)[:, None]
+        before = context_positions[:, None] < anchors[:, :, None]
+        allowed = torch.cat([before, anchors[:, :, None] == anchors[:, None]], dim=2)
+        rotation = self.rotary_emb(embeddings, positions)
+        rows = embeddings
+        for layer, keys_values in zip(self._layers(), context, strict=True):
+            window, causal = layer.self_attn.reach
+            visible = allowed
+            if window is not None:
+                visible = visible & (distance.abs() < window)
+            if causal:
+                visible = visible & (distance >= 0)
+            rows = layer(rows, rotation, keys_values, visible)
+        return self.norm(rows)
+
+
+def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReferenceDraft:
+    """A draft in z-lab's layout, for inference.
+
+    Raises:
+        ValueError: If its tensors are not those of its configuration.
+    """
+    folder = Path(folder)
+    draft = ReferenceDraft(Qwen3Config.from_pretrained(folder)).to(dtype)
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    missing, unexpected = draft.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder} is not a draft of its config.json: "
+            f"it lacks {missing[:3]} and has {unexpected[:3]} besides."
+        )
+    return draft.eval()
+
+
+def save_draft(
+    draft: ReferenceDraft, folder: str | Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` as vLLM, SGLang and z-lab's own code load them.
+
+    Args:
+        draft: On any device.
+        folder: Made if absent.
+        dtype: Of the tensors in the file. What a server computes in is ``config.json``'s ``dtype``.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.to("cpu", dtype).contiguous() for name, t in draft.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config: dict[str, Any] = draft.config.to_dict()
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass
+class Context:
+    """What a draft keeps of one sequence: keys and values of every position the target has verified.
+
+    It holds nothing of a block, so nothing of it is ever wrong: a rejected token leaves no trace here.
+
+    Attributes:
+        draft: Whose they are.
+        keys_values: Of each layer, for positions 0 to ``length - 1``.
+    """
+
+    draft: ReferenceDraft
+    keys_values: list[KeysValues] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.keys_values[0][0].shape[2] if self.keys_values else 0
+
+    def append(self, rows: Tensor) -> None:
+        """Take the target's hidden states of the next positions, [T, layers * hidden]."""
+        start = self.length
+        positions = torch.arange(start, start + len(rows), device=rows.device)[None]
+        new = self.draft.context(rows[None], positions)
+        if not self.keys_values:
+            self.keys_values = new
+            return
+        self.keys_values = [
+            (torch.cat([old[0], added[0]], 2), torch.cat([old[1], added[1]], 2))
+            for old, added in zip(self.keys_values, new, strict=True)
+        ]
+
+
+@torch.no_grad()
+def propose(
+    context: Context,
+    target: PreTrainedModel,
+    anchor: int,
+    *,
+    num_proposals: int | None = None,
+    steps: int = 1,
+    schedule: str = "cosine",
+    order: str = CONFIDENCE,
+) -> tuple[Tensor, Tensor]:
+    """Fill the masks behind an anchor, the likeliest token each.
+
+    Args:
+        context: Of the positions before the anchor.
+        target: Whose embedding and head the draft uses.
+        anchor: The token at position ``context.length``.
+        num_proposals: Masks; by default those of a whole block.
+        steps: Passes over the block.
+        schedule: How many masks each reveals (:func:`unmask_counts`).
+        order: Which (:func:`revealed`).
+
+    Returns:
+        The proposals, [num_proposals], int64, and the logits of the pass that revealed each,
+        [num_proposals, vocab_size]; the mask token's are minus infinity.
+    """
+    draft, start = context.draft, context.length
+    K = draft.block_size - 1 if num_proposals is None else num_proposals
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    device = embed.weight.device
+    block = torch.full((1, K + 1), draft.mask_token_id, device=device)
+    block[0, 0] = anchor
+    positions = torch.arange(start, start + K + 1, device=device)[None]
+    known = torch.arange(start, device=device)[None]
+    masked = torch.ones(1, K, dtype=torch.bool, device=device)
+    kept = torch.zeros(1, K, head.weight.shape[0], device=device)
+    for count in unmask_counts(K, steps, schedule):
+        rows = draft(
+            embed(block), positions, torch.full_like(positions, start), context.keys_values, known
+        )
+        logits = without_mask_token(head(rows[:, 1:]).float(), draft.mask_token_id)
+        tokens, confidence = likeliest(logits)
+        now = revealed(order, masked, confidence, count)
+        block[:, 1:] = torch.where(now, tokens, block[:, 1:])
+        kept = torch.where(now[..., None], logits, kept)
+        masked &= ~now
+    return block[0, 1:], kept[0]
+
+
+def verify(
+    target_probs: Tensor, proposals: Tensor, draft_probs: Tensor, generator: torch.Generator | None
+) -> tuple[int, int]:
+    """Keep as many proposals as the target's own law allows, and draw the token behind them.
+
+    The law of what is kept is the target's if each proposal was drawn from its row of
+    ``draft_probs``, which must not depend on draws at later positions. A row with all of its mass on
+    the proposal is always allowed.
+
+    Args:
+        target_probs: [num_proposals + 1, vocab_size], float64.
+        proposals: [num_proposals], int64.
+        draft_probs: [num_proposals, vocab_size], float64, above 0 at the proposals.
+        generator: Of the draws.
+
+    Returns:
+        How many of the proposals are kept, and the next token.
+    """
+    chosen = proposals[:, None]
+    ratio = (target_probs[:-1].gather(1, chosen) / draft_probs.gather(1, chosen)).squeeze(1)
+    draws = torch.rand(ratio.shape, dtype=ratio.dtype, device=ratio.device, generator=generator)
+    kept = int((draws < ratio).long().cumprod(0).sum())
+    law = target_probs[kept]
+    if kept < len(proposals):
+        # What the target says more often than the draft does.
+        law = (law - draft_probs[kept]).clamp(min=0)
+    return kept, int(torch.multinomial(law, 1, generator=generator))
+
+
+def probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """The law that tokens are drawn from, float64; at temperature 0 the likeliest alone."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    return (logits.double() / temperature).softmax(-1)
+
+
+class Generated(NamedTuple):
+    """One answer.
+
+    Attributes:
+        tokens: Behind the prompt, up to and with the first stop token.
+        accepted: For each verification how many proposals it kept, also behind a stop token, as
+            vLLM's counters have it.
+    """
+
+    tokens: list[int]
+    accepted: list[int]
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """What a verification gives in the mean: the proposals it kept, and one more."""
+        return 1 + sum(self.accepted) / max(1, len(self.accepted))
+
+
+@torch.no_grad()
+def spec_generate(
+    target: PreTrainedModel,
+    draft: ReferenceDraft,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    stop_token_ids: Sequence[int] = (),
+    sampled: bool = False,
+    steps: int = 1,
+    schedule: str = "cosine",
+    order: str = CONFIDENCE,
+    generator: torch.Generator | None = None,
+) -> Generated:
+    """An answer of the target, several tokens a pass. Its law is that of the target alone.
+
+    Args:
+        target: An autoregressive model of ``transformers`` with attention in every layer.
+        draft: Trained for it.
+        input_ids: The prompt, [1, T], int64, on the target's device.
+        max_new_tokens: Longest answer.
+        temperature: Of the draws; 0 takes the likeliest token.
+        stop_token_ids: The answer ends with the first of these.
+        sampled: Propose tokens drawn from the draft's rows, in place of the likeliest.
+        steps: Passes over a block. Each reveals the likeliest tokens.
+        schedule: How many masks a pass reveals.
+        order: Which.
+        generator: Of the draws, on the target's device.
+    """
+    # Without the configuration no layer forgets what is behind a window, so that all can be cropped.
+    cache = DynamicCache()
+    context = Context(draft)
+
+    def read(ids: Tensor) -> tuple[Tensor, Tensor]:
+        out = target(ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        return (
+            probabilities(out.logits[0], temperature),
+            context_rows(out.hidden_states, draft.target_layer_ids)[0],
+        )
+
+    law, rows = read(input_ids)
+    context.append(rows)
+    tokens = [int(torch.multinomial(law[-1], 1, generator=generator))]
+    accepted: list[int] = []
+    while len(tokens) < max_new_tokens and not set(stop_token_ids) & set(tokens):
+        proposals, logits = propose(
+            context, target, tokens[-1], steps=steps, schedule=schedule, order=order
+        )
+        draft_law = F.one_hot(proposals, logits.shape[-1]).double()
+        if sampled and temperature > 0:
+            draft_law = probabilities(logits, temperature)
+            proposals = torch.multinomial(draft_law, 1, generator=generator)[:, 0]
+        anchor = torch.tensor([tokens[-1]], device=input_ids.device)
+        law, rows = read(torch.cat([anchor, proposals])[None])
+        kept, following = verify(law, proposals, draft_law, generator)
+        context.append(rows[: kept + 1])
+        if rejected := len(proposals) - kept:
+            cache.crop(-rejected)
+        tokens += [*proposals[:kept].tolist(), following]
+        accepted.append(kept)
+    ends = [i for i, token in enumerate(tokens) if token in stop_token_ids]
+    return Generated(tokens[: min([max_new_tokens, *(i + 1 for i in ends)])], accepted)
