@@ -1,0 +1,159 @@
+"""The two ways of speculating in a batch: the tokens of no draft, and caches that hold what they should."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+from batched_speculation import (
+    REMEDIES,
+    accept,
+    per_sequence,
+    positions_of,
+    synchronised,
+)
+
+VOCAB = 24
+PROMPTS = [[3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [1], [20, 21, 5, 5, 6]]
+WAYS = {"per sequence": per_sequence}
+WAYS |= {remedy: partial(synchronised, remedy=remedy) for remedy in REMEDIES}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def language_model(seed: int, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.2 / parameter.shape[1] ** 0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return language_model(0)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """Agrees with the target often, and not always."""
+    model = language_model(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def plain(target, prompt: list[int], num_tokens: int) -> list[int]:
+    out = target.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def test_positions_of() -> None:
+    """A gap takes no positions."""
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1, 0]])
+    assert positions_of(mask).tolist() == [[0, 1, 2, 2, 2, 3, 4], [0, 0, 0, 1, 1, 2, 2]]
+
+
+@ways
+@pytest.mark.parametrize("num_proposals", [1, 4])
+def test_greedy(way, num_proposals: int, target, draft) -> None:
+    """Every row's tokens are those of the target alone, and rows differ in what they accept."""
+    found = way(target, draft, PROMPTS, 24, num_proposals=num_proposals)
+    assert found.tokens == [plain(target, prompt, 24) for prompt in PROMPTS]
+    blocks = [block for block in found.accepted if len(block) > 1]
+    assert any(len(set(block)) > 1 for block in blocks)
+    assert any(num_proposals in block for block in blocks)
+    assert 1 < found.block_efficiency < num_proposals + 1
+
+
+@ways
+def test_draft_logits(way, target, draft) -> None:
+    """Each of the draft's logits is that of a pass without a cache over the same tokens."""
+    found = way(target, draft, PROMPTS, 20, num_proposals=4)
+    assert any(4 in block for block in found.accepted), "no block left a gap"
+    with torch.no_grad():
+        for _, tokens, logits in found.draft_logits:
+            expected = draft(torch.tensor([tokens])).logits[0, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_ways_agree(target, draft) -> None:
+    """They accept the same, block by block: a gap that was not mended would cost acceptance."""
+    found = [way(target, draft, PROMPTS, 20, num_proposals=4).accepted for way in WAYS.values()]
+    assert all(accepted == found[0] for accepted in found)
+
+
+@ways
+def test_stops(way, target, draft) -> None:
+    """A row ends at its stop token, in the middle of a block too; the others go on without it."""
+    whole = [plain(target, prompt, 24) for prompt in PROMPTS]
+    for stop in {token for tokens in whole for token in tokens[2:9]}:
+        found = way(target, draft, PROMPTS, 24, num_proposals=4, stop_token_ids=(stop,))
+        ends = [row.index(stop) + 1 if stop in row else 24 for row in whole]
+        assert found.tokens == [row[:end] for row, end in zip(whole, ends, strict=True)]
+
+
+@pytest.mark.parametrize("way", [per_sequence, synchronised])
+def test_law(way) -> None:
+    """At temperature 1.2 the second and third token of a row have the target's law: chi-square."""
+    target, draft = language_model(3, 3), language_model(4, 3)
+    generator = torch.Generator().manual_seed(0)
+    N = 2000
+    prompts = [[0, 1]] * (N // 2) + [[1]] * (N // 2)
+    found = way(
+        target, draft, prompts, 3, num_proposals=2, temperature=1.2, generator=generator
+    ).tokens
+    for prompt, rows in (([0, 1], found[: N // 2]), ([1], found[N // 2 :])):
+        counts = Counter(tuple(row) for row in rows)
+        statistic = 0.0
+        for a in range(3):
+            for b in range(3):
+                for c in range(3):
+                    with torch.no_grad():
+                        logits = target(torch.tensor([[*prompt, a, b]])).logits[0]
+                    laws = (logits.double() / 1.2).softmax(-1)[len(prompt) - 1 :]
+                    expected = N / 2 * float(laws[0, a] * laws[1, b] * laws[2, c])
+                    statistic += (counts[a, b, c] - expected) ** 2 / expected
+        assert statistic < 54.1  # 26 degrees of freedom, 99.9 %
+
+
+def test_accept_residual() -> None:
+    """A rejected token is drawn anew from what p has above q; where all are kept, from p."""
+    p = torch.tensor([[[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]]).double().expand(20_000, 2, 3)
+    q = torch.tensor([[[0.2, 0.5, 0.3]]]).double().expand(20_000, 1, 3)
+    generator = torch.Generator().manual_seed(0)
+    proposals = torch.multinomial(q[:, 0], 1, generator=generator)
+    kept, following = accept(p, q, proposals, generator)
+    first = torch.where(kept == 1, proposals[:, 0], following)
+    shares = first.bincount(minlength=3) / 20_000
+    torch.testing.assert_close(shares.double(), p[0, 0], atol=0.012, rtol=0)
+    assert set(following[kept == 0].tolist()) == {0}
+    behind = following[kept == 1].bincount(minlength=3) / (kept == 1).sum()
+    torch.testing.assert_close(behind.double(), p[0, 1], atol=0.02, rtol=0)
