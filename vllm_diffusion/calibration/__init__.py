@@ -1,0 +1,1 @@
+"""Drafts trained on hidden states of their own target."""
