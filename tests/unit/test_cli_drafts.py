@@ -1,0 +1,68 @@
+"""``vllm-diffusion drafts``: published drafts, and commands that vLLM takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from vllm_diffusion.cli.drafts import presets
+from vllm_diffusion.cli.main import main
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each target once, its draft beside it."""
+    assert main(["drafts"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"] in rows
+    assert rows == [[preset.target, preset.draft] for preset in presets()]
+    assert len({target for target, _ in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-27B", "qwen3.5-27b"])
+def test_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is known of one, and the publisher's command, by a repository or the end of its name."""
+    assert main(["drafts", name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "draft   z-lab/Qwen3.5-27B-DFlash"
+    assert lines[2] == "block   16 (num_speculative_tokens 15)"
+    assert lines[3].startswith("causal  5 layers of 6")
+    words = shlex.split(lines[-1])
+    assert words[:3] == ["vllm", "serve", "Qwen/Qwen3.5-27B"]
+    assert json.loads(words[4]) == {
+        "method": "dflash",
+        "model": "z-lab/Qwen3.5-27B-DFlash",
+        "num_speculative_tokens": 15,
+    }
+    assert words[5:] == ["--attention-backend", "flash_attn", "--max-num-batched-tokens", "32768"]
+
+
+def test_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that lists the known targets, and nothing on standard output."""
+    assert main(["drafts", "Qwen3.5"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert all(preset.target in captured.err for preset in presets())
+
+
+@pytest.mark.engine
+def test_commands_are_understood() -> None:
+    """vLLM's own parser takes every command that is printed."""
+    code = (
+        "import json, sys\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "from vllm.entrypoints.cli.serve import ServeSubcommand\n"
+        "serve = FlexibleArgumentParser()\n"
+        "ServeSubcommand().subparser_init(serve.add_subparsers())\n"
+        "for command in json.load(sys.stdin):\n"
+        "    assert serve.parse_args(command).speculative_config['method'] == 'dflash'\n"
+    )
+    commands = [shlex.split(preset.command)[1:] for preset in presets()]
+    checked = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(commands), text=True, capture_output=True
+    )
+    assert checked.returncode == 0, checked.stderr
