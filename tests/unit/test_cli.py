@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -38,6 +39,15 @@ vllm_diffusion:denoise_steps_total{model_name="m"} 4.0
 vllm_diffusion:canvases_total{model_name="m"} 1.0
 vllm:diffusion_num_denoising_steps_total{model_name="m"} 5.0
 """
+if behaviour.startswith("drafts"):
+    METRICS = """
+vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0
+vllm:spec_decode_num_drafts_total{model_name="m"} 2.0
+vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 11.0
+vllm:spec_decode_num_draft_tokens_total{model_name="m"} 14.0
+"""
+if behaviour == "drafts-otherwise":
+    PIECES = ["16"]
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -130,6 +140,9 @@ def test_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "tiny_diffusion_gemma"),
         (["--family", "diffusion_gemma"], "tiny_diffusion_gemma"),
         (["--family", "sdar"], "tiny_sdar"),
+        (["--family", "qwen3"], "tiny_qwen3"),
+        (["--draft"], "tiny_qwen3_dflash"),
+        (["--family", "qwen3", "--draft"], "tiny_qwen3_dflash"),
     ):
         assert main(["checkpoint", *arguments]) == 0
         folder = Path(capsys.readouterr().out.removesuffix("\n"))
@@ -146,6 +159,16 @@ def test_checkpoint_complete(family: str) -> None:
     assert names >= {"chat_template.jinja", "tokenizer_config.json"}
     assert not [name for name in names if name.endswith(".py")]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 10_000_000
+
+
+@pytest.mark.parametrize("command", ["demo", "checkpoint"])
+def test_no_draft(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A family without a draft is refused, and the one that has one is named."""
+    assert main([command, "--family", "sdar", "--draft"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "set --family to qwen3" in captured.err
 
 
 @pytest.mark.parametrize("family", checkpoint.FOLDERS)
@@ -219,6 +242,35 @@ def test_demo(run_demo, tmp_path: Path) -> None:
     assert "tokens per second" in err
     assert "vLLM's own counters       5 passes over canvases" in err
     assert not list(tmp_path.glob("*.log"))
+
+
+@pytest.mark.parametrize("behaviour", ["drafts", "drafts-otherwise"])
+def test_demo_draft(
+    behaviour: str, run_demo, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Two servers, the second with the draft; what a verification gave; a difference is a failure."""
+    (tmp_path / "config.json").write_text('{"block_size": 8}', encoding="utf-8")
+    monkeypatch.setattr(shipped_server, "shipped_draft", lambda family: tmp_path)
+    served: list[tuple[str, ...]] = []
+
+    def serve(model: str, *options: str) -> list[str]:
+        served.append(options)
+        return command(behaviour if "--speculative-config" in options else "good")
+
+    monkeypatch.setattr(shipped_server, "vllm_serve", serve)
+    status = main(["demo", "--draft"])
+    said = capsys.readouterr().err
+    assert len(served) == 2
+    assert served[1][:-2] == served[0]
+    assert json.loads(served[1][-1]) == {
+        "method": "dflash",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 7,
+    }
+    assert "6.5  (2 verifications, 11 of 14 proposals kept)" in said
+    agrees = behaviour == "drafts"
+    assert status == (0 if agrees else 1)
+    assert ("The same answer" in said, "answered otherwise" in said) == (agrees, not agrees)
 
 
 def test_demo_empty_answer(run_demo) -> None:

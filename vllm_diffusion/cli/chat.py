@@ -22,7 +22,7 @@ from vllm_diffusion.cli.answer import (
     reason,
     stream_answer,
 )
-from vllm_diffusion.cli.checkpoint import add_family
+from vllm_diffusion.cli.checkpoint import add_family, family_of
 from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.cli.display import display_for, figures
 from vllm_diffusion.cli.server import ServerError
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.url is None:
             end_with_signals()
             try:
-                server = stack.enter_context(shipped_server(arguments.family, say))
+                server = stack.enter_context(shipped_server(family_of(arguments), say))
             except (ServerError, FileNotFoundError) as error:
                 return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
             url, key = server.url, server.api_key

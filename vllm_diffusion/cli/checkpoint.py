@@ -15,9 +15,14 @@ _FOLDER = Path(__file__).resolve().parents[1] / "checkpoints"
 FOLDERS = {
     "diffusion_gemma": _FOLDER / "tiny_diffusion_gemma",
     "sdar": _FOLDER / "tiny_sdar",
+    "qwen3": _FOLDER / "tiny_qwen3",
 }
+# What drafts for those of them that are autoregressive.
+DRAFT_FOLDERS = {"qwen3": _FOLDER / "tiny_qwen3_dflash"}
+DRAFTED_FAMILY = next(iter(DRAFT_FOLDERS))
 DEFAULT_FAMILY = next(iter(FOLDERS))
-_NEEDED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+_NEEDED_OF_DRAFT = ("config.json", "model.safetensors")
+_NEEDED = (*_NEEDED_OF_DRAFT, "generation_config.json", "tokenizer.json")
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -27,22 +32,44 @@ def add_parser(subcommands: Subcommands) -> None:
         description='Print the path of a shipped checkpoint: vllm serve "$(%(prog)s)".',
     )
     add_family(parser)
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help=f"the path of the draft of an autoregressive one ({', '.join(DRAFT_FOLDERS)})",
+    )
     parser.set_defaults(run=run)
 
 
 def add_family(parser: argparse.ArgumentParser) -> None:
-    """The option that chooses among the shipped checkpoints."""
+    """The option that chooses among the shipped checkpoints; :func:`family_of` reads it."""
     parser.add_argument(
         "--family",
         choices=tuple(FOLDERS),
-        default=DEFAULT_FAMILY,
-        help="which of the shipped checkpoints: %(choices)s (%(default)s)",
+        help=f"which of the shipped checkpoints: %(choices)s ({DEFAULT_FAMILY})",
     )
+
+
+def family_of(arguments: argparse.Namespace) -> str:
+    """The family that was asked for; where it is its draft that was, one that has a draft.
+
+    Raises:
+        FileNotFoundError: If the family has no draft, and one was asked for.
+    """
+    family: str | None = arguments.family
+    if not getattr(arguments, "draft", False):
+        return family or DEFAULT_FAMILY
+    if family not in (None, *DRAFT_FOLDERS):
+        raise FileNotFoundError(
+            f"--draft: the shipped checkpoint of {family} has no draft; set --family to "
+            f"{' or '.join(DRAFT_FOLDERS)}, or leave it out."
+        )
+    return family or DRAFTED_FAMILY
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        print(shipped_checkpoint(arguments.family))
+        find = shipped_draft if arguments.draft else shipped_checkpoint
+        print(find(family_of(arguments)))
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
@@ -58,8 +85,23 @@ def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
     Raises:
         FileNotFoundError: If the installation lacks one of its files.
     """
-    folder = FOLDERS[family]
-    for name in _NEEDED:
+    return _complete(FOLDERS[family], _NEEDED)
+
+
+def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
+    """Folder of the draft that comes with a tiny checkpoint.
+
+    Args:
+        family: A key of ``DRAFT_FOLDERS``.
+
+    Raises:
+        FileNotFoundError: If the installation lacks one of its files.
+    """
+    return _complete(DRAFT_FOLDERS[family], _NEEDED_OF_DRAFT)
+
+
+def _complete(folder: Path, needed: tuple[str, ...]) -> Path:
+    for name in needed:
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"The shipped checkpoint has no {folder / name}; install vllm-diffusion again."

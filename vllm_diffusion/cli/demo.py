@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli.answer import Answer, AnswerError, client_of, stream_answer
-from vllm_diffusion.cli.checkpoint import add_family
+from vllm_diffusion.cli.checkpoint import add_family, family_of
 from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.cli.display import display_for
 from vllm_diffusion.cli.server import Server, ServerError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_PROMPTS = {
     "diffusion_gemma": "What is 7+8?",
     "sdar": "Number these words: cat, dog, tree.",
+    "qwen3": "Count from 3 to 12.",
 }
 _COUNTERS_SECONDS = 10.0
 
@@ -41,39 +42,53 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random draws (%(default)s)")
     add_family(parser)
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help="ask a tiny autoregressive model twice, by itself and with its draft, and compare",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    prompt = arguments.prompt
-    if prompt is None:
-        prompt = DEFAULT_PROMPTS[arguments.family]
+    try:
+        family = family_of(arguments)
+    except FileNotFoundError as error:
+        return fail(str(error))
+    prompt = DEFAULT_PROMPTS[family] if arguments.prompt is None else arguments.prompt
     if not prompt.strip():
         return fail("The prompt is empty; ask something.")
     if environment_flags().disabled:
         return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
     end_with_signals()
+    request = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": arguments.max_tokens,
+        "seed": arguments.seed,
+    }
+    texts = []
     try:
-        with shipped_server(arguments.family, say) as server:
-            say(f"         asking: {prompt}")
-            request = {
-                "model": MODEL_NAME,
-                "messages": [{"role": "user", "content": prompt}],
-                "max_tokens": arguments.max_tokens,
-                "seed": arguments.seed,
-            }
-            client = client_of(server.url, server.api_key)
-            answer = stream_answer(client, request, display_for(sys.stdout))
-            counters = counters_of_answer(server)
+        for with_draft in (False, True) if arguments.draft else (False,):
+            with shipped_server(family, say, with_draft=with_draft) as server:
+                say(f"         asking: {prompt}")
+                client = client_of(server.url, server.api_key)
+                answer = stream_answer(client, request, display_for(sys.stdout))
+                counters = counters_of_answer(server)
+            say("\n".join(report(answer, counters)))
+            texts.append(answer.text)
     except FileNotFoundError as error:
         return fail(str(error))
     except ServerError as error:
         return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
     except AnswerError as error:
         return fail(f"{error} The server's log: {server.log_path}")
-    say("\n".join(report(answer, counters)))
-    if not answer.text.strip():
+    if not texts[0].strip():
         return fail("The answer is empty.")
+    if arguments.draft:
+        if texts[0] != texts[1]:
+            return fail("With its draft the model answered otherwise, which must not be.")
+        say("The same answer with the draft and without.")
     return 0
 
 
@@ -105,6 +120,16 @@ def report(answer: Answer, counters: dict[str, float]) -> list[str]:
                 f"{passes:.0f} passes: prompt and denoise steps)",
             ),
         ]
+    if verifications := counters.get("vllm:spec_decode_num_drafts_total"):
+        kept = counters["vllm:spec_decode_num_accepted_tokens_total"]
+        proposed = counters["vllm:spec_decode_num_draft_tokens_total"]
+        rows.append(
+            (
+                "tokens per verification",
+                f"{1 + kept / verifications:.1f}  ({_count(verifications, 'verification')}, "
+                f"{kept:.0f} of {proposed:.0f} proposals kept)",
+            )
+        )
     if answer.seconds > 0:
         rows.append(
             (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
 
 # Under which the server knows the checkpoint, whichever it is.
@@ -40,26 +42,41 @@ def _interrupt(*_: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def speculative_config(draft: Path) -> str:
+    """``--speculative-config`` for a DFlash draft and the whole of its blocks."""
+    block_size = json.loads((draft / "config.json").read_text(encoding="utf-8"))["block_size"]
+    return json.dumps(
+        {"method": "dflash", "model": str(draft), "num_speculative_tokens": block_size - 1}
+    )
+
+
 @contextmanager
-def shipped_server(family: str, say: Callable[[str], None]) -> Iterator[Server]:
+def shipped_server(
+    family: str, say: Callable[[str], None], *, with_draft: bool = False
+) -> Iterator[Server]:
     """A server that is ready, and gone when the block is left.
 
     Args:
         family: Whose checkpoint it serves.
         say: Told of progress, line by line, and the end of the log of a server that fails.
+        with_draft: Have its draft propose, and it verify.
 
     Raises:
         FileNotFoundError: If the installation lacks a file of the checkpoint.
         ServerError: If the server did not start, or stopped.
     """
     checkpoint = shipped_checkpoint(family)
+    options = list(_SERVE_OPTIONS)
+    if with_draft:
+        options += ["--speculative-config", speculative_config(shipped_draft(family))]
     server = Server(
-        vllm_serve(str(checkpoint), *_SERVE_OPTIONS),
+        vllm_serve(str(checkpoint), *options),
         report=say,
         timeout=_START_SECONDS,
         environment=_SERVE_ENVIRONMENT,
     )
-    say(f"Starting vLLM on {server.url} with {checkpoint}")
+    drafted = " and its draft" if with_draft else ""
+    say(f"Starting vLLM on {server.url} with {checkpoint}{drafted}")
     start = time.monotonic()
     try:
         with server:

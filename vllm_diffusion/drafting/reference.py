@@ -31,6 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE
 from vllm_diffusion.drafting.layers import (
     build_target_layer_ids,
     check_target_layer_ids,
@@ -38,9 +39,6 @@ from vllm_diffusion.drafting.layers import (
 )
 from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
 from vllm_diffusion.drafting.schedules import unmask_counts
-
-# A draft that is trained for one pass, and one that is trained for several.
-ONE_PASS, SEVERAL_PASSES = ARCHITECTURES = ("DFlashDraftModel", "DFlashMaskedDraftModel")
 
 # Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.
 KeysValues = tuple[Tensor, Tensor]
@@ -54,7 +52,7 @@ def draft_config(
     mask_token_id: int,
     target_layer_ids: Sequence[int] | None = None,
     window: int | None = None,
-    architecture: str = ONE_PASS,
+    architecture: str = STOCK_ARCHITECTURE,
 ) -> Qwen3Config:
     """The configuration of a new draft, in z-lab's layout.
 
@@ -65,7 +63,7 @@ def draft_config(
         mask_token_id: A token of the target's vocabulary that no text has.
         target_layer_ids: Which layers it reads; by default :func:`build_target_layer_ids`.
         window: Positions that a row sees back and ahead, itself included; ``None`` for all.
-        architecture: One of :data:`ARCHITECTURES`.
+        architecture: ``DFlashDraftModel``, or ``DFlashMaskedDraftModel`` for several passes.
 
     Raises:
         ValueError: If the layers or the mask token are not the target's, or a block has no mask.

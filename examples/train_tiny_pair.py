@@ -1,0 +1,276 @@
+"""Train the shipped tiny pair, an autoregressive target and its DFlash draft, on a CPU.
+
+    sdar="$(vllm-diffusion checkpoint --family sdar)"
+    python examples/train_tiny_pair.py target --init "$sdar" --minutes 8 --lr 2e-3 --warm-up 40 \
+        --short-part 0.5 --threads 1 --out pair/target
+    python examples/train_tiny_pair.py draft --target pair/target --steps 420 --out pair/draft
+    python examples/train_tiny_pair.py evaluate --target pair/target --draft pair/draft
+
+The target begins as the tiny SDAR, whose layers are Qwen3's too and know the tasks, and learns to say
+the next token. The draft begins from random weights. Both shipped ones are of these commands.
+
+The draft learns from the target's own greedy answers. A written answer is one up to the first token
+where the target would have gone on otherwise, and is cut there, so that one pass of the target gives both
+the answer and its hidden states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tiny_model import TOKEN_ID, build_tokenizer, moved_in_when_complete
+from tiny_pair import (
+    BLOCK_SIZE,
+    GENERATION_CONFIG,
+    TARGET_LAYER_IDS,
+    build_target,
+    load_target,
+    save_target,
+)
+from tiny_tasks import FAMILIES, Size, evaluation_set, is_correct
+from tiny_training import (
+    FAMILY_WEIGHTS,
+    Row,
+    add_arguments,
+    begin,
+    launch,
+    optimise,
+    row_stream,
+    tokenize,
+)
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from vllm_diffusion.calibration.picture import draw_training
+from vllm_diffusion.calibration.samples import Sample
+from vllm_diffusion.calibration.train import Progress, TrainSettings, train
+from vllm_diffusion.drafting.reference import (
+    ReferenceDraft,
+    draft_config,
+    load_draft,
+    save_draft,
+    spec_generate,
+)
+
+# Behind the end of an answer, so that the whole of a draft's last block has something to agree with.
+TRAILING_EOS = 8
+IGNORED = -100
+# What the draft learns: fewer sums, whose results nothing but the target foresees.
+DRAFT_WEIGHTS = FAMILY_WEIGHTS | {"sums": 2.0, "reverse": 1.5, "upper": 1.5, "count": 2.0}
+SHORT_SHARE = 0.7
+ROWS_A_PASS = 32
+NUM_HELD_OUT = 64
+
+
+def make_batch(rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """Conversations and what is learnt of them, both [B, T] int64: answers and what follows."""
+    length = max(len(prompt) + len(answer) for prompt, answer in rows) + TRAILING_EOS
+    ids = torch.full((len(rows), length), TOKEN_ID["<pad>"])
+    labels = torch.full_like(ids, IGNORED)
+    for b, (prompt, answer) in enumerate(rows):
+        start, tokens = len(prompt), torch.tensor(answer + [TOKEN_ID["<eos>"]] * TRAILING_EOS)
+        ids[b, :start] = torch.tensor(prompt)
+        ids[b, start : start + len(tokens)] = tokens
+        labels[b, start : start + len(tokens)] = tokens
+    return ids, labels
+
+
+def batches(
+    tokenizer, args: argparse.Namespace, rank: int, seed: int, is_short: Callable[[], bool]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This process's share of an endless stream of batches for the target."""
+    for rows in row_stream(tokenizer, FAMILY_WEIGHTS, args.batch_size, seed, is_short):
+        yield make_batch(rows[rank :: args.processes])
+
+
+def losses(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Mean cross-entropy of the next token, in nats."""
+    ids, labels = batch
+    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
+    learnt = labels[:, 1:] != IGNORED
+    logits = model.lm_head(hidden[learnt])
+    return {"next": F.cross_entropy(logits.float(), labels[:, 1:][learnt])}
+
+
+def train_target(rank: int, args: argparse.Namespace) -> None:
+    """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
+    begin(rank, args)
+    tokenizer = build_tokenizer()
+    model = build_target() if args.init is None else load_target(args.init)
+    model.train()
+    optimise(
+        rank,
+        args,
+        model,
+        lambda seed, is_short: batches(tokenizer, args, rank, seed, is_short),
+        lambda batch: losses(model, batch),
+        lambda: save_target(model, args.out),
+    )
+
+
+@torch.no_grad()
+def answers(target: Qwen3ForCausalLM, tokenizer, seed: int) -> Iterator[Sample]:
+    """Endless: the target's own answers and its hidden states, those of similar length together."""
+    rng = random.Random(seed)
+    stream = row_stream(
+        tokenizer, DRAFT_WEIGHTS, ROWS_A_PASS, seed, lambda: rng.random() < SHORT_SHARE
+    )
+    for rows in stream:
+        ids, _ = make_batch(rows)
+        out = target.model(ids, use_cache=False, output_hidden_states=True)
+        says = target.lm_head(out.last_hidden_state).argmax(-1)
+        states = torch.stack([out.hidden_states[i + 1] for i in TARGET_LAYER_IDS], 2)
+        for b, (prompt, answer) in enumerate(rows):
+            end = len(prompt) + len(answer) + TRAILING_EOS
+            own = ids[b, :end].clone()
+            differs = (says[b, len(prompt) - 1 : end - 1] != own[len(prompt) :]).nonzero()
+            if len(differs):
+                end = len(prompt) + int(differs[0]) + 1
+                own = own[:end]
+                own[-1] = says[b, end - 2]
+            yield Sample(own, states[b, :end], len(prompt))
+
+
+def new_draft(target: Qwen3ForCausalLM, num_layers: int) -> ReferenceDraft:
+    """A draft of the target with random weights."""
+    return ReferenceDraft(
+        draft_config(
+            target.config,
+            num_layers=num_layers,
+            block_size=BLOCK_SIZE,
+            mask_token_id=TOKEN_ID["<mask>"],
+            target_layer_ids=TARGET_LAYER_IDS,
+        )
+    )
+
+
+def train_draft(args: argparse.Namespace) -> None:
+    """Train a draft, and draw how it went beside it."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    tokenizer, target = build_tokenizer(), load_target(args.target)
+    draft = new_draft(target, args.layers) if args.init is None else load_draft(args.init)
+    held_out = list(itertools.islice(answers(target, tokenizer, seed=10**6), NUM_HELD_OUT))
+    start = time.monotonic()
+
+    def save() -> None:
+        with moved_in_when_complete(args.out) as staging:
+            save_draft(draft, staging, torch.bfloat16)
+
+    def report(progress: Progress) -> None:
+        minutes = (time.monotonic() - start) / 60
+        shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
+        print(
+            f"step {progress.step} {minutes:.1f} min: {progress.loss:.3f} nats a masked token, "
+            f"{progress.accepted:.2f} of {BLOCK_SIZE - 1} accepted: {shares}",
+            flush=True,
+        )
+        save()
+
+    settings = TrainSettings(
+        steps=args.steps,
+        batch_size=ROWS_A_PASS,
+        anchors=args.anchors,
+        learning_rate=args.lr,
+        seed=args.seed,
+    )
+    history = train(
+        draft,
+        target.get_input_embeddings(),
+        target.get_output_embeddings(),
+        answers(target, tokenizer, args.seed),
+        settings,
+        held_out=held_out,
+        report=report,
+    )
+    save()
+    args.out.with_name(args.out.name + ".training.svg").write_text(
+        draw_training(history), encoding="utf-8"
+    )
+
+
+def accepted(
+    target: Qwen3ForCausalLM,
+    draft: ReferenceDraft,
+    tokenizer,
+    family: str,
+    num_prompts: int,
+    size: Size | None = None,
+) -> tuple[list[int], int]:
+    """Greedy answers to held-out prompts: what each verification kept, and how many are right."""
+    kept, num_right = [], 0
+    for example in evaluation_set(family, num_prompts, size=size):
+        prompt, _ = tokenize(tokenizer, example)
+        found = spec_generate(
+            target,
+            draft,
+            torch.tensor([prompt]),
+            192,
+            stop_token_ids=GENERATION_CONFIG["eos_token_id"],
+        )
+        kept += found.accepted
+        num_right += is_correct(example, tokenizer.decode(found.tokens, skip_special_tokens=True))
+    return kept, num_right
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Print acceptance by family, and beside it that of a draft with random weights."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    tokenizer, target = build_tokenizer(), load_target(args.target)
+    for name, draft in (
+        ("trained", load_draft(args.draft)),
+        ("random", new_draft(target, 3).eval()),
+    ):
+        every: list[int] = []
+        for family in FAMILIES:
+            kept, num_right = accepted(
+                target, draft, tokenizer, family, args.num_prompts, args.size
+            )
+            every += kept
+            print(
+                f"{name} draft, {family}: {sum(kept) / len(kept):.2f} of {BLOCK_SIZE - 1} accepted in "
+                f"{len(kept)} verifications, {num_right} of {args.num_prompts} right",
+                flush=True,
+            )
+        print(f"{name} draft: {sum(every) / len(every):.2f} of {BLOCK_SIZE - 1} accepted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parts = parser.add_subparsers(required=True)
+    part = parts.add_parser("target")
+    add_arguments(part)
+    part.set_defaults(batch_size=16, minutes=8.0, run=lambda args: launch(train_target, args))
+    part = parts.add_parser("draft")
+    part.add_argument("--target", type=Path, required=True)
+    part.add_argument("--init", type=Path, help="draft whose weights to start from")
+    part.add_argument("--out", type=Path, required=True)
+    part.add_argument("--layers", type=int, default=3)
+    part.add_argument("--steps", type=int, default=420)
+    part.add_argument("--anchors", type=int, default=16, help="blocks of a sample")
+    part.add_argument("--lr", type=float, default=3e-3)
+    part.set_defaults(run=train_draft)
+    draft_part = part
+    part = parts.add_parser("evaluate")
+    part.add_argument("--target", type=Path, required=True)
+    part.add_argument("--draft", type=Path, required=True)
+    part.add_argument("--num-prompts", type=int, default=20, help="per family")
+    part.add_argument("--size", choices=("one", "few", "many"), help="default: a mix")
+    part.set_defaults(run=evaluate)
+    for each in (draft_part, part):
+        each.add_argument("--threads", type=int, default=1)
+        each.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The shipped tiny pair: its files, and how much of its draft's proposals its target keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.drafting.reference import load_draft
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+import tiny_pair
+import train_tiny_pair
+from tiny_model import build_tokenizer
+from tiny_tasks import FAMILIES
+from tiny_training import tokenize
+
+TARGET, DRAFT = shipped_checkpoint("qwen3"), shipped_draft("qwen3")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_pair.load_target(TARGET)
+
+
+def test_files(target) -> None:
+    """What the code writes, the tokenizer of the others, and at most 8 MB for both."""
+    config = json.loads((TARGET / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert {name: config[name] for name in tiny_pair.TARGET_CONFIG} == tiny_pair.TARGET_CONFIG
+    generation = json.loads((TARGET / "generation_config.json").read_text())
+    assert generation == tiny_pair.GENERATION_CONFIG
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (TARGET / name).read_bytes() == (shipped_checkpoint() / name).read_bytes()
+    expected = json.loads(json.dumps(train_tiny_pair.new_draft(target, 3).config.to_dict()))
+    found = json.loads((DRAFT / "config.json").read_text())
+    # Of whichever release wrote them.
+    del found["transformers_version"], expected["transformers_version"]
+    assert found == expected
+    files = [*TARGET.iterdir(), *DRAFT.iterdir()]
+    assert sum(path.stat().st_size for path in files) < 8_000_000
+    assert not [path for path in files if path.suffix == ".py"]
+
+
+def test_accepted(target) -> None:
+    """More than 5 of 7 proposals are kept on held-out prompts, and below 1 of a random draft's."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    random = train_tiny_pair.new_draft(target, 3).eval()
+    for draft, num_prompts, is_enough in (
+        (load_draft(DRAFT), 4, lambda mean: mean > 5),
+        (random, 1, lambda mean: mean < 1),
+    ):
+        kept: list[int] = []
+        for family in FAMILIES:
+            kept += train_tiny_pair.accepted(target, draft, tokenizer, family, num_prompts)[0]
+        assert is_enough(sum(kept) / len(kept)), sum(kept) / len(kept)
+
+
+def test_answers_are_the_targets(target) -> None:
+    """What the draft learns from is what its target says greedily, with the states of those tokens."""
+    tokenizer = build_tokenizer()
+    stream = train_tiny_pair.answers(target, tokenizer, seed=3)
+    for _ in range(6):
+        sample = next(stream)
+        prompt = sample.token_ids[: sample.answer_start][None]
+        length = len(sample.token_ids)
+        said = target.generate(
+            prompt,
+            max_new_tokens=length - sample.answer_start,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert said[0].tolist() == sample.token_ids.tolist()
+        with torch.no_grad():
+            states = target(sample.token_ids[None], output_hidden_states=True).hidden_states
+        for at, layer in enumerate(tiny_pair.TARGET_LAYER_IDS):
+            torch.testing.assert_close(
+                sample.hidden_states[:, at], states[layer + 1][0], rtol=1e-4, atol=1e-4
+            )
+
+
+def test_make_batch() -> None:
+    """The answer and the end tokens behind it are learnt, the prompt and the padding are not."""
+    rows = [([5, 6, 7], [8, 9]), ([5], [6])]
+    ids, labels = train_tiny_pair.make_batch(rows)
+    assert ids.shape == (2, 13)
+    assert labels[0].tolist() == [-100] * 3 + [8, 9] + [1] * 8
+    assert labels[1].tolist() == [-100, 6] + [1] * 8 + [-100] * 3
+    assert ids[1].tolist() == [5, 6] + [1] * 8 + [0] * 3
+
+
+def test_tokenize_ends() -> None:
+    """Answers end with the token that ends the target's."""
+    from tiny_tasks import evaluation_set
+
+    example = evaluation_set("count", 1)[0]
+    assert (
+        tokenize(build_tokenizer(), example)[1][-1] in tiny_pair.GENERATION_CONFIG["eos_token_id"]
+    )
