@@ -272,7 +272,7 @@ def synchronised(
 
 
 def main() -> None:
-    """Three prompts by the shipped tiny target, with itself, rounded to bfloat16, as its draft."""
+    """Three prompts by the shipped tiny target, with its own first two layers as the draft."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from vllm_diffusion.cli.checkpoint import shipped_checkpoint

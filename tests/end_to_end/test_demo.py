@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,18 @@ def test_demo(arguments: list[str], said: str, tmp_path: Path) -> None:
     assert "tokens per second" in demo.stderr
     assert "Traceback" not in demo.stderr
     assert _vllm_processes() == before
+
+
+@pytest.mark.slow
+def test_demo_draft() -> None:
+    """The tiny pair, served twice: one answer, and more than 5 tokens a verification with the draft."""
+    script = Path(sys.executable).with_name("vllm-diffusion")
+    demo = subprocess.run(
+        [str(script), "demo", "--draft"], capture_output=True, text=True, timeout=840, check=False
+    )
+    assert demo.returncode == 0, demo.stderr
+    assert demo.stdout.count("3, 4, 5, 6, 7, 8, 9, 10, 11, 12") == 2
+    assert "The same answer with the draft and without." in demo.stderr
+    (tokens,) = re.findall(r"tokens per verification\s+([\d.]+)", demo.stderr)
+    assert float(tokens) > 5
+    assert "Traceback" not in demo.stderr
