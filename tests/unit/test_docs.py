@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.cli.drafts import presets
 from vllm_diffusion.drafting.settings import DraftSettings
 from vllm_diffusion.requests.params import argument_names
 from vllm_diffusion.settings.plugin_settings import SETTINGS
@@ -123,7 +124,7 @@ def test_links(page: Path) -> None:
 
 @pytest.mark.engine
 def test_commands_are_understood() -> None:
-    """vLLM's own parser takes every command of the documentation."""
+    """vLLM's own parser takes every command of the documentation, and of ``vllm-diffusion drafts``."""
     code = (
         "import json, sys\n"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
@@ -143,6 +144,7 @@ def test_commands_are_understood() -> None:
     names = ("settings", "quantization", "scaling", "disaggregated", "adapters")
     pages = ("README.md", *(f"docs/{name}.md" for name in names))
     found = [command for page in pages for command in commands(text_of(page))]
+    found += [shlex.split(preset.command)[1:] for preset in presets()]
     assert len(found) >= 6
     checked = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(found), text=True, capture_output=True
