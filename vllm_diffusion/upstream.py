@@ -458,6 +458,14 @@ TABLE: tuple[Symbol, ...] = (
         "Stock leaves the answers of other workers in their queues once one has refused.",
     ),
     Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
+    *(
+        Symbol(
+            _SCHEDULER + name,
+            Use.SUBCLASSED,
+            "Drafts as many tokens as pay, among dynamic_sd_lookup's.",
+        )
+        for name in ("make_spec_decoding_stats", "update_from_output")
+    ),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
     *(
         Symbol(path, Use.CALLED, "Carries frames, step maps and a request's counters.")

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_diffusion.drafting.settings import OPTION, draft_settings
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
+logger = init_logger(f"vllm.{__name__}")
+SCHEDULER = "vllm_diffusion.scheduling.adaptive_drafts.adaptive_scheduler"
 ARCHITECTURE = "DFlashMaskedDraftModel"
 # What ours serves too, where the operator sets something of it.
 STOCK_ARCHITECTURE = "DFlashDraftModel"
@@ -43,9 +47,13 @@ def check_draft(vllm_config: VllmConfig) -> None:
         ValueError: Naming the setting or the field, what it is, and the remedy.
     """
     additional = vllm_config.additional_config
-    is_set = isinstance(additional, Mapping) and "drafting" in additional
+    section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
     settings = draft_settings(vllm_config)
     spec = vllm_config.speculative_config
+    if settings.adaptive:
+        _adapt(vllm_config)
+    # What is said of the draft itself.
+    is_set = not set(section) <= {"adaptive"}
     architectures = []
     if spec is not None and spec.method == "dflash":
         architectures = list(spec.draft_model_config.architectures)
@@ -69,6 +77,42 @@ def check_draft(vllm_config: VllmConfig) -> None:
     if ARCHITECTURE not in architectures:
         config.architectures = [ARCHITECTURE]
         spec.update_arch_()
+
+
+def _adapt(vllm_config: VllmConfig) -> None:
+    """Have our scheduler choose how many tokens are drafted, among numbers that have CUDA graphs.
+
+    Raises:
+        ValueError: If there is no draft, or another scheduler.
+    """
+    spec, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    if spec is None:
+        raise ValueError(
+            f"{OPTION}: adaptive=true needs a draft; give one with --speculative-config, or leave "
+            "adaptive out."
+        )
+    if scheduler.scheduler_cls == SCHEDULER:
+        # The configuration of a draft that vLLM loads as a model of its own.
+        return
+    if scheduler.scheduler_cls is not None:
+        raise ValueError(
+            f"{OPTION}: adaptive=true brings a scheduler of its own; leave --scheduler-cls out, or adaptive."
+        )
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        logger.warning(
+            "%s: adaptive=true is off: engines of data parallelism must draft as many tokens as one another.",
+            OPTION,
+        )
+        return
+    longest = spec.num_speculative_tokens
+    if not spec.num_speculative_tokens_per_batch_size:
+        # vLLM captures graphs for the numbers of this table; for which batch says the scheduler.
+        levels = [longest >> halvings for halvings in range(longest.bit_length())]
+        levels = [*levels[: scheduler.max_num_seqs - 1], 0]
+        spec.num_speculative_tokens_per_batch_size = [
+            (size, size, level) for size, level in enumerate(levels, start=1)
+        ]
+    scheduler.scheduler_cls = SCHEDULER
 
 
 def _check_fit(spec: SpeculativeConfig) -> None:

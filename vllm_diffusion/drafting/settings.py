@@ -27,6 +27,7 @@ class DraftSettings:
             what it drew, and vLLM's test of a proposal by ``p / q`` is exact only where a position's
             tokens were drawn from the same distribution whatever was drawn at the others.
         window: Tokens that a row of the draft sees back; ``None`` for what its checkpoint says.
+        adaptive: Whether each step drafts as many tokens as pay, none where none do. Of any draft.
     """
 
     steps: int = 1
@@ -34,6 +35,7 @@ class DraftSettings:
     order: str = CONFIDENCE
     reveals: str = "likeliest"
     window: int | None = None
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "window"):
@@ -42,6 +44,8 @@ class DraftSettings:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive={self.adaptive!r} must be true or false.")
         if self.reveals == "sampled":
             raise ValueError(
                 'reveals="sampled" is not served: revealed by confidence, sampled tokens that are '

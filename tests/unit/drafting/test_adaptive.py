@@ -1,0 +1,154 @@
+"""The level of each step: judged by a scripted table of what steps cost, on traffic of several kinds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from statistics import fmean
+
+import pytest
+
+from vllm_diffusion.drafting.adaptive import AdaptiveDraft
+
+LEVELS = (1, 3, 7)
+KNOWN, UNKNOWN, HALF = 0.95, 0.05, 0.6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds of a step.
+
+    Attributes:
+        weights: Of reading them, whatever the rows.
+        row: Of computing a row, where that takes longer.
+        kv: Of reading a thousand tokens of a request's cache.
+        draft: Of a draft pass.
+        kv_of_draft: As ``kv``, for a draft that sees all of it.
+    """
+
+    weights: float
+    row: float
+    kv: float
+    draft: float
+    kv_of_draft: float = 0.0
+
+    def step(self, verified: int, drafted: int, num_reqs: int, tokens: float) -> float:
+        rows = num_reqs * (1 + verified)
+        verify = max(self.weights, self.row * rows) + self.kv * num_reqs * tokens / 1000
+        if not drafted:
+            return verify
+        return verify + self.draft + self.kv_of_draft * num_reqs * tokens / 1000
+
+
+# A GPU that waits for its memory; a CPU, whose rows cost; a draft that a long context makes slow.
+GPU = Machine(weights=10, row=0.04, kv=0.05, draft=1.5)
+CPU = Machine(weights=2, row=1.5, kv=0.1, draft=2)
+LONG = Machine(weights=10, row=0.04, kv=0.05, draft=1.5, kv_of_draft=0.2)
+
+
+def traffic(phases: list[tuple[float, int]]) -> list[float]:
+    """Of each token to say: how likely a draft of it is right, its predecessors being right."""
+    return [rate for rate, num_tokens in phases for _ in range(num_tokens)]
+
+
+def cost(
+    machine: Machine,
+    rates: list[float],
+    num_reqs: int,
+    prompt: int,
+    level: int | AdaptiveDraft,
+    seed: int = 0,
+) -> float:
+    """Milliseconds to say all of it, for each of ``num_reqs`` requests; noise of a tenth on each step."""
+    draws = random.Random(seed)
+    said = [0] * num_reqs
+    verified, total = 0, 0.0
+    while running := [request for request in range(num_reqs) if said[request] < len(rates)]:
+        mean = prompt + sum(said[request] for request in running) / len(running)
+        is_adaptive = isinstance(level, AdaptiveDraft)
+        drafted = level.choose(len(running), mean) if is_adaptive else level
+        accepted = []
+        for request in running:
+            place = said[request]
+            drafts = rates[place : place + verified]
+            wrong = (i for i, rate in enumerate(drafts) if draws.random() >= rate)
+            accepted.append(next(wrong, len(drafts)))
+            said[request] += accepted[-1] + 1
+        spent = machine.step(verified, drafted, len(running), mean) * draws.uniform(0.95, 1.05)
+        total += spent
+        if is_adaptive:
+            counts = accepted if verified else []
+            level.observe(verified, drafted, len(running), mean, spent / 1000, counts)
+        verified = drafted
+    return total
+
+
+ALTERNATING = [(KNOWN, 600), (UNKNOWN, 300)] * 3
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, LONG], ids=["gpu", "cpu", "long context"])
+@pytest.mark.parametrize(
+    ("num_reqs", "prompt"),
+    [
+        (1, 100),
+        (1, 60_000),
+        *(pytest.param(*load, marks=pytest.mark.slow) for load in ((8, 500), (32, 2000))),
+    ],
+)
+@pytest.mark.parametrize(
+    "phases",
+    [ALTERNATING, [(KNOWN, 1500)], [(UNKNOWN, 1500)], [(HALF, 1500)]],
+    ids=["alternating", "known", "unknown", "half"],
+)
+def test_cost(
+    machine: Machine, num_reqs: int, prompt: int, phases: list[tuple[float, int]]
+) -> None:
+    """At most 1.05 times that of no draft and of the best fixed level, probing included."""
+    rates = traffic(phases)
+
+    def mean(level: int | None) -> float:
+        # What is accepted by chance differs between two levels too.
+        seeds = range(3)
+        return fmean(
+            cost(
+                machine,
+                rates,
+                num_reqs,
+                prompt,
+                AdaptiveDraft(LEVELS) if level is None else level,
+                seed,
+            )
+            for seed in seeds
+        )
+
+    assert mean(None) <= 1.05 * min(mean(level) for level in (0, *LEVELS))
+
+
+def test_alternating_traffic_is_followed() -> None:
+    """No fixed level is as cheap where a long context makes the draft dear, and the text changes."""
+    rates = traffic(ALTERNATING)
+    fixed = min(cost(LONG, rates, 1, 60_000, level) for level in (0, *LEVELS))
+    assert cost(LONG, rates, 1, 60_000, AdaptiveDraft(LEVELS)) < 0.8 * fixed
+
+
+def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:
+    """What is chosen for one request, whose drafts are all right or all wrong, on the GPU above."""
+    chosen, verified = [], 0
+    for _ in range(num_steps):
+        drafted = draft.choose(1, 1000)
+        accepted = [verified if right else 0] if verified else []
+        draft.observe(verified, drafted, 1, 1000, GPU.step(verified, drafted, 1, 1000), accepted)
+        verified = drafted
+        chosen.append(drafted)
+    return chosen
+
+
+def test_down_and_up() -> None:
+    """To none within some steps of wrong drafts, probes now and then, and back within some of right ones."""
+    draft = AdaptiveDraft(LEVELS)
+    assert set(levels(draft, 100, right=True)[20:]) == {7}
+    wrong = levels(draft, 400, right=False)
+    assert set(wrong[:10]) == {7}
+    assert wrong[40:].count(0) > 0.9 * 360
+    assert any(wrong[40:])
+    assert set(levels(draft, 400, right=True)[300:]) == {7}

@@ -1,0 +1,228 @@
+"""How many drafted tokens to verify: chosen a step at a time, from what steps accept and what they cost.
+
+Drafting pays where a verification gives more tokens a second than a step without one. Both sides of
+that move: acceptance with the text, seconds with the number of requests and their length. So both are
+measured, by level (how many tokens are drafted) and by load, and the level is chosen whose tokens a
+second are the highest; another one must be better by :data:`MARGIN`. Without drafts nothing is learnt
+of acceptance, so from time to time a level is probed, for no more than :data:`PROBING` of all seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+# By how much more tokens a second another level must promise.
+MARGIN = 0.03
+# How many times as fast as none a level must be for its word to be taken at a load where none was run.
+CLEARLY = 1.5
+# Share of all seconds that probes may lose, and how many steps' seconds they may save up for.
+PROBING = 0.01
+SAVED_STEPS = 8
+# Verifying steps after which half of what was seen before has gone.
+HALF_LIFE = 8.0
+# Steps at one level and load whose median is its cost: a start and a stray pause do not count.
+NUM_COSTS = 5
+# Steps of a probe: the first one only drafts what the second one verifies, beside what it drafts.
+PROBE_STEPS = 2
+# Steps at each of the two levels that are measured first: one more than of a probe.
+FIRST_STEPS = PROBE_STEPS + 1
+
+
+@dataclass
+class Acceptance:
+    """How often a drafted token is accepted whose predecessors were.
+
+    Attributes:
+        num_positions: Of the longest draft.
+    """
+
+    num_positions: int
+    _accepted: list[float] = field(init=False)
+    _tested: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # One token of two, until more is known: what the longest draft is tried on.
+        self._accepted = [0.5] * self.num_positions
+        self._tested = [1.0] * self.num_positions
+
+    def observe(self, num_drafted: int, accepted: Sequence[int]) -> None:
+        """Take in a step that verified drafts of a length, and how much of each it accepted."""
+        kept = 0.5 ** (1 / HALF_LIFE)
+        for position in range(self.num_positions):
+            # Where nobody got, or what was not drafted, is forgotten as well: it is then taken to be as
+            # the position before it.
+            is_drafted = position < num_drafted
+            num_accepted = sum(count > position for count in accepted)
+            num_tested = sum(count >= position for count in accepted) if is_drafted else 0
+            self._accepted[position] = self._accepted[position] * kept + num_accepted
+            self._tested[position] = self._tested[position] * kept + num_tested
+
+    def tokens(self, num_drafted: int) -> float:
+        """Expected tokens of a verification: the accepted ones, and the target's own."""
+        total = reached = 1.0
+        for rate in list(self._rates())[:num_drafted]:
+            reached *= rate
+            total += reached
+        return total
+
+    def _rates(self) -> Iterator[float]:
+        # A position that was seldom reached is taken to be as the one before it.
+        before = 0.5
+        for accepted, tested in zip(self._accepted, self._tested, strict=True):
+            before = (accepted + before) / (tested + 1)
+            yield before
+
+
+# Requests and their mean tokens, to the power of two above.
+Load = tuple[int, int]
+
+
+class Costs:
+    """Seconds of a step by level and load, measured where it was run, and estimated elsewhere."""
+
+    def __init__(self) -> None:
+        self._measured: dict[Load, dict[int, deque[float]]] = {}
+
+    def observe(self, level: int, load: Load, seconds: float) -> None:
+        """Take in one step."""
+        levels = self._measured.setdefault(load, {})
+        levels.setdefault(level, deque(maxlen=NUM_COSTS)).append(seconds)
+
+    def is_measured(self, level: int, load: Load) -> bool:
+        """Whether a step was run at it."""
+        return level in self._measured.get(load, {})
+
+    def estimate(self, level: int, load: Load) -> float:
+        """Of a step: its median here, or in proportion to a load that is like this one.
+
+        A level that was never run lies on the line between those that were.
+
+        Raises:
+            ValueError: If nothing was measured.
+        """
+        here = self._medians(load)
+        # Requests count first: each has rows of its own in every layer.
+        by_likeness = sorted(
+            self._measured, key=lambda other: (abs(other[0] - load[0]), abs(other[1] - load[1]))
+        )
+        for other in by_likeness:
+            there = self._medians(other)
+            if level in there:
+                shared = sorted(here.keys() & there.keys(), key=lambda each: abs(each - level))
+                return there[level] * (here[shared[0]] / there[shared[0]] if shared else 1.0)
+        known = sorted(self._measured_levels())
+        if not known:
+            raise ValueError("no step was measured")
+        below = max((each for each in known if each < level), default=known[0])
+        above = min((each for each in known if each > level), default=known[-1])
+        low, high = self.estimate(below, load), self.estimate(above, load)
+        return low + (high - low) * (level - below) / max(above - below, 1)
+
+    def _measured_levels(self) -> set[int]:
+        return {level for levels in self._measured.values() for level in levels}
+
+    def _medians(self, load: Load) -> dict[int, float]:
+        return {level: median(steps) for level, steps in self._measured.get(load, {}).items()}
+
+
+class AdaptiveDraft:
+    """The level of each step.
+
+    Args:
+        levels: Numbers of drafted tokens to choose from, above 0; none is always a choice.
+    """
+
+    def __init__(self, levels: tuple[int, ...]) -> None:
+        self.levels = (0, *sorted(levels))
+        self.acceptance = Acceptance(self.levels[-1])
+        self.costs = Costs()
+        self._level = self.levels[-1]
+        # The longest draft and none, to begin with: what lies between is estimated.
+        self._probed = deque([self._level] * FIRST_STEPS + [0] * FIRST_STEPS)
+        # Seconds that probes may still cost.
+        self._credit = 0.0
+
+    def choose(self, num_reqs: int, mean_tokens: float) -> int:
+        """Tokens to draft in a step for the next one, one number for all of its requests.
+
+        Args:
+            num_reqs: Requests of the step.
+            mean_tokens: Of a request, prompt and answer.
+        """
+        load = load_of(num_reqs, mean_tokens)
+        if not self._probed:
+            self._settle(load)
+            self._probed.extend(self._probe(load))
+        return self._probed.popleft() if self._probed else self._level
+
+    def observe(
+        self,
+        verified: int,
+        drafted: int,
+        num_reqs: int,
+        mean_tokens: float,
+        seconds: float,
+        accepted: Sequence[int],
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            verified: Level of what it verified.
+            drafted: Level that it drafted for the next one.
+            num_reqs: As :meth:`choose` takes it.
+            mean_tokens: The same.
+            seconds: Of the step.
+            accepted: Tokens accepted of each draft that it verified.
+        """
+        load = load_of(num_reqs, mean_tokens)
+        if accepted:
+            self.acceptance.observe(verified, accepted)
+        if verified == drafted:
+            self.costs.observe(verified, load, seconds)
+        self._credit = min(self._credit + PROBING * seconds, SAVED_STEPS * seconds)
+        if not self._level:
+            # What a probe gains it may spend: one that goes well is followed by the next.
+            self._credit += sum(accepted) / num_reqs * self.costs.estimate(0, load)
+
+    def _settle(self, load: Load) -> None:
+        speeds = {level: self._speed(level, load) for level in self.levels}
+        best = max(self.levels, key=lambda level: speeds[level])
+        if speeds[best] > (1 + MARGIN) * speeds[self._level]:
+            self._level = best
+
+    def _speed(self, level: int, load: Load) -> float:
+        return self.acceptance.tokens(level) / self.costs.estimate(level, load)
+
+    def _probe(self, load: Load) -> list[int]:
+        """Levels of the next steps, beside the settled one: to learn costs, or acceptance."""
+        ours = self.costs.estimate(self._level, load)
+        if self._level:
+            is_clear = self._speed(self._level, load) > CLEARLY * self._speed(0, load)
+            if is_clear or self.costs.is_measured(0, load):
+                return []
+            probed = 0
+        else:
+            # The shortest draft that would pay if all of it were accepted.
+            paying = (
+                level
+                for level in self.levels[1:]
+                if (level + 1) * ours > (1 + MARGIN) * self.costs.estimate(level, load)
+            )
+            probed = next(paying, 0)
+            if not probed:
+                return []
+        # A probe may give no token but the target's own.
+        seconds = self.costs.estimate(probed, load)
+        loss = PROBE_STEPS * (seconds - ours / self.acceptance.tokens(self._level))
+        if self._credit < loss:
+            return []
+        self._credit -= loss
+        return [probed] * PROBE_STEPS
+
+
+def load_of(num_reqs: int, mean_tokens: float) -> Load:
+    """The class of a step's load: steps of one class cost about the same."""
+    return (max(num_reqs, 1) - 1).bit_length(), (max(int(mean_tokens), 1) - 1).bit_length()

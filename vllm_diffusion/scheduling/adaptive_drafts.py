@@ -1,0 +1,86 @@
+"""vLLM's schedulers, drafting as many tokens as pay: one number for all requests of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_diffusion.drafting.adaptive import AdaptiveDraft
+
+
+class AdaptiveDraftsMixin(Scheduler):
+    """Answers vLLM's question of how many tokens to draft for a number of requests.
+
+    vLLM has a table for it, by which it captures CUDA graphs. The levels are those of the table, so that
+    each has its graphs; which one a step has is what :class:`AdaptiveDraft` chooses.
+    """
+
+    dynamic_sd_lookup: list[int]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        table = self.dynamic_sd_lookup
+        self.draft = AdaptiveDraft(tuple(sorted({level for level in table[1:] if level > 0})))
+        # Of each step under way: when it was scheduled, and what its cost is told by.
+        self._steps: deque[tuple[SchedulerOutput, float, tuple[int, int, int, float]]] = deque()
+        self._last_update = 0.0
+        self._accepted: list[int] = []
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM's, with the level that was chosen for requests as many as these."""
+        start = time.perf_counter()
+        running = self.running
+        num_reqs = max(len(running), 1)
+        mean_tokens = sum(request.num_tokens for request in running) / num_reqs
+        level = self.draft.choose(num_reqs, mean_tokens)
+        self.dynamic_sd_lookup = [level] * len(self.dynamic_sd_lookup)
+        output = super().schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens:
+            drafts = output.scheduled_spec_decode_tokens
+            verified = max(map(len, drafts.values()), default=0)
+            only_decodes = not output.scheduled_new_reqs and all(
+                count == 1 + len(drafts.get(request, ()))
+                for request, count in output.num_scheduled_tokens.items()
+            )
+            if only_decodes:
+                load = (len(output.num_scheduled_tokens), mean_tokens)
+                self._steps.append((output, start, (verified, level, *load)))
+        return output
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, which asks once for each request that had drafts verified."""
+        self._accepted.append(kwargs["num_accepted_tokens"])
+        return super().make_spec_decoding_stats(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        """As vLLM's, and take in what the step accepted and cost."""
+        self._accepted = []
+        outputs = super().update_from_output(scheduler_output, *args)
+        now = time.perf_counter()
+        if self._steps and self._steps[0][0] is scheduler_output:
+            _, start, step = self._steps.popleft()
+            # Steps overlap where scheduling is asynchronous: one costs what lies between two ends.
+            seconds = now - max(start, self._last_update)
+            self.draft.observe(*step, seconds, self._accepted)
+        self._last_update = now
+        return outputs
+
+
+class AdaptiveScheduler(AdaptiveDraftsMixin, Scheduler):
+    """Synchronous."""
+
+
+class AsyncAdaptiveScheduler(AdaptiveDraftsMixin, AsyncScheduler):
+    """Asynchronous."""
+
+
+def adaptive_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """The one for the engine's order."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    cls = AsyncAdaptiveScheduler if is_async else AdaptiveScheduler
+    return cls(vllm_config=vllm_config, **kwargs)
