@@ -153,10 +153,13 @@ class DiffusionCpuPlatform(CpuPlatform):
             check_checkpoint_fits(model_config)
 
         check_verification(vllm_config)
+        parallel_config = vllm_config.parallel_config
+        if vllm_config.diffusion_config is None and parallel_config.pipeline_parallel_size > 1:
+            # Stages of vLLM's own models have been run synchronously only.
+            vllm_config.scheduler_config.async_scheduling = False
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 
-        parallel_config = vllm_config.parallel_config
         if parallel_config.worker_cls == "auto":
             parallel_config.worker_cls = "vllm_diffusion.platforms.cpu_worker.DiffusionCpuWorker"
         if parallel_config.distributed_executor_backend == "ray":
