@@ -128,7 +128,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--pipeline-parallel-size": (
         lambda config: config.parallel_config.pipeline_parallel_size > _num_layers(config)
     ),
-    "--model-impl": lambda config: config.model_config.model_impl == "transformers",
     "--distributed-executor-backend": (
         lambda config: (
             config.parallel_config.distributed_executor_backend == "external_launcher"
