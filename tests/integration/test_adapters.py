@@ -250,13 +250,11 @@ def test_other_orders(tmp_path, order):
     [
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "fully_sharded_loras": True},
-        {"pipeline_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "async_scheduling": True},
     ],
     ids=lambda layout: " ".join(layout),
 )
-def test_two_processes(served, layout):
-    """Each with its part of the layers, or its layers, and of the adapters' matrices."""
+def test_two_ranks(served, layout):
+    """Each with its part of the layers and of the adapters' matrices; self-conditioning whole."""
     # On a CPU experts are refused where their matrices are cut in another way than themselves.
     experts = "decoder" if "fully_sharded_loras" in layout else "everything"
     names = [experts, None, "encoder", "conditioning"]
