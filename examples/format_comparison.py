@@ -43,7 +43,8 @@ def divergence(reference: Distribution, other: Distribution) -> float:
     total = sum(math.exp(reference[t]) * (reference[t] - other[t]) for t in common)
     rest_p = 1 - sum(math.exp(reference[t]) for t in common)
     rest_q = 1 - sum(math.exp(other[t]) for t in common)
-    if rest_p > 1e-6 and rest_q > 1e-6:
+    # Below that a rest is rounding.
+    if rest_p > 1e-12 and rest_q > 1e-12:
         total += rest_p * math.log(rest_p / rest_q)
     return max(total, 0.0)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from hypothesis import example as tried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ def distribution(logits: torch.Tensor) -> dict[int, float]:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 40))
+# What the top tokens leave is a millionth there.
+@tried(416, 4)
 @settings(deadline=None, max_examples=40)
 def test_divergence_is_torchs(seed, vocab_size):
     """With every token listed it is the KL; with some, at most that."""
