@@ -458,13 +458,10 @@ TABLE: tuple[Symbol, ...] = (
         "Stock leaves the answers of other workers in their queues once one has refused.",
     ),
     Symbol(_SCHEDULER + "finish_requests", Use.CALLED, "Its end, which nobody is told of."),
-    *(
-        Symbol(
-            _SCHEDULER + name,
-            Use.SUBCLASSED,
-            "Drafts as many tokens as pay, among dynamic_sd_lookup's.",
-        )
-        for name in ("make_spec_decoding_stats", "update_from_output")
+    Symbol(
+        _SCHEDULER + "make_spec_decoding_stats",
+        Use.SUBCLASSED,
+        "Says what was accepted, by which as many tokens are drafted as pay.",
     ),
     Symbol(_SCHEDULER + "make_stats", Use.SUBCLASSED, "Sends the counters."),
     *(

@@ -52,8 +52,9 @@ def check_draft(vllm_config: VllmConfig) -> None:
     spec = vllm_config.speculative_config
     if settings.adaptive:
         _adapt(vllm_config)
-    # What is said of the draft itself.
-    is_set = not set(section) <= {"adaptive"}
+    # "adaptive" is of any draft, the others are of ours.
+    is_set = isinstance(additional, Mapping) and "drafting" in additional
+    is_set = is_set and set(section) != {"adaptive"}
     architectures = []
     if spec is not None and spec.method == "dflash":
         architectures = list(spec.draft_model_config.architectures)
