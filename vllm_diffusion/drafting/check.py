@@ -109,7 +109,7 @@ def _adapt(vllm_config: VllmConfig) -> None:
     if not spec.num_speculative_tokens_per_batch_size:
         # vLLM captures graphs for the numbers of this table; for which batch says the scheduler.
         levels = [longest >> halvings for halvings in range(longest.bit_length())]
-        levels = [*levels[: scheduler.max_num_seqs - 1], 0]
+        levels = [*levels[: max(scheduler.max_num_seqs - 1, 1)], 0]
         spec.num_speculative_tokens_per_batch_size = [
             (size, size, level) for size, level in enumerate(levels, start=1)
         ]

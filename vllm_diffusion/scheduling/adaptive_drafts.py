@@ -24,10 +24,12 @@ class AdaptiveDraftsMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        table = self.dynamic_sd_lookup
-        self.draft = AdaptiveDraft(tuple(sorted({level for level in table[1:] if level > 0})))
-        # Of each step under way: when it was scheduled, and what its cost is told by.
-        self._steps: deque[tuple[SchedulerOutput, float, tuple[int, int, int, float]]] = deque()
+        # The table, and not what vLLM makes of it for as many requests as there may be.
+        table = self.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        levels = {min(level, self.num_spec_tokens) for _, _, level in table if level > 0}
+        self.draft = AdaptiveDraft(tuple(levels))
+        # Of each step under way: when it was scheduled, and its requests' mean tokens.
+        self._steps: deque[tuple[SchedulerOutput, float, float]] = deque()
         self._last_update = 0.0
         self._accepted: list[int] = []
 
@@ -40,16 +42,7 @@ class AdaptiveDraftsMixin(Scheduler):
         level = self.draft.choose(num_reqs, mean_tokens)
         self.dynamic_sd_lookup = [level] * len(self.dynamic_sd_lookup)
         output = super().schedule(*args, **kwargs)
-        if output.total_num_scheduled_tokens:
-            drafts = output.scheduled_spec_decode_tokens
-            verified = max(map(len, drafts.values()), default=0)
-            only_decodes = not output.scheduled_new_reqs and all(
-                count == 1 + len(drafts.get(request, ()))
-                for request, count in output.num_scheduled_tokens.items()
-            )
-            if only_decodes:
-                load = (len(output.num_scheduled_tokens), mean_tokens)
-                self._steps.append((output, start, (verified, level, *load)))
+        self._steps.append((output, start, mean_tokens))
         return output
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +55,25 @@ class AdaptiveDraftsMixin(Scheduler):
         self._accepted = []
         outputs = super().update_from_output(scheduler_output, *args)
         now = time.perf_counter()
-        if self._steps and self._steps[0][0] is scheduler_output:
-            _, start, step = self._steps.popleft()
-            # Steps overlap where scheduling is asynchronous: one costs what lies between two ends.
-            seconds = now - max(start, self._last_update)
-            self.draft.observe(*step, seconds, self._accepted)
+        while self._steps:
+            output, start, mean_tokens = self._steps.popleft()
+            if output is scheduler_output:
+                # Steps overlap where scheduling is asynchronous: one costs what lies between two ends.
+                self._observe(output, mean_tokens, now - max(start, self._last_update))
+                break
         self._last_update = now
         return outputs
+
+    def _observe(self, output: SchedulerOutput, mean_tokens: float, seconds: float) -> None:
+        counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        only_decodes = not output.scheduled_new_reqs and all(
+            count == 1 + len(drafts.get(request, ())) for request, count in counts.items()
+        )
+        if not counts or not only_decodes:
+            return
+        verified = max(map(len, drafts.values()), default=0)
+        drafted = output.num_spec_tokens_to_schedule
+        self.draft.observe(verified, drafted, len(counts), mean_tokens, seconds, self._accepted)
 
 
 class AdaptiveScheduler(AdaptiveDraftsMixin, Scheduler):

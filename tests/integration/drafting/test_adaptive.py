@@ -71,8 +71,9 @@ def test_levels(engine: TracedEngine, models: Any, monkeypatch: pytest.MonkeyPat
     assert draft.choose(2, 100) in draft.levels
 
 
-def test_draft_that_is_always_right(models: Any, tmp_path: Path) -> None:
-    """The longest level, by vLLM's own method of a smaller model."""
+@pytest.mark.parametrize("max_num_seqs", [8, 1])
+def test_draft_that_is_always_right(max_num_seqs: int, models: Any, tmp_path: Path) -> None:
+    """The longest level, by vLLM's own method of a smaller model; one request at a time too."""
     spec = {
         "method": "draft_model",
         "model": str(drafts.save_target("qwen3", tmp_path / "same")),
@@ -80,7 +81,9 @@ def test_draft_that_is_always_right(models: Any, tmp_path: Path) -> None:
     }
     engine = TracedEngine(
         drafts.save_target("qwen3", tmp_path / "target"),
-        **(OPTIONS | SETTINGS | {"disable_log_stats": False, "async_scheduling": False}),
+        **(OPTIONS | SETTINGS | {"max_num_seqs": max_num_seqs}),
+        disable_log_stats=False,
+        async_scheduling=False,
         speculative_config=spec,
     )
     try:
