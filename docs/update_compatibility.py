@@ -39,7 +39,6 @@ def options() -> str:
         _section(
             "Served", "tried with", [r for r in rows if r.state == "works" or r.works], _trial
         ),
-        _section("Refused by vLLM", "tried with", [r for r in rows if r.state == "vllm"], _trial),
         _section("Not tried", "why", [r for r in rows if r.state == "untried"], _why),
         _section("vLLM's alone", "what it is", [r for r in rows if r.state == "unreached"], _why),
     ]

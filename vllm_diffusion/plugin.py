@@ -67,12 +67,13 @@ def _register_shared() -> Exception | None:
 
         from vllm_diffusion.adapters import door
         from vllm_diffusion.requests import validation
-        from vllm_diffusion.startup import refusals, request_capacity
+        from vllm_diffusion.startup import early_options, refusals, request_capacity
 
         refusals.install()
         validation.install()
         door.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
+        early_options.install()
         request_capacity.install()
         _register_weight_transfer()
     except Exception as error:

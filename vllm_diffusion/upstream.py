@@ -153,6 +153,11 @@ TABLE: tuple[Symbol, ...] = (
         Use.REPLACED,
         "Remembers, for diffusion models, whether --max-num-seqs was set, and calls the original.",
     ),
+    Symbol(
+        "vllm.engine.arg_utils:EngineArgs.create_model_config",
+        Use.REPLACED,
+        "Options over which vLLM would end with a trace before it asks about the model; calls the original.",
+    ),
     # Tool calls.
     Symbol(
         "vllm.tool_parsers.gemma4_engine_tool_parser:Gemma4EngineToolParser",

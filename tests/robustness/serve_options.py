@@ -219,8 +219,6 @@ class Trial:
             return True
         if self.expected == "refused":
             return outcome.kind == "refused" and self.row.explains(outcome.line)
-        if self.expected == "trace":
-            return outcome.kind in ("trace", "dead")
         if self.expected == "works" and self.row.tokens == "other":
             return outcome.kind in ("works", "other tokens")
         return outcome.kind == self.expected
@@ -232,8 +230,7 @@ def trials(only: list[str]) -> Iterator[Trial]:
         if only and not set(only) & set(row.names):
             continue
         if row.probe:
-            expected = {"vllm": "trace"}.get(row.state, row.state)
-            yield Trial(row.probe, row, expected)
+            yield Trial(row.probe, row, row.state)
         for options in row.works:
             yield Trial(options, row, "works")
 

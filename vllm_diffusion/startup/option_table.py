@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
-State = Literal["works", "refused", "vllm", "unreached", "untried"]
+State = Literal["works", "refused", "unreached", "untried"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class OptionRow:
             ValueError: Naming the row.
         """
         needs = {"works": self.probe or self.why, "refused": self.probe and self.line}
-        needs |= {"vllm": self.probe, "unreached": self.why, "untried": self.why}
+        needs |= {"unreached": self.why, "untried": self.why}
         if self.state not in get_args(State) or not needs[self.state] or not self.names:
             raise ValueError(f"serve_options.toml: the row of {self.names} is incomplete.")
 
@@ -61,6 +61,17 @@ def read_rows() -> list[OptionRow]:
     """
     text = files(__package__).joinpath("serve_options.toml").read_text(encoding="utf-8")
     return [_row(settings) for settings in tomllib.loads(text)["option"]]
+
+
+def refusal(name: str, **values: object) -> str:
+    """The sentence with which an option is refused.
+
+    Args:
+        name: The option.
+        values: What its sentence names.
+    """
+    (line,) = [row.line for row in read_rows() if name in row.names]
+    return line.format(**values)
 
 
 def _row(settings: dict[str, Any]) -> OptionRow:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.adapters.rules import UNREACHED
-from vllm_diffusion.startup.option_table import read_rows
+from vllm_diffusion.startup.option_table import refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,8 +27,7 @@ def check_options(vllm_config: VllmConfig) -> None:
     """
     for name, is_set in CONDITIONS.items():
         if is_set(vllm_config):
-            (line,) = [row.line for row in read_rows() if name in row.names]
-            raise ValueError(line.format(**_values(vllm_config)))
+            raise ValueError(refusal(name, **_values(vllm_config)))
 
 
 def _values(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -186,7 +185,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
     ),
     "--weight-transfer-config": lambda config: _transfers_between_gpus(config) and _is_cpu(),
-    "--enable-eplb": lambda config: config.parallel_config.enable_eplb,
     "--attention-config.backend_per_kind": (
         lambda config: config.attention_config.backend_per_kind
     ),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[3]
 # The state of an option whose settings need no rows of their own.
-WHOLE = ("refused", "vllm", "unreached", "untried")
+WHOLE = ("refused", "unreached", "untried")
 
 
 def options_of_vllm() -> dict[str, str]:

@@ -1,0 +1,52 @@
+"""Options that vLLM would end over with a trace before it asks this package about the model.
+
+Their sentences are in ``serve_options.toml``, as those of :mod:`unsupported_options`, which looks at the
+whole configuration later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.replacement import replace
+from vllm_diffusion.startup.option_table import refusal
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
+    "--enable-eplb": lambda arguments, model: arguments.enable_eplb,
+    "--model-impl": lambda arguments, model: arguments.model_impl not in ("auto", "vllm"),
+    "--disable-sliding-window": lambda arguments, model: (
+        arguments.disable_sliding_window
+        and getattr(model.hf_text_config, "sliding_window", None) is not None
+    ),
+}
+
+
+def install() -> None:
+    """Look at the arguments as soon as vLLM knows of which model they are. Safe to call twice."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "create_model_config", _looking)
+
+
+def _looking(stock: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs], ModelConfig]:
+    def create_model_config(self: Any) -> ModelConfig:
+        # vLLM takes the window out of a configuration before anybody can say whose it is.
+        disables_window, self.disable_sliding_window = self.disable_sliding_window, False
+        try:
+            model_config = stock(self)
+        finally:
+            self.disable_sliding_window = disables_window
+        served = {family.architecture for family in FAMILIES}
+        if not served.isdisjoint(getattr(model_config.hf_config, "architectures", None) or ()):
+            for name, is_set in CONDITIONS.items():
+                if is_set(self, model_config):
+                    raise ValueError(refusal(name))
+        return stock(self) if disables_window else model_config
+
+    return create_model_config
