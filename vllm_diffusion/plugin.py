@@ -73,7 +73,7 @@ def _register_shared() -> Exception | None:
         validation.install()
         door.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
-        early_options.install()
+        early_options.install([family.architecture for family in FAMILIES])
         request_capacity.install()
         _register_weight_transfer()
     except Exception as error:

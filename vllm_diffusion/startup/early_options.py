@@ -6,10 +6,9 @@ whole configuration later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.startup.option_table import refusal
 
@@ -27,14 +26,22 @@ CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
 }
 
 
-def install() -> None:
-    """Look at the arguments as soon as vLLM knows of which model they are. Safe to call twice."""
+def install(architectures: Collection[str]) -> None:
+    """Look at the arguments as soon as vLLM knows of which model they are. Safe to call twice.
+
+    Args:
+        architectures: Of the models that are looked at.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
-    replace(EngineArgs, "create_model_config", _looking)
+    replace(
+        EngineArgs, "create_model_config", lambda stock: _looking(stock, frozenset(architectures))
+    )
 
 
-def _looking(stock: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs], ModelConfig]:
+def _looking(
+    stock: Callable[[EngineArgs], ModelConfig], architectures: frozenset[str]
+) -> Callable[[EngineArgs], ModelConfig]:
     def create_model_config(self: Any) -> ModelConfig:
         # vLLM takes the window out of a configuration before anybody can say whose it is.
         disables_window, self.disable_sliding_window = self.disable_sliding_window, False
@@ -42,8 +49,9 @@ def _looking(stock: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs
             model_config = stock(self)
         finally:
             self.disable_sliding_window = disables_window
-        served = {family.architecture for family in FAMILIES}
-        if not served.isdisjoint(getattr(model_config.hf_config, "architectures", None) or ()):
+        if not architectures.isdisjoint(
+            getattr(model_config.hf_config, "architectures", None) or ()
+        ):
             for name, is_set in CONDITIONS.items():
                 if is_set(self, model_config):
                     raise ValueError(refusal(name))
