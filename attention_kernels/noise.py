@@ -25,6 +25,9 @@ _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _LOW_32 = 0xFFFFFFFF
+# No Gumbel noise of 32 random bits lies outside: 33 log(2) = 22.88 and -log(24 log(2)) = -2.812, with
+# room for how a device rounds its logarithms.
+LARGEST_NOISE, SMALLEST_NOISE = 23.0, -2.9
 
 
 class Purpose(enum.IntEnum):
@@ -112,7 +115,7 @@ def gumbel_noise(words: Tensor) -> Tensor:
         words: int64 with values in [0, 2**32).
 
     Returns:
-        float32 of the same shape, at most 22.9.
+        float32 of the same shape, between ``SMALLEST_NOISE`` and ``LARGEST_NOISE``.
     """
     # The largest word would round to v = 1; its noise is set to that of the largest v below.
     v = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.noise import (
+    LARGEST_NOISE,
+    SMALLEST_NOISE,
     Purpose,
     gumbel_noise,
     philox,
@@ -136,3 +138,10 @@ def test_gumbel_noise_is_finite_at_both_ends():
     assert torch.isfinite(noise).all()
     assert (noise[:-1] >= noise[1:]).all()
     assert 22 < noise[0] < 23
+
+
+def test_noise_is_bounded():
+    """The extreme words make the extreme noise, and the bounds hold it with little to spare."""
+    smallest, largest = gumbel_noise(torch.tensor([2**32 - 1, 0])).tolist()
+    assert SMALLEST_NOISE < smallest < SMALLEST_NOISE + 0.1
+    assert LARGEST_NOISE - 0.2 < largest < LARGEST_NOISE

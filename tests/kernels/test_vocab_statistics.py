@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.noise import gumbel_noise, random_words
 from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import RowLogits, RunningStatistics, update_statistics
+from attention_kernels.vocab_statistics.triton import update as triton_update
 
 EPS = torch.finfo(torch.float32).eps
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -236,6 +241,56 @@ def test_adjustments_are_applied_to_each_tile(impl, vocab, tile, seed):
     assert torch.equal(ours.candidate, theirs.candidate)
     torch.testing.assert_close(ours.entropy(), theirs.entropy(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.confidence(), theirs.confidence(), rtol=1e-4, atol=1e-5)
+
+
+def without_skipping():
+    """The kernel that makes noise for every block, whatever it holds."""
+    return mock.patch.object(triton_update, "_LARGEST_NOISE", triton.language.constexpr(math.inf))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    vocab=st.integers(1, 6000),
+    tile=st.sampled_from([1024, 2048, 4096]),
+    scale=st.sampled_from([0.0, 1.0, 10.0, 30.0, 1e4]),
+    peaks=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_noise_that_cannot_decide_is_not_made(vocab, tile, scale, peaks, seed):
+    """Blocks that cannot win are skipped, and nothing that comes out differs by a bit."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, vocab, generator=generator) * scale
+    # Nearly as high as the highest, where the bounds decide.
+    for _ in range(peaks):
+        at = int(torch.randint(vocab, (), generator=generator))
+        logits[:, at] = logits.amax(-1) + torch.rand(4, generator=generator) * 30
+    logits[3, torch.rand(vocab, generator=generator) < 0.5] = float("-inf")
+    draws = make_draws(4, generator)
+    skipping, _ = stream(logits, draws, tile, "triton")
+    with without_skipping():
+        whole, _ = stream(logits, draws, tile, "triton")
+    for field in fields(whole):
+        assert torch.equal(getattr(skipping, field.name), getattr(whole, field.name)), field.name
+
+
+def test_blocks_without_noise():
+    """Of a peaked row one block needs noise, of a flat one all, wherever the peak is."""
+    logits = torch.zeros(3, 8192)
+    logits[1, 5000], logits[2, 10] = 40.0, 40.0
+    draws = make_draws(3, torch.Generator().manual_seed(0))._replace(
+        temperature=torch.ones(3), request_temperature=torch.ones(3)
+    )
+    made = []
+
+    def counting(draws, row, *args, **kwargs):
+        made.append(int(row.handle.data.item()))
+        return load_noise(draws, row, *args, **kwargs)
+
+    load_noise = triton_update.load_noise
+    with mock.patch.object(triton_update, "load_noise", counting):
+        stream(logits, draws, 4096, "triton")
+    # The first tile of row 1 knows nothing of the peak in the second.
+    assert [made.count(row) for row in range(3)] == [8, 4 + 1, 1]
 
 
 def test_both_implementations_draw_the_same():

@@ -98,7 +98,7 @@ def test_vocab_statistics_ahead_of_time(chip):
     for line in lines:
         assert line["spilled_bytes"] == 0, line
         assert line["shared_memory"] <= SHARED_MEMORY[chip], line
-        if line["case"] == "update" and "False" in line["logits"]:
+        if "update" in line["case"] and "False" in line["logits"]:
             # Four programs of 256 threads share the registers of a multiprocessor.
             assert line["registers"] <= 64, line
 

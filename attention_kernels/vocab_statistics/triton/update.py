@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
 from attention_kernels.vocab_statistics.logits import RowLogits
 from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
 from attention_kernels.vocab_statistics.triton.logits import (
@@ -23,14 +24,14 @@ from attention_kernels.vocab_statistics.triton.logits import (
     load_x,
 )
 
-# Chosen without a GPU: at most 64 registers a thread on every chip where nobody adjusts anything,
-# which leaves room for four programs a multiprocessor; twice the width spills. With adjustments the
-# assembler stops at 64 too unless it is told of more, and then spills on some
+# Chosen without a GPU: 64 registers a thread where nobody adjusts anything, which leaves room for four
+# programs a multiprocessor; twice the width spills. Adjustments spill on some chips with 64
 # (test_vocab_statistics_ahead_of_time.py). One width for both, so that a neighbour with a bias does
 # not change how a row is summed.
 BLOCK, NUM_WARPS = 1024, 8
-REGISTERS_OF_ADJUSTED = 80
+REGISTERS, REGISTERS_OF_ADJUSTED = 64, 80
 _NO_ID = tl.constexpr(2**31 - 1)
+_LARGEST_NOISE, _SMALLEST_NOISE = tl.constexpr(LARGEST_NOISE), tl.constexpr(SMALLEST_NOISE)
 
 
 @triton.jit
@@ -78,6 +79,11 @@ def _update_statistics_kernel(
     rate = tl.where(request_temperature == 0.0, 1.0, request_temperature)
     total = tl.zeros([B], tl.float32)
     weighted = tl.zeros([B], tl.float32)
+    # A score that some id has reached for certain, and the most that noise adds to one.
+    is_greedy = request_temperature == 0.0
+    most_noise = tl.where(is_greedy, 0.0, _LARGEST_NOISE)
+    least_noise = tl.where(is_greedy, 0.0, _SMALLEST_NOISE)
+    reached = tl.maximum(tl.load(best_ptr + row), tile_maximum / rate + least_noise)
     best = tl.full([B], float("-inf"), tl.float32)
     best_id = tl.full([B], _NO_ID, tl.int32)
     best_x = tl.full([B], float("-inf"), tl.float32)
@@ -94,11 +100,13 @@ def _update_statistics_kernel(
                 exponential.to(weights_ptr.dtype.element_ty),
                 mask=start + ids < rows.num_ids,
             )
-        score = x / rate + load_noise(draws, row, rows.first_id + start, B)
-        higher = score > best
-        best = tl.where(higher, score, best)
-        best_id = tl.where(higher, start + ids, best_id)
-        best_x = tl.where(higher, x, best_x)
+        # Noise is most of the work here, and most blocks of a peaked row cannot win with any.
+        if tl.max(x, axis=0) / rate + most_noise >= reached:
+            score = x / rate + load_noise(draws, row, rows.first_id + start, B)
+            higher = score > best
+            best = tl.where(higher, score, best)
+            best_id = tl.where(higher, start + ids, best_id)
+            best_x = tl.where(higher, x, best_x)
 
     old_total = tl.load(total_ptr + row)
     old_weighted = tl.load(weighted_ptr + row)
@@ -151,5 +159,5 @@ def update_statistics(
         0 if product is None else product.shape[1],
         B=BLOCK,
         num_warps=NUM_WARPS,
-        maxnreg=None if rows.adjustments is None else REGISTERS_OF_ADJUSTED,
+        maxnreg=REGISTERS if rows.adjustments is None else REGISTERS_OF_ADJUSTED,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.integration.families.test_parity import OPTIONS, Family
 from tests.support.checkpoints import SHIPPED, copy_checkpoint
@@ -62,7 +63,7 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     other = copy_checkpoint(tmp_path / "other")
     weights = {
-        name: tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+        name: tensor * (1 + 0.3 * torch.randn(tensor.shape, generator=generator))
         if tensor.dim() > 1
         else tensor
         for name, tensor in load_file(SHIPPED / "model.safetensors").items()
@@ -72,7 +73,14 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
         quantized_checkpoint(tmp_path / f"quantised-{source.name}", scheme, source, num_prompts=2)
         for source in (SHIPPED, other)
     ]
-    prompts = [prompt_of(length, seed=length) for length in (5, 33)]
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    # Noise it answers with ends of text alone, whatever its weights.
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )["input_ids"]
+        for question in ("Count from 3 to 12.", "Reverse: amber")
+    ]
 
     def answers(engine: TracedEngine) -> list[Any]:
         outputs = engine.generate(prompts, seeds=[1, 2], max_tokens=40, ignore_eos=True)
