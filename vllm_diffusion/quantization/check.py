@@ -81,6 +81,31 @@ def expected_specs(
     return specs
 
 
+def check_new_weights(config: Any, rules: TensorRules, quantization: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint whose weights vLLM cannot load a second time.
+
+    Its loader of experts' activation scales looks at the scale that is there, and there is none
+    while a layer is loaded again.
+
+    Args:
+        config: transformers' configuration of the checkpoint.
+        rules: Names and shapes of its tensors.
+        quantization: Its quantization config, or ``None``.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    if quantization is None or quantization.get("quant_method") != "compressed-tensors":
+        return
+    specs = expected_specs(split_experts(rules.shapes(config)), read_format(quantization), rules)
+    if any(".experts." in name and name.endswith(".input_scale") for name in specs):
+        raise ValueError(
+            "--weight-transfer-config: vLLM cannot load the activation scales of experts into a running "
+            "server (compressed-tensors FP8 with static activations); serve a checkpoint with dynamic "
+            "activation scales, or leave it out."
+        )
+
+
 def _by_canonical_name(tensors: list[StoredTensor], rules: TensorRules) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for tensor in tensors:

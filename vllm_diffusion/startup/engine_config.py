@@ -19,7 +19,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.live import delivery, http
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
-from vllm_diffusion.quantization.check import check_checkpoint
+from vllm_diffusion.quantization.check import check_checkpoint, check_new_weights
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
@@ -212,6 +212,8 @@ def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
     model_config.tensor_rules = rules
     quantization = model_config.model_arch_config.quantization_config
     check_platform(model_config.model, quantization)
+    if vllm_config.weight_transfer_config is not None:
+        check_new_weights(model_config.hf_config, rules, quantization)
     if vllm_config.load_config.load_format == "dummy":
         return
     check_weight_files(model_config.model)

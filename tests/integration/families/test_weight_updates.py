@@ -57,7 +57,7 @@ def test_families(name: str, tmp_path: Path) -> None:
         family.engine.close()
 
 
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-static", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
 def test_quantised(scheme: str, tmp_path: Path) -> None:
     """Whole updates, twice; a part is refused, and the engine serves on."""
     generator = torch.Generator().manual_seed(0)
@@ -109,3 +109,10 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
         assert answers(engine) == fresh[0]
     finally:
         engine.close()
+
+
+def test_static_activation_scales(tmp_path: Path) -> None:
+    """vLLM's loader of experts' scales takes them once: refused before anything is loaded."""
+    folder = quantized_checkpoint(tmp_path / "quantised", "fp8-static", num_prompts=2)
+    with pytest.raises(ValueError, match="--weight-transfer-config: .*dynamic activation scales"):
+        TracedEngine(folder, **OPTIONS, **TRANSFER)
