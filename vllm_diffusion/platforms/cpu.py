@@ -170,8 +170,9 @@ class DiffusionCpuPlatform(CpuPlatform):
             raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
 
         vllm_config.profiler_config.torch_profiler_dump_cuda_time_total = False
-        # Workers are spawned: a fork would inherit the OpenMP threads of this process.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Workers are spawned unless somebody says otherwise: what else this process has begun, threads
+        # and sockets, is not theirs to inherit.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # vLLM's automatic binding wants a NUMA node for each rank and keeps one core idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
