@@ -220,6 +220,14 @@ TABLE: tuple[Symbol, ...] = (
     ),
     *(
         Symbol(
+            f"vllm.lora.request:LoRARequest.{name}",
+            Use.REPLACED,
+            "Two loads of one name are two adapters, in the workers of a diffusion model.",
+        )
+        for name in ("__eq__", "__hash__")
+    ),
+    *(
+        Symbol(
             f"vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.{name}",
             Use.SUBCLASSED,
             "Checks an adapter before its weights are read, and asks the model how they are kept.",

@@ -179,6 +179,22 @@ def test_more_adapters_than_places(served):
     assert served.tokens(wanted) == found
 
 
+def test_loaded_again_under_its_name(served):
+    """One that was unloaded and is back, beside a request of the first time: both are applied."""
+    wanted = [("everything", prompt_of(50, seed=12), {"seed": seed}) for seed in (5, 6)]
+    expected = [served.tokens([one])[0] for one in wanted]
+    first = served.requests["everything"]
+    again = LoRARequest(first.lora_name, 100, first.lora_path)
+    params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
+    outputs = served.engine.llm.generate(
+        [{"prompt_token_ids": prompt} for _, prompt, _ in wanted],
+        [served.engine.sampling_params(**(params | own)) for *_, own in wanted],
+        lora_request=[first, again],
+        use_tqdm=False,
+    )
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
 def test_prefix_cache(served):
     """A prompt that one of them encoded is a new one to the others."""
     prompt = prompt_of(200, seed=21)

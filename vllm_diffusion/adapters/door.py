@@ -8,6 +8,7 @@ batch would end the engine.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -79,7 +80,7 @@ def _checked_before_loading(stock: Any) -> Any:
                 "name it in --lora-modules, or start with --api-server-count 1."
             )
         else:
-            problem = _problem(rules, request.lora_path)
+            problem = _sentence(rules.check_loading, request.lora_name, request.lora_path)
         if problem is None:
             return None
         return create_error_response(
@@ -100,7 +101,7 @@ def _checked_before_queueing(stock: Any) -> Any:
         rules: AdapterRules | None = getattr(self.model_config, "adapter_rules", None)
         if lora_request is None or rules is None:
             return
-        if problem := _problem(rules, lora_request.lora_path):
+        if problem := _sentence(rules.check, lora_request.lora_path):
             raise VLLMValidationError(
                 f"model {lora_request.lora_name!r}: {problem}",
                 parameter="model",
@@ -110,9 +111,9 @@ def _checked_before_queueing(stock: Any) -> Any:
     return validate_lora
 
 
-def _problem(rules: AdapterRules, path: str) -> str | None:
+def _sentence(check: Callable[..., None], *args: str) -> str | None:
     try:
-        rules.check(path)
+        check(*args)
     except ValueError as error:
         return str(error)
     return None

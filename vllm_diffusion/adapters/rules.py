@@ -92,6 +92,31 @@ class AdapterRules:
     no_experts: str = ""
     # By folder: what its files were when they were read, and what was wrong with them.
     _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
+    # By name and folder: what the files were when they were first loaded so.
+    _loaded: dict[tuple[str, Path], object] = field(default_factory=dict, repr=False)
+
+    def check_loading(self, name: str, path: str) -> None:
+        """Refuse an adapter that does not fit, or whose name and folder stood for other files before.
+
+        vLLM finds cached prompts of an adapter by both, and so would read keys and values of the old one.
+
+        Args:
+            name: Under which it is to be served.
+            path: As of :meth:`check`.
+
+        Raises:
+            ValueError: As :meth:`check`.
+        """
+        self.check(path)
+        folder = local_folder(path)
+        if folder is None:
+            return
+        now = self._seen[folder][0]
+        if self._loaded.setdefault((name, folder), now) != now:
+            raise ValueError(
+                f"LoRA adapter {folder}: its files have changed since it was loaded as {name!r}, and prompts "
+                "may be cached of what it was; load it under another name, or from another folder."
+            )
 
     def check(self, path: str) -> None:
         """Refuse an adapter that does not fit; nothing for one that is in a repository.

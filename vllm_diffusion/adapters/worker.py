@@ -38,6 +38,22 @@ def install() -> None:
     It makes one when it has made the model.
     """
     replace(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", _checking_where_there_are_rules)
+    # The runner collects a pass's adapters in a set. Where one was unloaded and loaded again while requests
+    # ran, two of one name are in a pass: vLLM takes them for one, and rows of the other have none.
+    replace(LoRARequest, "__eq__", lambda stock: _is_same_adapter)
+    replace(LoRARequest, "__hash__", lambda stock: _adapter_hash)
+
+
+def _is_same_adapter(self: LoRARequest, other: object) -> bool:
+    return isinstance(other, LoRARequest) and _identity(self) == _identity(other)
+
+
+def _adapter_hash(self: LoRARequest) -> int:
+    return hash(_identity(self))
+
+
+def _identity(adapter: LoRARequest) -> tuple[str, int]:
+    return adapter.lora_name, adapter.lora_int_id
 
 
 def _checking_where_there_are_rules(stock: Any) -> Any:

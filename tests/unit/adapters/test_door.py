@@ -20,6 +20,9 @@ class Rules:
         if path != "good":
             raise ValueError(f"LoRA adapter {path}: it is bad.")
 
+    def check_loading(self, name: str, path: str) -> None:
+        self.check(path)
+
 
 def served(num_servers: int = 1, rules: Any = None, at_start: tuple[str, ...] = ()) -> Any:
     parallel = SimpleNamespace(_api_process_count=num_servers)

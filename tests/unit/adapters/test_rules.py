@@ -115,6 +115,20 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
     assert f"it has no {CONFIG}" in said()
 
 
+def test_loaded_again(rules: AdapterRules, tmp_path: Path) -> None:
+    """Under a name and from a folder that stood for other files, whose prompts may be cached."""
+    folder = write_adapter(tmp_path / "adapter", pair())
+    rules.check_loading("poet", str(folder))
+    rules.check_loading("poet", str(folder))
+    write_adapter(folder, pair(rank=2), {"r": 2})
+    rules.check(str(folder))
+    with pytest.raises(
+        ValueError, match="have changed since it was loaded as 'poet'.*another name"
+    ):
+        rules.check_loading("poet", str(folder))
+    rules.check_loading("writer", str(folder))
+
+
 def test_options(modules: dict[str, Module], tmp_path: Path) -> None:
     """What the server's options leave out, and experts where they are not adapted."""
     folder = str(write_adapter(tmp_path, pair()))
