@@ -20,7 +20,10 @@ BLOCK = 16
     scope="module",
     params=[
         "fused",
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ("separate", "asynchronous")),
+        *(
+            pytest.param(order, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+            for order in ("separate", "asynchronous", "stages", "asynchronous stages")
+        ),
     ],
 )
 def engine(
@@ -29,7 +32,8 @@ def engine(
     engine = TracedEngine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
         language_model_only=True,
-        async_scheduling=request.param == "asynchronous",
+        async_scheduling="asynchronous" in request.param,
+        pipeline_parallel_size=2 if "stages" in request.param else 1,
         # Layers with a window keep the blocks of answers too.
         prefix_cache_retention_interval=None,
         additional_config={"diffusion": {"fused_encode": request.param == "fused"}},

@@ -49,7 +49,9 @@ class TracedEngine:
         self.llm = LLM(str(checkpoint), **(defaults | kwargs))
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.runner = core.model_executor.driver_worker.worker.model_runner
+        # None where the workers are other processes.
+        driver = getattr(core.model_executor, "driver_worker", None)
+        self.runner = driver and driver.worker.model_runner
         self.steps: list[StepRecord] = []
         # Ids of requests that lost their memory, in order; a test empties it before it counts.
         self.preempted: list[str] = []

@@ -23,17 +23,20 @@ class Connector:
         refused: Why it cannot serve a diffusion model, and what to do; empty if it can.
         module: Of a package that it needs, and that vLLM does not bring.
         needs_gpu: Whether it copies from a GPU's memory.
+        has_one_stage: Whether pipeline stages are not for it: vLLM's NIXL knows them with some caches and
+            roles only, none of which was tried.
     """
 
     refused: str = ""
     module: str = ""
     needs_gpu: bool = False
+    has_one_stage: bool = False
 
 
 CONNECTORS: dict[str, Connector] = {
-    "NixlConnector": Connector(module="nixl"),
-    "NixlPullConnector": Connector(module="nixl"),
-    "NixlPushConnector": Connector(module="nixl"),
+    "NixlConnector": Connector(module="nixl", has_one_stage=True),
+    "NixlPullConnector": Connector(module="nixl", has_one_stage=True),
+    "NixlPushConnector": Connector(module="nixl", has_one_stage=True),
     "MultiConnector": Connector(),
     "OffloadingConnector": Connector(needs_gpu=True),
     "SimpleCPUOffloadConnector": Connector(needs_gpu=True),
@@ -81,11 +84,12 @@ def check_kv_connectors(vllm_config: VllmConfig) -> None:
             "kv_connector_module_path": transfer.kv_connector_module_path,
             "kv_connector_extra_config": transfer.kv_connector_extra_config,
             "kv_buffer_device": transfer.kv_buffer_device,
-        }
+        },
+        vllm_config.parallel_config.pipeline_parallel_size,
     )
 
 
-def _check(settings: Mapping[str, Any]) -> None:
+def _check(settings: Mapping[str, Any], num_stages: int) -> None:
     """One connector, and those that it consists of."""
     from vllm.platforms import current_platform
 
@@ -105,6 +109,11 @@ def _check(settings: Mapping[str, Any]) -> None:
     # A specification of somebody's own brings its own copies.
     if connector.needs_gpu and current_platform.is_cpu() and not extra.get("spec_module_path"):
         _refuse(f"{name} needs a GPU, whose cache it moves to the CPU's memory; leave it out")
+    if connector.has_one_stage and num_stages > 1:
+        _refuse(
+            f"{name} is not served with stages; leave --pipeline-parallel-size out, and divide the model "
+            "with --tensor-parallel-size"
+        )
     if connector.module and find_spec(connector.module) is None:
         _refuse(f"{name} needs the package {connector.module}, which is not installed; install it")
     if name == "MultiConnector":
@@ -113,7 +122,7 @@ def _check(settings: Mapping[str, Any]) -> None:
             _refuse('MultiConnector needs its "connectors"; list them in kv_connector_extra_config')
             return
         for child in children:
-            _check(child)
+            _check(child, num_stages)
 
 
 def _refuse(sentence: str) -> None:

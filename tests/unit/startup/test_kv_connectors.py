@@ -18,6 +18,7 @@ def config(
     role: str = "kv_both",
     *,
     images: bool = False,
+    num_stages: int = 1,
     offloading_size: float | None = None,
     **settings: Any,
 ) -> Any:
@@ -26,6 +27,7 @@ def config(
     transfer = KVTransferConfig(kv_connector=name, kv_role=role, **settings) if name else None
     return SimpleNamespace(
         kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
         cache_config=SimpleNamespace(kv_offloading_size=offloading_size),
         model_config=SimpleNamespace(
             multimodal_config=SimpleNamespace(language_model_only=not images)
@@ -63,6 +65,15 @@ def test_missing_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_connectors, "find_spec", lambda module: None)
     with pytest.raises(ValueError, match=f"{name} needs the package {CONNECTORS[name].module},"):
         check_kv_connectors(config(name))
+
+
+def test_stages() -> None:
+    """NIXL serves one; somebody's own may serve several."""
+    with pytest.raises(ValueError, match="NixlConnector is not served with stages; leave --pipe"):
+        check_kv_connectors(config("NixlConnector", num_stages=2))
+    check_kv_connectors(
+        config(num_stages=2, kv_connector_module_path="tests.support.memory_connector")
+    )
 
 
 def test_taken() -> None:
