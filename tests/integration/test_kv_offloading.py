@@ -54,8 +54,9 @@ def engine(
 
 
 def settle(engine: TracedEngine) -> None:
-    """Let the stores of finished requests be made."""
-    while engine.scheduler.has_requests():
+    """Let the stores of finished requests be made, and passes come back that were on their way."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    while engine.scheduler.has_requests() or core.batch_queue:
         engine.llm.llm_engine.step()
 
 
