@@ -7,7 +7,16 @@ import os
 import sys
 from importlib.metadata import version
 
-from vllm_diffusion.cli import bench_drafts, chat, checkpoint, demo, doctor, drafts, serve_page
+from vllm_diffusion.cli import (
+    bench_drafts,
+    calibrate,
+    chat,
+    checkpoint,
+    demo,
+    doctor,
+    drafts,
+    serve_page,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (demo, chat, serve_page, checkpoint, drafts, bench_drafts, doctor):
+    for module in (demo, chat, serve_page, checkpoint, drafts, bench_drafts, calibrate, doctor):
         module.add_parser(subcommands)
     return parser
 
@@ -30,7 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Its exit status: 0 only if it did what it is for.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if "vllm_options" in arguments:
+        # A command that starts an engine hands on what it does not know.
+        arguments.vllm_options = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_diffusion.drafting.settings import OPTION, draft_settings
+from vllm_diffusion.drafting.settings import (
+    GENERAL_SETTINGS,
+    OPTION,
+    DraftSettings,
+    draft_settings,
+    recording_ring,
+)
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
-SCHEDULER = "vllm_diffusion.scheduling.adaptive_drafts.adaptive_scheduler"
+SCHEDULER = "vllm_diffusion.scheduling.draft_scheduler.draft_scheduler"
 ARCHITECTURE = "DFlashMaskedDraftModel"
 # What ours serves too, where the operator sets something of it.
 STOCK_ARCHITECTURE = "DFlashDraftModel"
@@ -50,11 +57,10 @@ def check_draft(vllm_config: VllmConfig) -> None:
     section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
     settings = draft_settings(vllm_config)
     spec = vllm_config.speculative_config
-    if settings.adaptive:
-        _adapt(vllm_config)
-    # "adaptive" is of any draft, the others are of ours.
+    if settings.adaptive or settings.record is not None:
+        _choose_scheduler(vllm_config, settings)
     is_set = isinstance(additional, Mapping) and "drafting" in additional
-    is_set = is_set and set(section) != {"adaptive"}
+    is_set = is_set and not (section and GENERAL_SETTINGS.issuperset(section))
     architectures = []
     if spec is not None and spec.method == "dflash":
         architectures = list(spec.draft_model_config.architectures)
@@ -80,11 +86,44 @@ def check_draft(vllm_config: VllmConfig) -> None:
         spec.update_arch_()
 
 
-def _adapt(vllm_config: VllmConfig) -> None:
-    """Have our scheduler choose how many tokens are drafted, among numbers that have CUDA graphs.
+def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
+    """Have our scheduler do what vLLM's has no option for.
 
     Raises:
-        ValueError: If there is no draft, or another scheduler.
+        ValueError: If there is another scheduler, or what it is to do cannot be done.
+    """
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls == SCHEDULER:
+        # The configuration of a draft that vLLM loads as a model of its own.
+        return
+    name = "adaptive=true" if settings.adaptive else "record"
+    if vllm_config.diffusion_config is not None:
+        raise ValueError(
+            f"{OPTION}: {name} is of autoregressive targets; a diffusion model takes no draft: leave it out."
+        )
+    if scheduler.scheduler_cls is not None:
+        raise ValueError(
+            f"{OPTION}: {name} brings a scheduler of its own; leave --scheduler-cls out, or {name}."
+        )
+    if settings.adaptive and not _adapt(vllm_config):
+        section = dict(vllm_config.additional_config["drafting"]) | {"adaptive": False}
+        vllm_config.additional_config = {**vllm_config.additional_config, "drafting": section}
+        if settings.record is None:
+            return
+    if settings.record is not None:
+        try:
+            # What is wrong with the folder is said now; the engine locks it when it is there.
+            os.close(recording_ring(settings.record).lock())
+        except ValueError as error:
+            raise ValueError(f"{OPTION}: record.{error}") from None
+    scheduler.scheduler_cls = SCHEDULER
+
+
+def _adapt(vllm_config: VllmConfig) -> bool:
+    """Give vLLM numbers of drafts to capture CUDA graphs for; whether they can be chosen among.
+
+    Raises:
+        ValueError: If there is no draft.
     """
     spec, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     if spec is None:
@@ -92,19 +131,12 @@ def _adapt(vllm_config: VllmConfig) -> None:
             f"{OPTION}: adaptive=true needs a draft; give one with --speculative-config, or leave "
             "adaptive out."
         )
-    if scheduler.scheduler_cls == SCHEDULER:
-        # The configuration of a draft that vLLM loads as a model of its own.
-        return
-    if scheduler.scheduler_cls is not None:
-        raise ValueError(
-            f"{OPTION}: adaptive=true brings a scheduler of its own; leave --scheduler-cls out, or adaptive."
-        )
     if vllm_config.parallel_config.data_parallel_size > 1:
         logger.warning(
             "%s: adaptive=true is off: engines of data parallelism must draft as many tokens as one another.",
             OPTION,
         )
-        return
+        return False
     longest = spec.num_speculative_tokens
     if not spec.num_speculative_tokens_per_batch_size:
         # vLLM captures graphs for the numbers of this table; for which batch says the scheduler.
@@ -113,14 +145,45 @@ def _adapt(vllm_config: VllmConfig) -> None:
         spec.num_speculative_tokens_per_batch_size = [
             (size, size, level) for size, level in enumerate(levels, start=1)
         ]
-    scheduler.scheduler_cls = SCHEDULER
+    return True
 
 
 def _check_fit(spec: SpeculativeConfig) -> None:
-    """Whether the draft's ``config.json`` and the target's describe a pair."""
+    """Whether the draft's ``config.json`` and the target's describe a pair, and a block is not too long."""
     draft, target = spec.draft_model_config.hf_config, spec.target_model_config
     where = f"config.json of the draft {spec.model}"
-    vocab_size = target.get_vocab_size()
+    check_fit(
+        draft,
+        where,
+        vocab_size=target.get_vocab_size(),
+        hidden_size=target.get_hidden_size(),
+        num_layers=target.get_total_num_hidden_layers(),
+    )
+    block_size = getattr(draft, "block_size", None)
+    num_drafts = spec.num_speculative_tokens
+    if isinstance(block_size, int) and num_drafts >= block_size:
+        raise ValueError(
+            f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
+            f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
+            f"{block_size - 1} tokens; set num_speculative_tokens to at most {block_size - 1}."
+        )
+
+
+def check_fit(
+    draft: Any, where: str, *, vocab_size: int, hidden_size: int, num_layers: int
+) -> None:
+    """Whether a draft and a target are a pair.
+
+    Args:
+        draft: The content of its ``config.json``, as attributes.
+        where: What an error calls that file.
+        vocab_size: Of the target.
+        hidden_size: Of the target.
+        num_layers: Of the target.
+
+    Raises:
+        ValueError: Naming the field, what it is, and the remedy.
+    """
     for name in ("vocab_size", "draft_vocab_size"):
         size = getattr(draft, name, None)
         if size not in (None, vocab_size):
@@ -128,7 +191,6 @@ def _check_fit(spec: SpeculativeConfig) -> None:
                 f"{where}: {name}={size!r} is not the target's {vocab_size}, whose embedding and "
                 "output head the draft uses; give a draft that was trained for this target."
             )
-    hidden_size = target.get_hidden_size()
     for name in ("hidden_size", "target_hidden_size"):
         size = getattr(draft, name, None)
         if size not in (None, hidden_size):
@@ -136,7 +198,6 @@ def _check_fit(spec: SpeculativeConfig) -> None:
                 f"{where}: {name}={size!r} is not the target's {hidden_size}; give a draft that was "
                 "trained for this target."
             )
-    num_layers = target.get_total_num_hidden_layers()
     trained_for = getattr(draft, "num_target_layers", None)
     if trained_for not in (None, num_layers):
         raise ValueError(
@@ -160,14 +221,6 @@ def _check_fit(spec: SpeculativeConfig) -> None:
         raise ValueError(
             f"{where}: dflash_config.mask_token_id={mask!r} must be a token of the vocabulary, 0 to "
             f"{vocab_size - 1}; set it to the token that the draft was trained with."
-        )
-    block_size = getattr(draft, "block_size", None)
-    num_drafts = spec.num_speculative_tokens
-    if isinstance(block_size, int) and num_drafts >= block_size:
-        raise ValueError(
-            f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
-            f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
-            f"{block_size - 1} tokens; set num_speculative_tokens to at most {block_size - 1}."
         )
 
 
