@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm_diffusion.cli.draft_runs import Contender, Look, Result, Round, refusa
 from vllm_diffusion.cli.draft_table import tables
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.cli.prompt_sets import Prompt
+from vllm_diffusion.drafting.recording import Exchange
 
 # What it does is its first argument; answers are ten tokens, seven of eight drafted ones kept.
 FAKE_SERVER = """
@@ -44,10 +46,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "vllm:generation_tokens_total %d" % (10 * n),
             "vllm:time_to_first_token_seconds_sum %f" % (0.25 * n),
         ]
-        if behaviour == "drafts":
+        if behaviour in ("drafts", "worse"):
             lines += ["vllm:spec_decode_num_drafts_total %d" % (2 * n)]
             name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines += ['%s{position="%d"} %d' % (name, at, n * (2 if at < 3 else 1)) for at in range(4)]
+            lines += ['%s{position="%d"} %d' % (name, at, n * (behaviour == "drafts") * (2 if at < 3 else 1)) for at in range(4)]
         self.reply(200, "\\n".join(lines if self.path == "/metrics" else []) + "\\n")
 
     def do_POST(self):
@@ -179,6 +181,22 @@ def test_what_is_asked(bench, tmp_path: Path) -> None:
     assert [each["prompt"] for each in asked[:4] if "prompt" in each] == [[5, 6]]
 
 
+def test_options_of_vllm(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not known here goes to every server."""
+    served = []
+    serve = draft_runs.vllm_serve
+
+    def noting(model: str, *options: str) -> list[str]:
+        served.append((model, options))
+        return serve(model, *options)
+
+    monkeypatch.setattr(draft_runs, "vllm_serve", noting)
+    arguments = ("--method", "drafts", "--rounds", "1", "--concurrency", "1")
+    assert bench(*arguments, "--max-model-len", "99")[0] == 0
+    assert [model for model, _ in served] == ["model", "model"]
+    assert all(" --max-model-len 99" in " ".join(options) for _, options in served)
+
+
 def test_no_baseline(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without figures of no draft the others have theirs, but no ratio."""
     serve = draft_runs.vllm_serve
@@ -223,6 +241,78 @@ def test_mistakes(arguments: list[str], said: str, tmp_path: Path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert main(["bench-drafts", "a/model", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+
+
+def recording(folder: Path, num_exchanges: int) -> list[list[int]]:
+    """Writes a recording whose every prompt came twice; the prompts that are held out, newest first."""
+    folder.mkdir()
+    exchanges = [
+        Exchange(array("i", [n, n + 1]), array("i", [3]), n) for n in range(1, 1 + num_exchanges)
+    ]
+    lines = [
+        json.dumps({"prompt_token_ids": [*e.prompt_token_ids], "output_token_ids": [3], "time": t})
+        for t, e in enumerate([*exchanges, *exchanges])
+    ]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return [[*e.prompt_token_ids] for e in reversed(exchanges) if e.is_held_out]
+
+
+@pytest.mark.parametrize("kinds", [("worse", "drafts"), ("drafts", "worse"), ("drafts", "drafts")])
+def test_compare(
+    kinds: tuple[str, str], bench, script: Path, tmp_path, monkeypatch, capsys
+) -> None:
+    """Held-out prompts as token ids; the draft whose server counts more is better, beyond chance."""
+    held_out = recording(tmp_path / "recording", 200)
+    assert len(held_out) > 8
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"block_size": 8}')
+
+    def serve(model: str, *options: str) -> list[str]:
+        text = " ".join(options)
+        behaviour = kinds["/new" in text] if "--speculative-config" in options else "plain"
+        return [sys.executable, str(script), behaviour, "{port}"]
+
+    monkeypatch.setattr(draft_runs, "vllm_serve", serve)
+    drafts = ("--old", str(tmp_path / "old"), "--new", str(tmp_path / "new"))
+    options = ("--num-prompts", "8", "--rounds", "1", "--concurrency", "1")
+    assert (
+        main(["calibrate", "compare", "model", str(tmp_path / "recording"), *drafts, *options]) == 0
+    )
+    captured = capsys.readouterr()
+    assert "8 prompts, held out of training, of 400 recorded exchanges" in captured.err
+    asked = json.loads((tmp_path / "asked-plain").read_text())
+    assert [each["prompt"] for each in asked] == held_out[:8] * 2
+    better = {"worse": 1.0, "drafts": 4.5}
+    old, new = (better[kind] for kind in kinds)
+    word = "The new draft is better" if new > old else "The new draft is worse"
+    if new == old:
+        word = "Neither draft is better beyond chance and 2 %"
+    assert f"{word}: {new:.2f} tokens a verification, {old:.2f} of the old one." in captured.out
+
+
+@pytest.mark.parametrize(
+    ("num_exchanges", "options", "said"),
+    [
+        (0, (), "holds no exchange"),
+        (1, (), "None of the 2 recorded exchanges is a prompt that is held out"),
+        (200, ("--num-prompts", "0"), "--num-prompts 0 must be at least 1"),
+        (200, (), "--draft old: its config.json cannot be read"),
+    ],
+)
+def test_compare_mistakes(
+    num_exchanges: int, options, said: str, tmp_path, monkeypatch, capsys
+) -> None:
+    """One sentence, before anything is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    recording(tmp_path / "recording", num_exchanges)
+    arguments = ["compare", "model", "recording", "--old", "old", "--new", "new", *options]
+    assert main(["calibrate", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1

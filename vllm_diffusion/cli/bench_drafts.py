@@ -6,9 +6,8 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli.checkpoint import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
 from vllm_diffusion.cli.console import fail, say
-from vllm_diffusion.cli.draft_runs import Contender, Plan, race
+from vllm_diffusion.cli.draft_runs import Contender, Plan, Result, race
 from vllm_diffusion.cli.draft_table import as_json, tables
 from vllm_diffusion.cli.prompt_sets import (
     NAMES,
@@ -42,6 +41,9 @@ DFLASH, ADAPTIVE, NGRAM, DRAFT_MODEL, EAGLE3 = (
 )
 # What vLLM looks for in the text so far: its own default is five tokens, no less.
 _NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+VLLM_OPTIONS = (
+    "Other options, behind the target, are those of `vllm serve`, such as --max-model-len 4096."
+)
 # Of the shipped target: what is small here starts sooner.
 _TINY_OPTIONS = (
     *("--max-model-len", "1024"),
@@ -57,6 +59,8 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Serve a target without a draft and with several, ask all servers the same, and compare "
         "tokens a second, time to the first token, memory, and what verifications kept, as the servers' own "
         "counters have it. Without arguments: the tiny pair that comes with this package.",
+        epilog=VLLM_OPTIONS,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "target", nargs="?", help="what `vllm serve` takes; default: the tiny target"
@@ -131,14 +135,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="start each server when the one before it has ended, and not all of them side by side with "
         "their rounds interleaved; default where there is an accelerator",
     )
-    parser.add_argument(
-        "--serve-options",
-        type=shlex.split,
-        default=[],
-        metavar="OPTIONS",
-        help='of every server, for instance --serve-options="--max-model-len 4096 --dtype float16"',
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    # What is not known here is an option of `vllm serve`.
+    parser.set_defaults(vllm_options=[])
 
 
 def _count(text: str) -> int:
@@ -155,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
         drafts = drafts_by_method(arguments.draft)
         if is_tiny:
             drafts = {DFLASH: (str(shipped_draft(DRAFTED_FAMILY)),)} | drafts
-            arguments.serve_options = [*_TINY_OPTIONS, *arguments.serve_options]
+            arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
         sources = arguments.data or ([TINY_TASKS, NOISE] if is_tiny else [])
         if not sources:
             return fail(f"--data is missing: give a file of JSON lines, or {', '.join(NAMES)}.")
@@ -246,16 +245,36 @@ def contenders(
             if method not in (DFLASH, ADAPTIVE):
                 found.append(Contender(name, _options(config), note))
                 continue
-            config |= {"method": DFLASH, "num_speculative_tokens": block_size_of(str(model)) - 1}
             if method == ADAPTIVE:
-                found.append(Contender(name, _options(config, {"adaptive": True})))
+                found.append(Contender(name, dflash_options(str(model), {"adaptive": True})))
                 continue
             for passes in steps:
                 # One pass is what stock has.
                 settings = {"steps": passes} if passes > 1 else {}
                 each = name if len(steps) == 1 else f"{name}, {passes} pass{'es' * (passes > 1)}"
-                found.append(Contender(each, _options(config, settings), passes=passes))
+                options = dflash_options(str(model), settings)
+                found.append(Contender(each, options, passes=passes))
     return found
+
+
+def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[str, ...]:
+    """Of ``vllm serve``, for a DFlash draft and the whole of its blocks.
+
+    Args:
+        model: The draft.
+        settings: Of ``additional_config["drafting"]``.
+
+    Raises:
+        ValueError: As :func:`block_size_of`.
+    """
+    return _options(
+        {
+            "method": DFLASH,
+            "num_speculative_tokens": block_size_of(model) - 1,
+            "model": model,
+        },
+        settings,
+    )
 
 
 def _options(
@@ -294,6 +313,7 @@ def compare(
     entrants: Sequence[Contender],
     prompts: Sequence[Prompt],
     arguments: argparse.Namespace,
+    conclude: Callable[[Sequence[Result]], str] = lambda results: "",
 ) -> int:
     """Race servers, print the tables and write the figures; the command's exit status.
 
@@ -302,6 +322,7 @@ def compare(
         entrants: The baseline first.
         prompts: Of all tasks.
         arguments: Of :func:`add_run_options`.
+        conclude: What is printed below the tables.
     """
     if environment_flags().disabled:
         return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
@@ -322,7 +343,7 @@ def compare(
         target,
         entrants,
         plan,
-        serve_options=arguments.serve_options,
+        serve_options=arguments.vllm_options,
         one_at_a_time=one_at_a_time,
         say=say,
     )
@@ -331,7 +352,7 @@ def compare(
         "machine": machine(),
         "versions": {name: version(name) for name in ("vllm-diffusion", "vllm", "torch")},
         "target": target,
-        "serve_options": list(arguments.serve_options),
+        "serve_options": list(arguments.vllm_options),
         "prompts": {task: len(theirs) for task, theirs in plan.tasks().items()},
         "rounds": plan.num_rounds,
         "max_tokens": plan.max_tokens,
@@ -341,6 +362,8 @@ def compare(
     say("")
     print(heading(about))
     print(f"\n{tables(results, plan)}")
+    if conclusion := conclude(results):
+        print(conclusion)
     if arguments.json is not None:
         text = json.dumps({**about, "contenders": as_json(results, plan)}, indent=1)
         arguments.json.write_text(text + "\n", encoding="utf-8")
