@@ -144,6 +144,7 @@ def test_bench(order: str, bench, tmp_path: Path) -> None:
             assert load["first_token_seconds"] == pytest.approx(0.25)
             assert load["same_tokens"] is (name != "drafts-otherwise")
             assert load["tasks"]["text"]["tokens"] == 20
+            assert load["tasks"]["text"]["ratio"] > 0
     drafted = by_name["drafts"]["loads"][0]
     # Each answer has one verification that kept three, and one that kept all four.
     assert drafted["accepted_lengths"] == [0, 0, 0, 8, 8]
@@ -153,6 +154,9 @@ def test_bench(order: str, bench, tmp_path: Path) -> None:
     assert by_name["no draft"]["resident_bytes"] > 2**20
     assert by_name["no draft"]["loads"][1]["ratios"] == [1.0, 1.0]
 
+    assert re.search(
+        r"^  task +talk +text\n  drafts +[\d.]+ +[\d.]+\n  drafts-otherwise ", out, re.M
+    )
     # The first error of a log is the reason, without who said it.
     assert re.search(r"^dies: no figures\. RuntimeError: first \(log: \S+\.log\)$", out, re.M)
     assert re.search(
@@ -230,10 +234,10 @@ def test_memory(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], "--data is missing"),
         (["--data", "missing.jsonl"], "--data missing.jsonl: No such file"),
-        (["--data", "noise", "--method", "dflash"], "--method dflash needs a draft"),
-        (["--data", "noise", "--method", "eagle3"], "--draft eagle3=MODEL"),
-        (["--data", "noise", "--draft", "."], "block_size=None in its config.json"),
-        (["--data", "noise", "--json", "no/such/folder"], "there is no such folder"),
+        (["--data", "tiny-tasks", "--method", "dflash"], "--method dflash needs a draft"),
+        (["--data", "tiny-tasks", "--method", "eagle3"], "--draft eagle3=MODEL"),
+        (["--data", "tiny-tasks", "--draft", "."], "block_size=None in its config.json"),
+        (["--data", "tiny-tasks", "--json", "no/such/folder"], "there is no such folder"),
     ],
 )
 def test_mistakes(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_diffusion.cli.prompt_sets import (
     HUB_DATA_SETS,
-    NOISE,
     TINY_TASKS,
-    Prompt,
     PromptError,
     hub_prompts,
     prompt_of,
@@ -151,17 +149,15 @@ def test_no_prompts(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(PromptError, match="holds no prompt"):
         read_prompts(str(tmp_path / "empty.jsonl"), 1)
-    with pytest.raises(PromptError, match="or one of tiny-tasks, noise, gsm8k"):
+    with pytest.raises(PromptError, match="or one of tiny-tasks, gsm8k"):
         read_prompts("gms8k", 1)
 
 
 def test_shipped() -> None:
-    """Six tasks, sixteen questions each, and noise that is the same everywhere."""
-    tasks = [prompt.task for prompt in read_prompts(TINY_TASKS, 99)]
+    """Six tasks with sixteen questions each, and as many that are of no task."""
+    prompts = read_prompts(TINY_TASKS, 99)
+    tasks = [prompt.task for prompt in prompts]
     assert {task: tasks.count(task) for task in tasks} == dict.fromkeys(
-        ("sums", "reverse", "upper", "json", "count", "list"), 16
+        ("sums", "reverse", "upper", "json", "count", "list", "other"), 16
     )
-    first, *_ = read_prompts(NOISE, 2)
-    assert first == read_prompts(NOISE, 2)[0]
-    assert isinstance(first, Prompt)
-    assert first.task == NOISE
+    assert all(prompt.turns[0][-1]["role"] == "user" for prompt in prompts)

@@ -19,7 +19,6 @@ from vllm_diffusion.cli.draft_runs import Contender, Plan, Result, race
 from vllm_diffusion.cli.draft_table import as_json, tables
 from vllm_diffusion.cli.prompt_sets import (
     NAMES,
-    NOISE,
     TINY_TASKS,
     Prompt,
     PromptError,
@@ -98,7 +97,7 @@ def add_parser(subcommands: Subcommands) -> None:
         nargs="+",
         metavar="FILE_OR_NAME",
         help='JSON lines with "prompt" (text or token ids to go on with), "messages" or "turns", and '
-        f'perhaps "task"; or {", ".join(NAMES)}. Default, for the tiny target alone: {TINY_TASKS} {NOISE}',
+        f'perhaps "task"; or {", ".join(NAMES)}. Default, for the tiny target alone: {TINY_TASKS}',
     )
     parser.add_argument(
         "--num-prompts", type=_count, default=4, metavar="N", help="of each task (%(default)s)"
@@ -155,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
         if is_tiny:
             drafts = {DFLASH: (str(shipped_draft(DRAFTED_FAMILY)),)} | drafts
             arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
-        sources = arguments.data or ([TINY_TASKS, NOISE] if is_tiny else [])
+        sources = arguments.data or ([TINY_TASKS] if is_tiny else [])
         if not sources:
             return fail(f"--data is missing: give a file of JSON lines, or {', '.join(NAMES)}.")
         prompts = [

@@ -30,6 +30,7 @@ def tables(results: Sequence[Result], plan: Plan) -> str:
     """
     parts = [_speeds(results, plan, concurrency) for concurrency in plan.concurrencies]
     drafted = [r for r in results if accepted_lengths(r.rounds).num_verifications]
+    parts += [_ratios_by_task(results, plan, concurrency) for concurrency in plan.concurrencies]
     if drafted:
         parts += [_by_position(drafted), _lengths(drafted), _by_task(drafted, plan)]
     parts.append("\n".join([*_notes(results), *_verdicts(results, plan)]))
@@ -67,8 +68,36 @@ def _speeds(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
         if plan.temperature == 0:
             row.append("yes" if result.says_as(baseline) else "NO")
         rows.append(row)
-    requests = "1 request" if concurrency == 1 else f"{concurrency} requests"
-    return f"{requests} at a time\n{_aligned([head, *rows])}"
+    return f"{_requests(concurrency)} at a time\n{_aligned([head, *rows])}"
+
+
+def _ratios_by_task(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
+    baseline, *others = results
+    tasks = list(plan.tasks())
+    rows = [
+        [
+            other.contender.name,
+            *(f"{_median_ratio(other, baseline, concurrency, task):.2f}" for task in tasks),
+        ]
+        for other in others
+        if not other.failure and not baseline.failure
+    ]
+    if not rows or len(tasks) == 1:
+        return ""
+    return (
+        f"Tokens a second as multiples of no draft's by task, {_requests(concurrency)} at a time\n"
+        f"{_aligned([['task', *tasks], *rows])}"
+    )
+
+
+def _median_ratio(
+    result: Result, baseline: Result, concurrency: int, task: str | None = None
+) -> float:
+    return median(ratios(result.of(concurrency, task), baseline.of(concurrency, task)))
+
+
+def _requests(concurrency: int) -> str:
+    return "1 request" if concurrency == 1 else f"{concurrency} requests"
 
 
 def _by_position(results: Sequence[Result]) -> str:
@@ -126,8 +155,7 @@ def _verdicts(results: Sequence[Result], plan: Plan) -> list[str]:
     if baseline.failure or not others:
         return lines
     for concurrency in plan.concurrencies:
-        plain = baseline.of(concurrency)
-        ratio = {id(each): median(ratios(each.of(concurrency), plain)) for each in others}
+        ratio = {id(each): _median_ratio(each, baseline, concurrency) for each in others}
         best = max(others, key=lambda each: ratio[id(each)])
         pays = "the fastest is" if ratio[id(best)] > 1 else "no draft pays; the fastest is"
         lines.append(
@@ -192,7 +220,13 @@ def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> dic
         "first_token_seconds": first_token_seconds(rounds),
         "same_tokens": result.says_as(baseline) if plan.temperature == 0 and is_whole else None,
         **_acceptance(rounds),
-        "tasks": {task: _acceptance(result.of(concurrency, task)) for task in plan.tasks()},
+        "tasks": {
+            task: {
+                "ratio": _median_ratio(result, baseline, concurrency, task) if is_whole else None,
+                **_acceptance(result.of(concurrency, task)),
+            }
+            for task in plan.tasks()
+        },
     }
 
 

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Held-out questions of the shipped checkpoints' tasks; examples/write_tiny_tasks.py writes it.
+# Held-out questions of the shipped checkpoints' tasks, and others; examples/write_tiny_tasks.py writes it.
 TINY_TASKS_FILE = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny_tasks.jsonl"
-TINY_TASKS, NOISE = "tiny-tasks", "noise"
-_NUM_NOISE = 64
-_NOISE_CHARACTERS = "qzxjkvwy .;#%&"
-_NOISE_LENGTH = 60
+TINY_TASKS = "tiny-tasks"
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ HUB_DATA_SETS = {
         "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])
     ),
 }
-NAMES = (TINY_TASKS, NOISE, *HUB_DATA_SETS)
+NAMES = (TINY_TASKS, *HUB_DATA_SETS)
 
 
 class PromptError(Exception):
@@ -97,8 +94,6 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
     """
     if source in HUB_DATA_SETS:
         prompts = list(hub_prompts(source))
-    elif source == NOISE:
-        prompts = list(_noise())
     else:
         path = TINY_TASKS_FILE if source == TINY_TASKS else Path(source)
         prompts = list(file_prompts(path))
@@ -194,14 +189,6 @@ def hub_prompts(name: str) -> Iterator[Prompt]:
             f"--data {name}: {known.repository} cannot be loaded ({said}). Where no hub can be reached, "
             f"{remedy}."
         ) from None
-
-
-def _noise() -> Iterator[Prompt]:
-    """Characters at random, which no draft was trained on."""
-    rng = random.Random(NOISE)
-    for _ in range(_NUM_NOISE):
-        text = "".join(rng.choices(_NOISE_CHARACTERS, k=_NOISE_LENGTH))
-        yield _conversation(NOISE, [text])
 
 
 def _conversation(task: str, turns: Iterable[str]) -> Prompt:
