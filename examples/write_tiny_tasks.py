@@ -35,14 +35,19 @@ OTHERS = (
 )
 
 
-def main() -> None:
+def content() -> str:
+    """Of the file."""
     lines = [
         json.dumps({"task": family, "messages": example.messages})
         for family in FAMILIES
         for example in evaluation_set(family, NUM_PROMPTS)
     ]
     lines += [json.dumps({"task": "other", "turns": [question]}) for question in OTHERS]
-    TINY_TASKS_FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    TINY_TASKS_FILE.write_text(content(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -412,6 +413,32 @@ def test_refusal() -> None:
     assert refusal(log) == "pkg.mod.SomeError: one"
     assert refusal(log + "vllm-diffusion: not that.\n") == "vllm-diffusion: not that."
     assert refusal("INFO ValueError: quoted\n") == ""
+
+
+def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the most that a process had; on GPUs what the server's own have, where that is told."""
+    block = bytearray(64 * 2**20)
+    assert draft_runs.peak_resident_bytes(os.getpid()) > len(block)
+    assert draft_runs.peak_resident_bytes(2**22 + 1) == 0
+
+    used = {0: [(11, 5), (99, 70)], 1: [(12, 6)]}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetComputeRunningProcesses=lambda device: [
+            SimpleNamespace(pid=pid, usedGpuMemory=count) for pid, count in used[device]
+        ],
+    )
+    utils = SimpleNamespace(import_pynvml=lambda: nvml)
+    monkeypatch.setitem(sys.modules, "vllm.utils.import_utils", utils)
+    assert draft_runs.device_bytes([10, 11, 12]) == 11
+    assert draft_runs.device_bytes([10]) is None
+    used[1] = [(12, None)]
+    assert draft_runs.device_bytes([11, 12]) is None
+    del nvml.nvmlInit
+    assert draft_runs.device_bytes([11]) is None
 
 
 def rounds_of(speeds: list[float], task: str = "a") -> list[Round]:

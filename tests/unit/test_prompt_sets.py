@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 from vllm_diffusion.cli.prompt_sets import (
     HUB_DATA_SETS,
     TINY_TASKS,
+    TINY_TASKS_FILE,
     PromptError,
     hub_prompts,
     prompt_of,
     read_prompts,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import write_tiny_tasks
 
 # A row of each as its repository has it, and what of it is asked.
 ROWS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -161,3 +166,4 @@ def test_shipped() -> None:
         ("sums", "reverse", "upper", "json", "count", "list", "other"), 16
     )
     assert all(prompt.turns[0][-1]["role"] == "user" for prompt in prompts)
+    assert TINY_TASKS_FILE.read_text(encoding="utf-8") == write_tiny_tasks.content()
