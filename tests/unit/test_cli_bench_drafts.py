@@ -413,6 +413,8 @@ def test_refusal() -> None:
     assert refusal(log) == "pkg.mod.SomeError: one"
     assert refusal(log + "vllm-diffusion: not that.\n") == "vllm-diffusion: not that."
     assert refusal("INFO ValueError: quoted\n") == ""
+    log = "(A pid=1) a.ValidationError: 1 validation error for Config\n(A pid=1) method\n  No such one\nat x\n"
+    assert refusal(log) == "a.ValidationError: 1 validation error for Config method No such one"
 
 
 def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:

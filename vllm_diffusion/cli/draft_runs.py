@@ -390,6 +390,12 @@ def refusal(log: str) -> str:
     """Why a server did not start, in one line of its log; empty if no line says so."""
     lines = [re.sub(r"^\(\w+ pid=\d+\)\s*", "", line).strip() for line in log.splitlines()]
     ours = [line for line in lines if line.startswith("vllm-diffusion: ")]
+    if ours:
+        return ours[-1]
     # The first error is the cause of those behind it.
-    errors = [line for line in lines if re.match(r"(?:\w+\.)*\w*(?:Error|Exception): \S", line)]
-    return next(iter([*ours[-1:], *errors[:1]]), "")
+    for number, line in enumerate(lines):
+        if re.match(r"(?:\w+\.)*\w*(?:Error|Exception): \S", line):
+            # pydantic names the field and what is wrong with it in the next two.
+            is_whole = not re.search(r"\d+ validation errors? for \w+$", line)
+            return line if is_whole else " ".join(lines[number : number + 3])
+    return ""
