@@ -6,6 +6,7 @@ Weights are large enough that no two tokens nearly tie: greedy answers can be co
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,11 @@ def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def features(model: Any, tokens: list[int], draft: ReferenceDraft) -> Tensor:
+def features(model: Any, tokens: list[int], layer_ids: Sequence[int]) -> Tensor:
     """[num_tokens, num_layers * hidden_size]: what a draft reads of ``transformers``' target."""
     with torch.no_grad():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return context_rows(states, draft.target_layer_ids)[0]
+    return context_rows(states, layer_ids)[0]
 
 
 def block_rows(draft: ReferenceDraft, embeddings: Tensor, context: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def test_window(models: Any, tmp_path: Path) -> None:
     model, prompt = models["qwen3"], prompt_of(100, seed=5)
     full = drafts.draft_config()["dflash_config"]
     windowed = full | {"use_swa": True, "swa_window_size": WINDOW, "causal": False}
-    known = drafts.features(model, prompt, drafts.random_draft())
+    known = drafts.features(model, prompt, full["target_layer_ids"])
     embedding = model.get_input_embeddings().weight
     for window, options in ((WINDOW, windowed), (200, full)):
         additional = {"drafting": {"window": window}}
