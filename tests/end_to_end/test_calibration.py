@@ -1,0 +1,30 @@
+"""From a draft of other tasks to one of the server's own, end to end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "calibrate_tiny_draft.py"
+
+
+def test_calibration(tmp_path: Path) -> None:
+    """Recorded by a server, extracted, trained, served: below two tokens a verification to above five."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--work", str(tmp_path / "work")],
+        capture_output=True,
+        text=True,
+        timeout=2300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "1000 exchanges recorded" in done.stdout
+    (found,) = re.findall(r"([\d.]+) tokens a verification before, ([\d.]+) after", done.stdout)
+    before, after = map(float, found)
+    assert before < 2
+    assert after > 5
