@@ -152,7 +152,57 @@ def gumbel_sample(
     local_argmax.numpy()[:], local_max.numpy()[:] = block_argmax(rows, BLOCK_SIZE)
 
 
+def bias(
+    logits: Tensor,
+    logits_stride: int,
+    vocab_size: int,
+    expanded_idx_mapping: Tensor,
+    num_allowed_token_ids: Tensor,
+    allowed_token_ids: Tensor,
+    allowed_token_ids_stride: int,
+    num_logit_bias: Tensor,
+    bias_token_ids: Tensor,
+    bias_token_ids_stride: int,
+    bias: Tensor,
+    bias_stride: int,
+    pos: Tensor,
+    min_lens: Tensor,
+    num_stop_token_ids: Tensor,
+    restore_when_all_masked: Tensor,
+    stop_token_ids: Tensor,
+    stop_token_ids_stride: int,
+    *,
+    CHECK_ALL_MASKED_ROWS: bool,  # noqa: N803
+    **_: Any,
+) -> None:
+    """What each row's request allows, biases, and keeps from ending it too soon."""
+    slots = expanded_idx_mapping.long()
+    counts = (num_allowed_token_ids, num_logit_bias, num_stop_token_ids)
+    listed = zip(*(count[slots].tolist() for count in counts), strict=True)
+    is_short = (pos + 1 < min_lens[slots]).tolist()
+    for row, (slot, (num_allowed, num_biased, num_stops)) in enumerate(
+        zip(slots.tolist(), listed, strict=True)
+    ):
+        values = logits[row, :vocab_size]
+        if num_allowed:
+            allowed = allowed_token_ids[slot, :num_allowed].long()
+            kept = values[allowed]
+            values.fill_(float("-inf"))
+            values[allowed] = kept
+        if num_biased:
+            values[bias_token_ids[slot, :num_biased].long()] += bias[slot, :num_biased]
+        if num_stops and is_short[row]:
+            stops = stop_token_ids[slot, :num_stops].long()
+            kept = values[stops]
+            values[stops] = float("-inf")
+            restores = CHECK_ALL_MASKED_ROWS and bool(restore_when_all_masked[slot])
+            if restores and not bool((values > float("-inf")).any()):
+                # Nothing else is left to say.
+                values[stops] = kept.where(kept.isfinite(), values[stops])
+
+
 OVERRIDES: dict[str, Callable[..., None]] = {
+    "vllm.v1.worker.gpu.sample.logit_bias._bias_kernel": bias,
     _GUMBEL + "_temperature_kernel": temperature,
     _GUMBEL + "_gumbel_sample_kernel": gumbel_sample,
 }

@@ -11,6 +11,7 @@ import pytest
 from tests.support import drafts
 from tests.support.draft_engine import NUM_DRAFTS, OPTIONS, PROMPTS, generate, metric
 from tests.support.engine import TracedEngine
+from vllm_diffusion.drafting.adaptive import Costs
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -53,6 +54,7 @@ def test_levels(engine: TracedEngine, models: Any, monkeypatch: pytest.MonkeyPat
     assert 0 < drafted < NUM_DRAFTS * metric(engine, "num_drafts")
 
     # A table of costs that does not depend on this machine: each drafted token costs a fifth.
+    draft.costs = Costs()
     observe = draft.observe
     monkeypatch.setattr(
         draft,

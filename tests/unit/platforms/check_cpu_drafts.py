@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from vllm.v1.worker.gpu import input_batch
-from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.sample import gumbel, logit_bias
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
@@ -147,6 +147,36 @@ def sampling(rng: np.random.Generator) -> None:
         use_fp64=bool(rng.integers(0, 2)),
     )
     gumbel.apply_temperature(logits, slots.clamp(min=0), some_temperatures(rng))
+
+
+def biases(rng: np.random.Generator) -> None:
+    rows, vocab = int(rng.integers(1, 9)), int(rng.choice([30, 9000]))
+
+    def listed() -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens each request lists, of some none, and which."""
+        counts = integers(rng, 0, 5, SLOTS) * integers(rng, 0, 2, SLOTS)
+        tokens = np.stack([rng.permutation(vocab)[:8] for _ in range(SLOTS)])
+        return counts.int(), torch.from_numpy(tokens.astype(np.int32))
+
+    allowed, biased, stops = listed(), listed(), listed()
+    slots, min_lens = integers(rng, 0, SLOTS, rows), integers(rng, 0, 20, SLOTS).int()
+    # Everything that a request allows ends it, and it must not end yet.
+    for theirs, ours in zip(allowed, stops, strict=True):
+        theirs[slots[0]] = ours[slots[0]]
+    min_lens[slots[0]] = 30
+    logit_bias.apply_logit_bias(
+        some_logits(rng, rows, vocab),
+        slots,
+        integers(rng, 0, 20, rows),
+        *allowed,
+        *biased,
+        torch.from_numpy(rng.normal(0, 3, (SLOTS, 8)).astype(np.float32)),
+        min_lens,
+        stops[0],
+        integers(rng, 0, 2, SLOTS).int(),
+        stops[1],
+        check_all_masked_rows=bool(rng.integers(0, 2)),
+    )
 
 
 def gathering(rng: np.random.Generator) -> None:
@@ -333,9 +363,9 @@ def main() -> int:
         module, _, attribute = name.rpartition(".")
         host = importlib.import_module(module)
         setattr(host, attribute, Both(name, getattr(host, attribute), ours))
-    cases = (verification, sampling, gathering, blocks_of_drafts, draft_models, lookups)
+    cases = (verification, sampling, biases, gathering, blocks_of_drafts, draft_models, lookups)
     for case in cases:
-        for seed in range(16 if case is verification else 4):
+        for seed in range(16 if case in (verification, biases) else 4):
             with np.errstate(all="ignore"):
                 case(np.random.default_rng(seed))
     assert set(launches) == set(OVERRIDES)
