@@ -137,13 +137,18 @@ class AdaptiveDraft:
 
     def __init__(self, levels: tuple[int, ...]) -> None:
         self.levels = (0, *sorted(levels))
-        self.acceptance = Acceptance(self.levels[-1])
         self.costs = Costs()
-        self._level = self.levels[-1]
+        self.forget_acceptance()
         # The longest draft and none, to begin with: what lies between is estimated.
-        self._probed = deque([self._level] * FIRST_STEPS + [0] * FIRST_STEPS)
+        self._probed.extend([0] * FIRST_STEPS)
         # Seconds that probes may still cost.
         self._credit = 0.0
+
+    def forget_acceptance(self) -> None:
+        """Another draft or target is there, and costs what the last one did: try the longest."""
+        self.acceptance = Acceptance(self.levels[-1])
+        self._level = self.levels[-1]
+        self._probed = deque([self._level] * FIRST_STEPS)
 
     def choose(self, num_reqs: int, mean_tokens: float) -> int:
         """Tokens to draft in a step for the next one, one number for all of its requests.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -11,7 +12,7 @@ from vllm_diffusion.drafting.settings import OPTION, draft_settings
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 SCHEDULER = "vllm_diffusion.scheduling.adaptive_drafts.adaptive_scheduler"
@@ -69,12 +70,12 @@ def check_draft(vllm_config: VllmConfig) -> None:
                 'with "method": "dflash".'
             )
         return
-    _check_fit(spec)
-    num_drafts = spec.num_speculative_tokens
-    settings.unmask_counts(num_drafts)
     config = spec.draft_model_config.hf_config
+    num_drafts = spec.num_speculative_tokens
+    check_pair(config, spec.model, spec.target_model_config, num_drafts)
+    settings.unmask_counts(num_drafts)
     if settings.window is not None:
-        _set_window(config, settings.window)
+        set_window(config, settings.window)
     if ARCHITECTURE not in architectures:
         config.architectures = [ARCHITECTURE]
         spec.update_arch_()
@@ -116,11 +117,50 @@ def _adapt(vllm_config: VllmConfig) -> None:
     scheduler.scheduler_cls = SCHEDULER
 
 
-def _check_fit(spec: SpeculativeConfig) -> None:
-    """Whether the draft's ``config.json`` and the target's describe a pair."""
-    draft, target = spec.draft_model_config.hf_config, spec.target_model_config
-    where = f"config.json of the draft {spec.model}"
-    vocab_size = target.get_vocab_size()
+def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: int) -> None:
+    """Whether the draft's ``config.json`` and the target's describe a pair, and a block is not too long.
+
+    Args:
+        draft: Its configuration.
+        model: What it is called.
+        target: Of the model that verifies.
+        num_drafts: ``num_speculative_tokens``.
+
+    Raises:
+        ValueError: Naming the field, what it is, and the remedy.
+    """
+    where = f"config.json of the draft {model}"
+    check_fit(
+        draft,
+        where,
+        vocab_size=target.get_vocab_size(),
+        hidden_size=target.get_hidden_size(),
+        num_layers=target.get_total_num_hidden_layers(),
+    )
+    block_size = getattr(draft, "block_size", None)
+    if isinstance(block_size, int) and num_drafts >= block_size:
+        raise ValueError(
+            f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
+            f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
+            f"{block_size - 1} tokens; set num_speculative_tokens to at most {block_size - 1}."
+        )
+
+
+def check_fit(
+    draft: Any, where: str, *, vocab_size: int, hidden_size: int, num_layers: int
+) -> None:
+    """Whether a draft and a target are a pair.
+
+    Args:
+        draft: The content of its ``config.json``, as attributes.
+        where: What an error calls that file.
+        vocab_size: Of the target.
+        hidden_size: Of the target.
+        num_layers: Of the target.
+
+    Raises:
+        ValueError: Naming the field, what it is, and the remedy.
+    """
     for name in ("vocab_size", "draft_vocab_size"):
         size = getattr(draft, name, None)
         if size not in (None, vocab_size):
@@ -128,7 +168,6 @@ def _check_fit(spec: SpeculativeConfig) -> None:
                 f"{where}: {name}={size!r} is not the target's {vocab_size}, whose embedding and "
                 "output head the draft uses; give a draft that was trained for this target."
             )
-    hidden_size = target.get_hidden_size()
     for name in ("hidden_size", "target_hidden_size"):
         size = getattr(draft, name, None)
         if size not in (None, hidden_size):
@@ -136,7 +175,6 @@ def _check_fit(spec: SpeculativeConfig) -> None:
                 f"{where}: {name}={size!r} is not the target's {hidden_size}; give a draft that was "
                 "trained for this target."
             )
-    num_layers = target.get_total_num_hidden_layers()
     trained_for = getattr(draft, "num_target_layers", None)
     if trained_for not in (None, num_layers):
         raise ValueError(
@@ -161,21 +199,13 @@ def _check_fit(spec: SpeculativeConfig) -> None:
             f"{where}: dflash_config.mask_token_id={mask!r} must be a token of the vocabulary, 0 to "
             f"{vocab_size - 1}; set it to the token that the draft was trained with."
         )
-    block_size = getattr(draft, "block_size", None)
-    num_drafts = spec.num_speculative_tokens
-    if isinstance(block_size, int) and num_drafts >= block_size:
-        raise ValueError(
-            f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
-            f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
-            f"{block_size - 1} tokens; set num_speculative_tokens to at most {block_size - 1}."
-        )
 
 
 def _is_within(number: object, bound: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < bound
 
 
-def _set_window(config: Any, window: int) -> None:
+def set_window(config: Any, window: int) -> None:
     """Have every layer see ``window`` tokens back; which of them are causal stays."""
     layer_types = set(getattr(config, "layer_types", None) or [])
     if len(layer_types) > 1:
