@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from vllm_diffusion.cli import chat, checkpoint, demo, doctor, drafts, serve_page
+from vllm_diffusion.cli import chat, checkpoint, demo, doctor, drafts, serve_page, swap_draft
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (demo, chat, serve_page, checkpoint, drafts, doctor):
+    for module in (demo, chat, serve_page, checkpoint, drafts, swap_draft, doctor):
         module.add_parser(subcommands)
     return parser
 
