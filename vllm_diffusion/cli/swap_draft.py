@@ -139,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
     except SwapError as error:
         return fail(str(error))
     print(describe(status))
+    if arguments.draft is None and not arguments.wait:
+        return 0
     swap = status["swap"]
     return int(swap is not None and swap["state"] == ROLLED_BACK)
 
