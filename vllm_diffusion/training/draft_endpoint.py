@@ -187,8 +187,7 @@ class DraftSwaps:
                     )
                     self._model = request.model
             except Exception as error:
-                await self._close()
-                await self._restore()
+                await self._give_up()
                 raise HTTPException(
                     HTTPStatus.INTERNAL_SERVER_ERROR,
                     f"the draft could not be loaded ({error}); the old one serves.",
@@ -294,12 +293,16 @@ class DraftSwaps:
 
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
-    async def _close(self) -> None:
-        """End an update that failed, with nothing loaded."""
+    async def _give_up(self) -> None:
+        """End an update that failed: workers that had loaded the new draft have the old one after it."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await self._engine.finish_weight_update()
+        try:
+            await self._restore()
+        except Exception:
+            logger.info("No worker had begun to load the draft.", exc_info=True)
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -308,8 +311,8 @@ class DraftSwaps:
         Requests in flight keep what they said. It is computed anew, so that the cache of their draft is
         the new draft's, and nothing that the old one proposed is verified after it.
         """
-        await self._engine.pause_generation(mode="keep")
         try:
+            await self._engine.pause_generation(mode="keep")
             yield
         finally:
             await self._engine.resume_generation()
