@@ -7,7 +7,16 @@ import os
 import sys
 from importlib.metadata import version
 
-from vllm_diffusion.cli import chat, checkpoint, demo, doctor, drafts, serve_page, swap_draft
+from vllm_diffusion.cli import (
+    calibrate,
+    chat,
+    checkpoint,
+    demo,
+    doctor,
+    drafts,
+    serve_page,
+    swap_draft,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,7 +28,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (demo, chat, serve_page, checkpoint, drafts, swap_draft, doctor):
+    for module in (
+        demo,
+        chat,
+        serve_page,
+        checkpoint,
+        drafts,
+        swap_draft,
+        calibrate,
+        doctor,
+    ):
         module.add_parser(subcommands)
     return parser
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_diffusion.drafting.settings import OPTION, draft_settings
+from vllm_diffusion.drafting.settings import (
+    GENERAL_SETTINGS,
+    OPTION,
+    DraftSettings,
+    draft_settings,
+    recording_ring,
+)
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
-SCHEDULER = "vllm_diffusion.scheduling.adaptive_drafts.adaptive_scheduler"
+SCHEDULER = "vllm_diffusion.scheduling.draft_scheduler.draft_scheduler"
 ARCHITECTURE = "DFlashMaskedDraftModel"
 # What ours serves too, where the operator sets something of it.
 STOCK_ARCHITECTURE = "DFlashDraftModel"
@@ -51,11 +58,10 @@ def check_draft(vllm_config: VllmConfig) -> None:
     section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
     settings = draft_settings(vllm_config)
     spec = vllm_config.speculative_config
-    if settings.adaptive:
-        _adapt(vllm_config)
-    # "adaptive" is of any draft, the others are of ours.
+    if settings.adaptive or settings.record is not None:
+        _choose_scheduler(vllm_config, settings)
     is_set = isinstance(additional, Mapping) and "drafting" in additional
-    is_set = is_set and set(section) != {"adaptive"}
+    is_set = is_set and not (section and GENERAL_SETTINGS.issuperset(section))
     architectures = []
     if spec is not None and spec.method == "dflash":
         architectures = list(spec.draft_model_config.architectures)
@@ -81,11 +87,42 @@ def check_draft(vllm_config: VllmConfig) -> None:
         spec.update_arch_()
 
 
-def _adapt(vllm_config: VllmConfig) -> None:
-    """Have our scheduler choose how many tokens are drafted, among numbers that have CUDA graphs.
+def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
+    """Have our scheduler do what vLLM's has no option for.
 
     Raises:
-        ValueError: If there is no draft, or another scheduler.
+        ValueError: If there is another scheduler, or what it is to do cannot be done.
+    """
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls == SCHEDULER:
+        # The configuration of a draft that vLLM loads as a model of its own.
+        return
+    name = "adaptive=true" if settings.adaptive else "record"
+    if vllm_config.diffusion_config is not None:
+        raise ValueError(
+            f"{OPTION}: {name} is of autoregressive targets; a diffusion model takes no draft: leave it out."
+        )
+    if scheduler.scheduler_cls is not None:
+        raise ValueError(
+            f"{OPTION}: {name} brings a scheduler of its own; leave --scheduler-cls out, or {name}."
+        )
+    if settings.adaptive and not _adapt(vllm_config):
+        section = dict(vllm_config.additional_config["drafting"]) | {"adaptive": False}
+        vllm_config.additional_config = {**vllm_config.additional_config, "drafting": section}
+    if settings.record is not None:
+        try:
+            # What is wrong with the folder is said now; the engine locks it when it is there.
+            os.close(recording_ring(settings.record).lock())
+        except ValueError as error:
+            raise ValueError(f"{OPTION}: record.{error}") from None
+    scheduler.scheduler_cls = SCHEDULER
+
+
+def _adapt(vllm_config: VllmConfig) -> bool:
+    """Give vLLM numbers of drafts to capture CUDA graphs for; whether they can be chosen among.
+
+    Raises:
+        ValueError: If there is no draft.
     """
     spec, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     if spec is None:
@@ -93,19 +130,12 @@ def _adapt(vllm_config: VllmConfig) -> None:
             f"{OPTION}: adaptive=true needs a draft; give one with --speculative-config, or leave "
             "adaptive out."
         )
-    if scheduler.scheduler_cls == SCHEDULER:
-        # The configuration of a draft that vLLM loads as a model of its own.
-        return
-    if scheduler.scheduler_cls is not None:
-        raise ValueError(
-            f"{OPTION}: adaptive=true brings a scheduler of its own; leave --scheduler-cls out, or adaptive."
-        )
     if vllm_config.parallel_config.data_parallel_size > 1:
         logger.warning(
             "%s: adaptive=true is off: engines of data parallelism must draft as many tokens as one another.",
             OPTION,
         )
-        return
+        return False
     longest = spec.num_speculative_tokens
     if not spec.num_speculative_tokens_per_batch_size:
         # vLLM captures graphs for the numbers of this table; for which batch says the scheduler.
@@ -114,7 +144,7 @@ def _adapt(vllm_config: VllmConfig) -> None:
         spec.num_speculative_tokens_per_batch_size = [
             (size, size, level) for size, level in enumerate(levels, start=1)
         ]
-    scheduler.scheduler_cls = SCHEDULER
+    return True
 
 
 def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.drafting.recording import Ring
 from vllm_diffusion.drafting.reveal import CONFIDENCE, ORDERS
 from vllm_diffusion.drafting.schedules import SCHEDULES, unmask_counts
 
@@ -13,6 +15,51 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "--additional-config '{\"drafting\": {...}}'"
+# Settings of any target and any draft; the others are of a draft that this package serves.
+GENERAL_SETTINGS = frozenset({"adaptive", "record"})
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """Where a server's traffic is recorded, and how much of it.
+
+    Attributes:
+        folder: Made if it is not there; for its owner alone.
+        max_mib: MiB that an engine keeps; one holds some 200,000 tokens. The oldest go first.
+    """
+
+    folder: str
+    max_mib: int = 64
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str) or not self.folder:
+            raise ValueError(f"record.folder={self.folder!r} must be the path of a folder.")
+        size = self.max_mib
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"record.max_mib={size!r} must be an integer of at least 1.")
+
+
+def _record_settings(section: Any) -> RecordSettings:
+    names = [each.name for each in fields(RecordSettings)]
+    if not isinstance(section, Mapping) or "folder" not in section:
+        raise ValueError(
+            f'record={section!r} must be a mapping with "folder", where the traffic is recorded.'
+        )
+    unknown = sorted(set(section) - set(names))
+    if unknown:
+        raise ValueError(f"record has no setting {unknown[0]!r}; it has {', '.join(names)}.")
+    return RecordSettings(**section)
+
+
+def recording_ring(settings: RecordSettings, engine: int = 0) -> Ring:
+    """Where an engine records.
+
+    Args:
+        settings: What the operator set.
+        engine: Its index among those of data parallelism.
+    """
+    folder = Path(settings.folder).expanduser().absolute()
+    return Ring(folder, f"engine{engine}", settings.max_mib * 2**20)
 
 
 @dataclass(frozen=True)
@@ -28,6 +75,7 @@ class DraftSettings:
             tokens were drawn from the same distribution whatever was drawn at the others.
         window: Tokens that a row of the draft sees back; ``None`` for what its checkpoint says.
         adaptive: Whether each step drafts as many tokens as pay, none where none do. Of any draft.
+        record: Where the traffic is recorded; ``None`` for nowhere. With any draft, and with none.
     """
 
     steps: int = 1
@@ -36,6 +84,7 @@ class DraftSettings:
     reveals: str = "likeliest"
     window: int | None = None
     adaptive: bool = False
+    record: RecordSettings | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "window"):
@@ -89,6 +138,8 @@ def draft_settings(vllm_config: VllmConfig) -> DraftSettings:
             f"{OPTION}: {unknown[0]!r} is not a setting of drafts; these are {', '.join(known)}."
         )
     try:
-        return DraftSettings(**section)
+        record = section.get("record")
+        changes = {} if record is None else {"record": _record_settings(record)}
+        return DraftSettings(**{**section, **changes})
     except ValueError as error:
         raise ValueError(f"{OPTION}: {error}") from None

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -81,18 +80,3 @@ class AdaptiveDraftsMixin(Scheduler):
         verified = max(map(len, drafts.values()), default=0)
         drafted = output.num_spec_tokens_to_schedule
         self.draft.observe(verified, drafted, len(counts), mean_tokens, seconds, self._accepted)
-
-
-class AdaptiveScheduler(AdaptiveDraftsMixin, Scheduler):
-    """Synchronous."""
-
-
-class AsyncAdaptiveScheduler(AdaptiveDraftsMixin, AsyncScheduler):
-    """Asynchronous."""
-
-
-def adaptive_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """The one for the engine's order."""
-    is_async = vllm_config.scheduler_config.async_scheduling
-    cls = AsyncAdaptiveScheduler if is_async else AdaptiveScheduler
-    return cls(vllm_config=vllm_config, **kwargs)

@@ -7,7 +7,6 @@ fit the target as a draft must at the start. Nothing of the server changes here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +146,11 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
             f"server runs; {_RESTART}."
         )
     check_pair(config, folder, spec.target_model_config, spec.num_speculative_tokens)
-    additional = vllm_config.additional_config
-    section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
     settings = draft_settings(vllm_config)
     served = spec.draft_model_config
     (served_as,) = served.architectures
-    is_set = bool(set(section) - {"adaptive"})
-    known = {served_as, STOCK_ARCHITECTURE} if is_set else {served_as}
+    # Ours serves both.
+    known = {served_as, STOCK_ARCHITECTURE} if served_as == ARCHITECTURE else {served_as}
     if config.architectures is None or not set(config.architectures) & known:
         raise ValueError(
             f"{where}: architectures={config.architectures!r}, but the server runs {served_as}; "

@@ -1,0 +1,104 @@
+"""An engine that records what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import drafts
+from tests.support.checkpoints import SHIPPED
+from tests.support.draft_engine import NUM_DRAFTS, OPTIONS, PROMPTS, generate
+from tests.support.engine import TracedEngine
+from vllm_diffusion.drafting.recording import read_recording
+
+pytestmark = [pytest.mark.engine]
+
+
+def recording_engine(tmp_path: Path, drafting: dict[str, Any], **options: Any) -> TracedEngine:
+    settings = {"record": {"folder": str(tmp_path / "recording"), "max_mib": 1}} | drafting
+    return TracedEngine(
+        drafts.save_target("qwen3", tmp_path / "target"),
+        **OPTIONS,
+        additional_config={"drafting": settings},
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_async", "with_draft", "adaptive"),
+    [
+        (True, True, True),
+        pytest.param(False, True, False, marks=pytest.mark.slow),
+        pytest.param(True, False, False, marks=pytest.mark.slow),
+        pytest.param(False, True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_records_its_answers(
+    is_async: bool, with_draft: bool, adaptive: bool, tmp_path: Path
+) -> None:
+    """Each answer once, as the engine gave it; an aborted one as far as it came; none that says no."""
+    options: dict[str, Any] = {"async_scheduling": is_async}
+    if with_draft:
+        options["speculative_config"] = {
+            "method": "dflash",
+            "model": str(drafts.save_draft(tmp_path / "draft")),
+            "num_speculative_tokens": NUM_DRAFTS,
+        }
+    engine = recording_engine(tmp_path, {"adaptive": True} if adaptive else {}, **options)
+    try:
+        said = generate(engine, PROMPTS[:6])
+        generate(engine, PROMPTS[6:7], extra_args={"record": False})
+        params = engine.sampling_params(max_tokens=200, ignore_eos=True, detokenize=False)
+        running = engine.llm.llm_engine
+        running.add_request("aborted", {"prompt_token_ids": PROMPTS[7]}, params)
+        for _ in range(6):
+            running.step()
+        (internal,) = engine.scheduler.requests
+        running.abort_request(["aborted"])
+        assert not engine.scheduler.requests, internal
+    finally:
+        engine.scheduler.shutdown()
+        engine.close()
+    found = {
+        tuple(each.prompt_token_ids): list(each.output_token_ids)
+        for each in read_recording(tmp_path / "recording").exchanges
+    }
+    aborted = found.pop(tuple(PROMPTS[7]))
+    assert 0 < len(aborted) < 200
+    assert found == {
+        tuple(prompt): list(output.outputs[0].token_ids)
+        for prompt, output in zip(PROMPTS, said, strict=False)
+    }
+
+
+def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    """Of a folder that others may read, of another scheduler, of a diffusion model."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def configure(model: Path, record: Any, **options: Any) -> None:
+        EngineArgs(
+            model=str(model), additional_config={"drafting": {"record": record}}, **options
+        ).create_engine_config()
+
+    target = drafts.save_target("qwen3", tmp_path / "target")
+    ours = {"folder": str(tmp_path / "recording")}
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ValueError, match=r"record.folder=.* is open to other users \(mode 755\)"):
+        configure(target, {"folder": str(tmp_path / "open")})
+    with pytest.raises(ValueError, match="record brings a scheduler of its own"):
+        configure(target, ours, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    with pytest.raises(ValueError, match="record is of autoregressive targets"):
+        configure(SHIPPED, ours)
+    for record, message in (
+        ("here", "record='here' must be a mapping"),
+        ({"max_mib": 3}, 'must be a mapping with "folder"'),
+        (ours | {"max_gib": 3}, "record has no setting 'max_gib'; it has folder, max_mib"),
+        ({"folder": 3}, "record.folder=3 must be the path"),
+        (ours | {"max_mib": 0}, "record.max_mib=0 must be an integer of at least 1"),
+        (ours | {"max_mib": True}, "record.max_mib=True must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            configure(target, record)
+    assert not (tmp_path / "recording").exists()

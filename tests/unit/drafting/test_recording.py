@@ -1,0 +1,273 @@
+"""A recording: bounded, the owner's, readable whatever happened to its writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_diffusion.drafting.recording import (
+    Recorder,
+    Ring,
+    clear_recording,
+    read_recording,
+    wants_recording,
+)
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+ANSWERS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
+
+
+def line(prompt: Sequence[int], output: Sequence[int], **more: object) -> bytes:
+    found = {"prompt_token_ids": list(prompt), "output_token_ids": list(output), **more}
+    return json.dumps(found).encode() + b"\n"
+
+
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recording")
+    folder.chmod(0o700)
+    return folder
+
+
+def recorded(path: Path) -> list[tuple[list[int], list[int]]]:
+    found = read_recording(path).exchanges
+    return [(list(each.prompt_token_ids), list(each.output_token_ids)) for each in found]
+
+
+@given(exchanges=st.lists(st.tuples(IDS, ANSWERS), min_size=1, max_size=8), data=st.data())
+def test_half_written_entry_never_breaks_a_reader(
+    exchanges: list[tuple[list[int], list[int]]],
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Cut at any byte, all whole entries are read; what is written afterwards is too."""
+    ring = Ring(folder_of(tmp_path_factory), "engine0", 2**20)
+    ring.append([line(*each, time=i) for i, each in enumerate(exchanges)])
+    (file,) = ring.folder.glob("*.jsonl")
+    content = file.read_bytes()
+    cut = data.draw(st.integers(0, len(content)))
+    file.write_bytes(content[:cut])
+    ring.append([line([1], [2, 3], time=99)])
+    whole = content[:cut].count(b"\n") + (content[cut : cut + 1] == b"\n" and cut > 0)
+    assert recorded(ring.folder) == [*exchanges[:whole], ([1], [2, 3])]
+    assert read_recording(ring.folder).num_damaged <= 1
+
+
+@given(
+    sizes=st.lists(st.integers(30, 3000), min_size=1, max_size=60),
+    max_bytes=st.integers(200, 4000),
+    batch=st.integers(1, 5),
+)
+def test_ring_is_bounded(
+    sizes: list[int], max_bytes: int, batch: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Never more bytes than it may hold, the newest are there, in order; only what cannot fit is not."""
+    ring = Ring(folder_of(tmp_path_factory), "engine0", max_bytes)
+    lines = [f"{i:06d}".ljust(size - 1, "x").encode() + b"\n" for i, size in enumerate(sizes)]
+    for start in range(0, len(lines), batch):
+        # Another engine's and another server's writers: the state is the files.
+        Ring(ring.folder, "engine0", max_bytes).append(lines[start : start + batch])
+        files = sorted(ring.folder.glob("engine0-*.jsonl"))
+        assert sum(file.stat().st_size for file in files) <= max_bytes
+    kept = b"".join(file.read_bytes() for file in files).splitlines(keepends=True)
+    fitting = [each for each in lines if len(each) <= max_bytes]
+    assert kept == fitting[len(fitting) - len(kept) :]
+    if fitting:
+        # Room for one entry more, and a file's share of the ring, is all that may be lost by rotation.
+        lost = fitting[: len(fitting) - len(kept)]
+        assert kept
+        assert (
+            not lost or sum(map(len, kept)) + max(map(len, fitting)) + max_bytes // 8 >= max_bytes
+        )
+
+
+@given(prompt=IDS, output=ANSWERS)
+def test_reads_what_it_was_given(
+    prompt: list[int], output: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = folder_of(tmp_path_factory)
+    recorder = Recorder(Ring(folder, "engine0", 2**20), pytest.fail)
+    recorder.add(prompt, output)
+    recorder.close()
+    assert recorded(folder) == [(prompt, output)]
+    (found,) = read_recording(folder).exchanges
+    assert found.token_ids == array("i", prompt + output)
+    assert found.time > 1e9
+
+
+def test_only_the_owner_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "recording"
+    old = os.umask(0)
+    try:
+        recorder = Recorder(Ring(folder, "engine0", 2**20), pytest.fail)
+        recorder.add([1], [2])
+        recorder.close()
+    finally:
+        os.umask(old)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = [path for path in folder.iterdir() if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_long_ids_are_written_whole(tmp_path: Path) -> None:
+    """More than what is made text at once."""
+    recorder = Recorder(Ring(tmp_path / "r", "engine0", 2**20), pytest.fail)
+    recorder.add(range(10_000), range(4096))
+    recorder.close()
+    assert recorded(tmp_path / "r") == [(list(range(10_000)), list(range(4096)))]
+
+
+def test_engines_beside_each_other(tmp_path: Path) -> None:
+    """Each in files of its own, each within its bound, and read together by time."""
+    rings = [Ring(tmp_path / "r", f"engine{i}", 2**20) for i in (0, 1, 10)]
+    recorders = [Recorder(ring, pytest.fail) for ring in rings]
+    for ring, other in zip(rings, (5, 3, 1), strict=True):
+        ring.append([line([other], [0], time=other)])
+    assert recorded(tmp_path / "r") == [([1], [0]), ([3], [0]), ([5], [0])]
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_a_second_server_is_refused(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "r", "engine0", 2**20)
+    recorder = Recorder(ring, pytest.fail)
+    with pytest.raises(ValueError, match="recorded to by another server; give each its own"):
+        Recorder(ring, pytest.fail)
+    recorder.close()
+    recorder.close()
+    Recorder(ring, pytest.fail).close()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_open_folder_is_refused(mode: int, tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r").chmod(mode)
+    with pytest.raises(ValueError, match=rf"\(mode {mode:o}\).* chmod 700 it"):
+        Ring(tmp_path / "r", "engine0", 2**20).lock()
+
+
+def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "below", Path("/proc/no/such")):
+        with pytest.raises(ValueError, match="cannot be written: .*; name a folder that"):
+            Ring(folder, "engine0", 2**20).lock()
+
+
+def test_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever adds notices nothing, and recording goes on when there is room."""
+    warnings: list[str] = []
+    recorder = Recorder(Ring(tmp_path / "r", "engine0", 2**20), warnings.append)
+    write = os.write
+
+    def full(handle: int, content: bytes) -> int:
+        if bytes(content[:5]).startswith(b'{"tim'):
+            return write(handle, content[:5])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        for _ in range(3):
+            recorder.add([1], [2])
+            recorder._thread.join(0.05)
+    recorder.add([3], [4])
+    recorder.close()
+    (warning,) = warnings
+    assert str(tmp_path / "r") in warning
+    assert "No space left on device" in warning
+    assert recorded(tmp_path / "r") == [([3], [4])]
+    assert read_recording(tmp_path / "r").num_damaged >= 1
+
+
+def test_slow_disk_loses_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    recorder = Recorder(Ring(tmp_path / "r", "engine0", 2**20), warnings.append)
+    monkeypatch.setattr("vllm_diffusion.drafting.recording._MAX_PENDING_TOKENS", 10)
+    recorder.add(range(9), range(9))
+    recorder.add([1], [2])
+    recorder.close()
+    (warning,) = warnings
+    assert "slower than the traffic" in warning
+    assert recorded(tmp_path / "r") == [([1], [2])]
+
+
+def test_clearing_under_a_writer(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "r", "engine0", 2**20)
+    recorder = Recorder(ring, pytest.fail)
+    ring.append([line([1], [2])])
+    assert clear_recording(ring.folder) == 1
+    with pytest.raises(ValueError, match="holds no exchange; record some first"):
+        read_recording(ring.folder)
+    recorder.add([3], [4])
+    recorder.close()
+    assert recorded(ring.folder) == [([3], [4])]
+
+
+def test_file_of_the_users(tmp_path: Path) -> None:
+    """A whole sequence is all answer; a mistake is told with its line."""
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"token_ids": [1, 2]}\n\n' + line([3], [4]).decode())
+    assert recorded(file) == [([], [1, 2]), ([3], [4])]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "line 1: this is no JSON object"),
+        ("[1]", "line 1: this is no JSON object"),
+        ('{"token_ids": [1]}\n{"a": 1}', "line 2: prompt_token_ids must be a list of token ids"),
+        ('{"token_ids": [-1]}', "line 1: token_ids must be a list of token ids"),
+        ('{"token_ids": [1.5]}', "token_ids must be a list"),
+        ('{"token_ids": [true]}', "token_ids must be a list"),
+        ('{"token_ids": []}', "no tokens of an answer; leave the line out"),
+        ('{"prompt_token_ids": [1], "output_token_ids": "2"}', "output_token_ids must be a list"),
+        ('{"token_ids": [1], "time": "now"}', "time='now' must be a number"),
+        ("", "holds no exchange; record some first"),
+    ],
+)
+def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message) as refused:
+        read_recording(file)
+    assert str(file) in str(refused.value)
+
+
+def test_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none cannot be read: No such file .* name the folder"):
+        read_recording(tmp_path / "none")
+
+
+def test_held_out_by_the_prompt(tmp_path: Path) -> None:
+    """Whatever was answered; about a tenth."""
+    file = tmp_path / "own.jsonl"
+    file.write_bytes(b"".join(line([i, 7], [answer]) for i in range(2000) for answer in (1, 2)))
+    found = read_recording(file).exchanges
+    marks = [each.is_held_out for each in found]
+    assert marks[::2] == marks[1::2]
+    assert 0.07 < sum(marks) / len(marks) < 0.13
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted"),
+    [
+        (None, True),
+        ({}, True),
+        ({"record": 1}, True),
+        ({"record": True}, True),
+        ({"record": "true"}, True),
+        ({"record": False}, False),
+        ({"record": 0}, False),
+        ({"record": "false"}, False),
+        ({"record": "no"}, False),
+        ({"record": None}, False),
+        ({"record": [1]}, False),
+    ],
+)
+def test_what_a_request_says(extra: dict[str, object] | None, wanted: bool) -> None:
+    assert wants_recording(extra) is wanted

@@ -1,0 +1,364 @@
+"""Token ids of a server's own traffic on disk: what a draft is calibrated on.
+
+A *recording* is a folder of JSON lines that its owner alone can read. A line is an *exchange*, a prompt and
+what the target answered. Each engine writes files of its own in turn, and the oldest go when all of them
+would take more than they may: a ring, whose state is nothing but the files, so that it outlives its
+server and may be cleared while it is written.
+
+Sampled or greedy, drafted or not: the answers are the target's own, and a replay gives its hidden states.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import threading
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Files of an engine: what goes at once is an eighth of what may be kept.
+_NUM_SEGMENTS = 8
+# Token ids that wait for the disk, at most; a disk slower than the traffic loses the rest.
+_MAX_PENDING_TOKENS = 2**22
+# Seconds that a server which ends waits for what is not written yet.
+_CLOSE_SECONDS = 5.0
+# Ids that are made text at once: between two of these other threads have their turn.
+_IDS_AT_ONCE = 4096
+# One exchange in so many is not trained on.
+_HELD_OUT_EVERY = 10
+_SUFFIX = ".jsonl"
+# The largest id that is believed. What a vocabulary holds is its target's to say.
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A prompt and its answer.
+
+    Attributes:
+        prompt_token_ids: ``array("i")``, may be empty.
+        output_token_ids: ``array("i")``, the target's own tokens.
+        time: When it ended, in seconds since the epoch; 0 where nobody knows.
+    """
+
+    prompt_token_ids: array[int]
+    output_token_ids: array[int]
+    time: float = 0.0
+
+    @property
+    def token_ids(self) -> array[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether drafts are compared on it and never trained on it: by its prompt, so always the same."""
+        prompt = self.prompt_token_ids or self.output_token_ids
+        return zlib.crc32(prompt.tobytes()) % _HELD_OUT_EVERY == 0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was read.
+
+    Attributes:
+        exchanges: Oldest first.
+        num_damaged: Lines that are none: half written when a server was killed or its disk was full.
+    """
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    num_damaged: int = 0
+
+
+def read_recording(path: str | Path) -> Recording:
+    """All exchanges of a recording, or of one file of JSON lines.
+
+    A line of a file of yours holds ``prompt_token_ids`` and ``output_token_ids``, or ``token_ids``.
+
+    Args:
+        path: A folder, whose damaged lines are counted; or a file, which must have none.
+
+    Raises:
+        ValueError: Naming the path, and the line, if it cannot be read or holds no exchange.
+    """
+    path = Path(path)
+    exchanges: list[Exchange] = []
+    num_damaged = 0
+    try:
+        if not path.is_dir():
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.strip():
+                        continue
+                    try:
+                        exchanges.append(_parsed(line))
+                    except ValueError as error:
+                        raise ValueError(f"{path}, line {number}: {error}") from None
+        else:
+            for file in sorted(path.glob(f"*{_SUFFIX}")):
+                try:
+                    content = file.read_bytes()
+                except FileNotFoundError:
+                    # It was the oldest of a ring that is being written.
+                    continue
+                for line in content.splitlines():
+                    try:
+                        exchanges.append(_parsed(line))
+                    except ValueError:
+                        num_damaged += 1
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read: {error.strerror}; name the folder that a server records to, or a "
+            "file of JSON lines."
+        ) from None
+    if not exchanges:
+        raise ValueError(
+            f"{path} holds no exchange; record some first (vllm-diffusion calibrate record)."
+        )
+    exchanges.sort(key=lambda exchange: exchange.time)
+    return Recording(exchanges, num_damaged)
+
+
+def _parsed(line: bytes) -> Exchange:
+    """An exchange of a line.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("this is no JSON object.") from None
+    if not isinstance(found, Mapping):
+        raise ValueError("this is no JSON object.")
+    if "token_ids" in found:
+        prompt, output = array("i"), _ids(found, "token_ids")
+    else:
+        prompt, output = _ids(found, "prompt_token_ids"), _ids(found, "output_token_ids")
+    if not output:
+        raise ValueError("there are no tokens of an answer; leave the line out.")
+    at = found.get("time", 0.0)
+    if isinstance(at, bool) or not isinstance(at, int | float):
+        raise ValueError(f"time={at!r} must be a number of seconds.")
+    return Exchange(prompt, output, float(at))
+
+
+def _ids(line: Mapping[str, Any], name: str) -> array[int]:
+    ids = line.get(name)
+    if not isinstance(ids, list) or not all(
+        type(each) is int and 0 <= each <= _MAX_TOKEN_ID for each in ids
+    ):
+        raise ValueError(f"{name} must be a list of token ids.")
+    return array("i", ids)
+
+
+def wants_recording(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request may be recorded: it says nothing of ``record``, or true.
+
+    Args:
+        extra_args: ``SamplingParams.extra_args``; ``vllm_xargs`` over HTTP, which makes booleans of JSON
+            0 and 1.
+    """
+    return (extra_args or {}).get("record", True) in (True, "true", "True")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One engine's files in a recording.
+
+    Attributes:
+        folder: Of the recording.
+        name: Of the engine.
+        max_bytes: Of all of its files, never exceeded.
+    """
+
+    folder: Path
+    name: str
+    max_bytes: int
+
+    def lock(self) -> int:
+        """Make the folder if it is not there, and keep other servers off these files.
+
+        Returns:
+            A file descriptor; closing it gives them free.
+
+        Raises:
+            ValueError: Naming the folder and the remedy, if it cannot be written, others may see into
+                it, or another server writes there.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = stat.S_IMODE(self.folder.stat().st_mode)
+            if mode & 0o077:
+                raise ValueError(
+                    f"folder={str(self.folder)!r} is open to other users (mode {mode:o}), and what is "
+                    "recorded is for its owner alone; name a folder that is not there yet, or chmod 700 it."
+                )
+            handle = os.open(
+                self.folder / f".{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise ValueError(
+                f"folder={str(self.folder)!r} cannot be written: {error.strerror}; name a folder that "
+                "the server may write."
+            ) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise ValueError(
+                f"folder={str(self.folder)!r} is recorded to by another server; give each its own."
+            ) from None
+        return handle
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Write lines, each of which ends with a line feed; old ones make room.
+
+        A line larger than the ring is left out.
+
+        Raises:
+            OSError: If the disk takes no more; a line may be half written then.
+        """
+        files = self._files()
+        for line in lines:
+            size = len(line)
+            if size > self.max_bytes:
+                continue
+            newest = max(files, default=0)
+            if files.get(newest, 0) + size > self.max_bytes // _NUM_SEGMENTS:
+                newest += 1
+            # One more byte: what was half written before may have to be ended first.
+            while files and sum(files.values()) + size + 1 > self.max_bytes:
+                oldest = min(files)
+                self._path(oldest).unlink(missing_ok=True)
+                del files[oldest]
+            _write(self._path(newest), line)
+            files[newest] = self._path(newest).stat().st_size
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{self.name}-{number:08d}{_SUFFIX}"
+
+    def _files(self) -> dict[int, int]:
+        """Bytes of each file, by number."""
+        found = {}
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                name, _, number = entry.name.removesuffix(_SUFFIX).rpartition("-")
+                if name == self.name and number.isdecimal():
+                    found[int(number)] = entry.stat().st_size
+        return found
+
+
+def _write(path: Path, line: bytes) -> None:
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        end = os.fstat(handle).st_size
+        if end and os.pread(handle, 1, end - 1) != b"\n":
+            line = b"\n" + line
+        rest = memoryview(line)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+    finally:
+        os.close(handle)
+
+
+class Recorder:
+    """Writes exchanges in a thread of its own: whoever adds one never waits for a disk.
+
+    Nothing is raised after it was made: what cannot be written is lost, and the first loss is told.
+    """
+
+    def __init__(self, ring: Ring, warn: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            ring: Where to.
+            warn: Told of the first loss.
+
+        Raises:
+            ValueError: As :meth:`Ring.lock`.
+        """
+        self._ring, self._warn = ring, warn
+        self._lock = ring.lock()
+        self._pending: deque[tuple[float, Sequence[int], Sequence[int]]] = deque()
+        self._pending_tokens = 0
+        self._is_closed = self._has_warned = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    def add(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
+        """Record an exchange soon. Neither sequence may change any more."""
+        num_tokens = len(prompt_token_ids) + len(output_token_ids)
+        with self._changed:
+            is_lost = self._pending_tokens + num_tokens > _MAX_PENDING_TOKENS
+            if not is_lost:
+                self._pending.append((time.time(), prompt_token_ids, output_token_ids))
+                self._pending_tokens += num_tokens
+                self._changed.notify()
+        if is_lost:
+            self._lose("its disk is slower than the traffic")
+
+    def close(self) -> None:
+        """Write what is pending, for a few seconds at most, and give the files free."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_SECONDS)
+        os.close(self._lock)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closed)
+                taken = list(self._pending)
+                self._pending.clear()
+            if not taken:
+                return
+            try:
+                self._ring.append([_line(*each) for each in taken])
+            except OSError as error:
+                self._lose(error.strerror or str(error))
+            with self._changed:
+                self._pending_tokens -= sum(len(each[1]) + len(each[2]) for each in taken)
+
+    def _lose(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"Traffic is being lost that was to be recorded in {self._ring.folder}: {why}. Serving "
+                "goes on; this is said once."
+            )
+
+
+def _line(at: float, prompt: Sequence[int], output: Sequence[int]) -> bytes:
+    return (
+        f'{{"time":{at:.3f},"prompt_token_ids":[{_joined(prompt)}],'
+        f'"output_token_ids":[{_joined(output)}]}}\n'
+    ).encode()
+
+
+def _joined(ids: Sequence[int]) -> str:
+    return ",".join(_pieces(ids))
+
+
+def _pieces(ids: Sequence[int]) -> Iterator[str]:
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        yield ",".join(map(str, ids[start : start + _IDS_AT_ONCE]))
+
+
+def clear_recording(folder: str | Path) -> int:
+    """Delete what was recorded, also while a server records; how many files that were."""
+    files = list(Path(folder).glob(f"*{_SUFFIX}"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
