@@ -53,6 +53,7 @@ _GEMMA_MM = "vllm.model_executor.models.gemma4_mm:Gemma4ForConditionalGeneration
 _STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState."
 _LINEAR = "vllm.model_executor.kernels.linear:"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
+_HIDDEN_STATES = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector:"
 _ADAPTERS = "vllm.lora.model_manager:LRUCacheLoRAModelManager."
 _PUNICA = "vllm.lora.punica_wrapper."
 
@@ -748,6 +749,19 @@ TABLE: tuple[Symbol, ...] = (
         "vllm.triton_utils.dispatcher:register_kernels",
         Use.CALLED,
         "PyTorch in place of the runner's hot Triton kernels.",
+    ),
+    # Calibration.
+    *(
+        Symbol(_HIDDEN_STATES + name, use, reason)
+        for name, use, reason in (
+            (
+                "ExampleHiddenStatesConnector._submit_async_write",
+                Use.SUBCLASSED,
+                "Writes hidden states without CUDA streams.",
+            ),
+            ("load_hidden_states", Use.CALLED, "Waits until a request's states are written."),
+            ("cleanup_hidden_states", Use.CALLED, "Deletes them once they are read."),
+        )
     ),
 )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+_DESCRIPTION = "extraction.json"
+_HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,59 @@ def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
         )
     start = tensors.get("answer_start")
     return Sample(ids.long(), states, 0 if start is None else int(start))
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What a folder of samples was extracted from, ``extraction.json`` in it.
+
+    Attributes:
+        target: The model, as vLLM was given it.
+        target_layer_ids: Layers whose outputs the samples hold.
+        num_target_layers: Of the target.
+        hidden_size: Of the target.
+        vocab_size: Of the target.
+    """
+
+    target: str
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+def write_extraction(folder: Path, extraction: Extraction) -> None:
+    """Say what the samples of a folder are."""
+    content = json.dumps(asdict(extraction), indent=2) + "\n"
+    (folder / _DESCRIPTION).write_text(content, encoding="utf-8")
+
+
+def read_extraction(folder: Path) -> Extraction:
+    """What the samples of a folder are.
+
+    Raises:
+        ValueError: If nothing says so.
+    """
+    path = folder / _DESCRIPTION
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        layers = tuple(content.pop("target_layer_ids"))
+        return Extraction(target_layer_ids=layers, **content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not say what was extracted ({error}); extract hidden states there with "
+            "vllm-diffusion calibrate extract."
+        ) from None
+
+
+def sample_name(idx: int, is_held_out: bool) -> str:
+    """The name of a file: samples that drafts are only measured on begin with ``held-out``."""
+    return f"{_HELD_OUT if is_held_out else 'sample'}-{idx:07d}.safetensors"
+
+
+def is_held_out(path: Path) -> bool:
+    """Whether drafts are measured on a file, and not trained on it."""
+    return path.name.startswith(_HELD_OUT)
 
 
 def sample_files(folder: Path) -> list[Path]:

@@ -153,6 +153,10 @@ class DiffusionCpuPlatform(CpuPlatform):
             check_checkpoint_fits(model_config)
 
         check_verification(vllm_config)
+        if vllm_config.kv_transfer_config is not None:
+            from vllm_diffusion.platforms.cpu_hidden_states import use_cpu_connector
+
+            use_cpu_connector(vllm_config.kv_transfer_config)
         parallel_config = vllm_config.parallel_config
         if vllm_config.diffusion_config is None and parallel_config.pipeline_parallel_size > 1:
             # Stages of vLLM's own models have been run synchronously only.

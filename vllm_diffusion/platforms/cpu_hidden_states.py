@@ -1,0 +1,66 @@
+"""vLLM's extraction of hidden states, where there are neither CUDA streams nor pinned memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+STOCK_CONNECTOR = "ExampleHiddenStatesConnector"
+
+
+def use_cpu_connector(kv_transfer_config: Any) -> None:
+    """Have the class below stand in for vLLM's, where it is asked for by name.
+
+    Args:
+        kv_transfer_config: Of the engine.
+    """
+    if kv_transfer_config.kv_connector == STOCK_CONNECTOR:
+        kv_transfer_config.kv_connector = CpuHiddenStatesConnector.__name__
+        kv_transfer_config.kv_connector_module_path = __name__
+
+
+class _Done:
+    """An event of a copy that has been made."""
+
+    def query(self) -> bool:
+        return True
+
+
+class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
+    """Writes a request's states at once: the cache that holds them is in this memory."""
+
+    def _submit_async_write(self, pending: Any) -> None:
+        """Write ``token_ids`` [T] and ``hidden_states`` [T, states, hidden_size] to the request's file.
+
+        What cannot be written is logged, as vLLM does: its reader finds no file.
+        """
+        if not self._is_tp_rank_zero:
+            return
+        # [blocks, states, block_size, hidden_size]
+        blocks = self._kv_cache[pending.block_ids]
+        states = blocks.transpose(1, 2).flatten(0, 1)[: len(pending.token_ids)]
+        tensors = {
+            "hidden_states": states.contiguous(),
+            "token_ids": pending.token_ids.to(torch.int64),
+        }
+        lock = self._lock_fds.pop(pending.req_id, None)
+        try:
+            Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, pending.filename)
+        except (OSError, SafetensorError) as error:
+            logger.error("Hidden states of request %s are lost: %s", pending.req_id, error)
+        finally:
+            if lock is not None:
+                os.close(lock)
+        self._req_copy_events[pending.req_id] = _Done()
