@@ -116,12 +116,12 @@ def train_target(rank: int, args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def answers(target: Qwen3ForCausalLM, tokenizer, seed: int) -> Iterator[Sample]:
+def answers(
+    target: Qwen3ForCausalLM, tokenizer, seed: int, weights: dict[str, float] = DRAFT_WEIGHTS
+) -> Iterator[Sample]:
     """Endless: the target's own answers and its hidden states, those of similar length together."""
     rng = random.Random(seed)
-    stream = row_stream(
-        tokenizer, DRAFT_WEIGHTS, ROWS_A_PASS, seed, lambda: rng.random() < SHORT_SHARE
-    )
+    stream = row_stream(tokenizer, weights, ROWS_A_PASS, seed, lambda: rng.random() < SHORT_SHARE)
     for rows in stream:
         ids, _ = make_batch(rows)
         out = target.model(ids, use_cache=False, output_hidden_states=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,48 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_diffusion.calibration.samples import Sample
+from vllm_diffusion.calibration.settings import TrainSettings as TrainSettings
 from vllm_diffusion.drafting.reference import ReferenceDraft
 from vllm_diffusion.drafting.reveal import without_mask_token
 
 _IGNORED = -100
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """How a draft is trained.
-
-    Attributes:
-        steps: Steps of the optimizer.
-        batch_size: Samples a step.
-        anchors: Blocks of each sample.
-        learning_rate: At its highest, after warming up; it falls to a twentieth along a cosine.
-        warm_up: Share of the steps in which it rises.
-        revealed_share: Share of the blocks of which a random share is revealed.
-        gamma: Position k of a block weighs ``exp(-(k - 1) / gamma)``; by default half a block, the
-            paper's value for blocks of 8 and 10 (for 16 it has 7).
-        report_every: Steps between two reports.
-        seed: Of anchors and masks.
-    """
-
-    steps: int
-    batch_size: int = 16
-    anchors: int = 16
-    learning_rate: float = 2e-3
-    warm_up: float = 0.04
-    revealed_share: float = 0.25
-    gamma: float | None = None
-    report_every: int = 50
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "anchors", "report_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("warm_up", "revealed_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be a share, from 0 to 1.")
-        if self.learning_rate <= 0 or (self.gamma is not None and self.gamma <= 0):
-            raise ValueError("learning_rate and gamma must be above 0.")
 
 
 @dataclass(frozen=True)
@@ -255,9 +219,11 @@ def _optimizers(draft: ReferenceDraft, lr: float) -> list[torch.optim.Optimizer]
     ]
 
 
-def _learning_rate(settings: TrainSettings, step: int) -> float:
-    rising = min(1.0, (step + 1) / max(1.0, settings.warm_up * settings.steps))
-    falling = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+def _learning_rate(settings: TrainSettings, share: float) -> float:
+    """When ``share`` of the training is done, from 0 to 1."""
+    steps = settings.steps
+    rising = min(1.0, (share * steps + 1) / max(1.0, settings.warm_up * steps))
+    falling = 0.5 * (1 + math.cos(math.pi * share))
     return settings.learning_rate * rising * (0.05 + 0.95 * falling)
 
 
@@ -299,7 +265,13 @@ def train(
     history: list[Progress] = []
     losses: list[float] = []
     step = 0
+    start = time.monotonic()
     for batch in _batches(samples, settings, draft.fc.weight):
+        share = step / settings.steps
+        if settings.minutes is not None:
+            share = max(share, (time.monotonic() - start) / (60 * settings.minutes))
+            if share >= 1 and step:
+                break
         step += 1
         blocks = draw_blocks(
             batch.token_ids,
@@ -321,7 +293,7 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = _learning_rate(settings, step - 1)
+            optimizer.param_groups[0]["lr"] = _learning_rate(settings, min(share, 1.0))
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.console import fail
+from vllm_diffusion.calibration.settings import TrainSettings
+from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.drafting.recording import clear_recording, read_recording
 
 if TYPE_CHECKING:
+    from vllm_diffusion.calibration.train import Progress
     from vllm_diffusion.cli.checkpoint import Subcommands
 
 
@@ -20,10 +25,10 @@ def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "calibrate",
         help="train a draft on what its server is asked",
-        description="Record a server's traffic.",
+        description="Record a server's traffic, extract its target's hidden states, and train a draft.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
-    for add_step in (_add_record,):
+    for add_step in (_add_record, _add_extract, _add_train):
         add_step(steps)
 
 
@@ -77,3 +82,208 @@ def _described(folder: Path) -> str:
     if recording.num_damaged:
         lines.append(f"{recording.num_damaged} half-written lines were passed over")
     return "\n".join(lines)
+
+
+def _add_extract(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "extract",
+        help="read recorded traffic once more, and keep the target's hidden states",
+        description="Replay recorded tokens through vLLM's own extraction of hidden states, the newest "
+        "first, and write what `calibrate train` reads.",
+        epilog="Other options are vLLM's for the target, such as --tensor-parallel-size 2.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", help="whose traffic was recorded; a folder or a repository")
+    parser.add_argument(
+        "recording", type=Path, help="a folder of a server, or a file of JSON lines"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    layers = parser.add_mutually_exclusive_group(required=True)
+    layers.add_argument("--draft", type=Path, help="a draft whose target_layer_ids are extracted")
+    layers.add_argument("--layer-ids", help="layers of the target instead, such as 1,9,17,25,33")
+    parser.add_argument(
+        "--max-mib", type=int, default=4096, help="of hidden states on disk (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=4096, help="tokens of a sequence (%(default)s)"
+    )
+    parser.set_defaults(run=extract, vllm_options=[])
+
+
+def extract(arguments: argparse.Namespace) -> int:
+    try:
+        exchanges = read_recording(arguments.recording).exchanges
+        layers = _layer_ids(arguments)
+
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        from vllm_diffusion.calibration import extract as extraction
+
+        parser = EngineArgs.add_cli_args(
+            FlexibleArgumentParser(prog="vllm-diffusion calibrate extract")
+        )
+        known = parser.parse_args(["--model", arguments.target, *arguments.vllm_options])
+        done = extraction.extract(
+            EngineArgs.from_cli_args(known),
+            exchanges,
+            layers,
+            arguments.out,
+            max_bytes=arguments.max_mib * 2**20,
+            max_length=arguments.max_length,
+            report=say,
+        )
+    except ValueError as error:
+        return fail(_one_line(error))
+    left_out = {
+        "repeat another": done.num_repeated,
+        "are too long": done.num_too_long,
+        "have no room (--max-mib)": done.num_without_room,
+    }
+    for why, count in left_out.items():
+        if count:
+            say(f"{count} exchanges {why} and are left out.")
+    if done.num_cut:
+        say(f"{done.num_cut} sequences are cut to {arguments.max_length} tokens (--max-length).")
+    print(
+        f"{done.num_samples} samples, {done.num_tokens} tokens, {done.num_bytes / 2**20:.1f} MiB in {arguments.out}"
+    )
+    return 0
+
+
+def _layer_ids(arguments: argparse.Namespace) -> list[int]:
+    if arguments.draft is not None:
+        path = arguments.draft / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            return [int(layer) for layer in config["dflash_config"]["target_layer_ids"]]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
+                "DFlash draft, or the layers with --layer-ids."
+            ) from None
+    try:
+        return [int(layer) for layer in arguments.layer_ids.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--layer-ids {arguments.layer_ids} must be numbers with commas, such as 1,9,17."
+        ) from None
+
+
+def _one_line(error: ValueError) -> str:
+    """What pydantic says of a configuration names our sentence among its own."""
+    errors = getattr(error, "errors", None)
+    found = str(errors()[0]["msg"]) if callable(errors) else str(error)
+    return found.removeprefix("Value error, ")
+
+
+# Settings of a training that are options, and what they say of themselves.
+_SETTINGS = {
+    "batch_size": "samples a step",
+    "anchors": "blocks of each sample",
+    "learning_rate": "at its highest",
+    "revealed_share": "share of the blocks of which some is revealed, for drafts of several passes",
+    "report_every": "steps between two lines of progress",
+    "seed": "of blocks, masks and random weights",
+}
+
+
+def _add_train(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "train",
+        help="train a draft on extracted hidden states",
+        description="Train a draft, from another one's weights or from random ones, on what `calibrate "
+        "extract` wrote. Nothing is saved until it is complete.",
+    )
+    parser.add_argument("samples", type=Path, help="a folder of `calibrate extract`")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder, for the draft")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--from", dest="first", type=Path, help="a draft to start from")
+    start.add_argument("--layers", type=int, help="start from random weights, with so many layers")
+    parser.add_argument("--block-size", type=int, help="of a new draft: an anchor and masks")
+    parser.add_argument(
+        "--mask-token-id", type=int, help="of a new draft: a token that no text has"
+    )
+    parser.add_argument("--target", help="default: the one that the samples were extracted from")
+    parser.add_argument("--steps", type=int, default=2000, help="of the optimizer (%(default)s)")
+    parser.add_argument("--minutes", type=float, help="end then though steps are left")
+    defaults = {each.name: each.default for each in dataclasses.fields(TrainSettings)}
+    for name, meaning in _SETTINGS.items():
+        default = defaults[name]
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(
+            option, type=type(default), default=default, help=f"{meaning} (%(default)s)"
+        )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.set_defaults(run=train)
+
+
+def train(arguments: argparse.Namespace) -> int:
+    is_new = arguments.first is None
+    try:
+        for name in ("block_size", "mask_token_id"):
+            option = "--" + name.replace("_", "-")
+            if is_new and getattr(arguments, name) is None:
+                raise ValueError(
+                    f"{option} is needed for a new draft; give it, or start --from one."
+                )
+            if not is_new and getattr(arguments, name) is not None:
+                raise ValueError(
+                    f"{option} is of a new draft, and --from has its own; leave it out."
+                )
+        names = ("steps", "minutes", *_SETTINGS)
+        settings = TrainSettings(**{name: getattr(arguments, name) for name in names})
+
+        import torch
+
+        from vllm_diffusion.calibration import calibrate
+        from vllm_diffusion.calibration.samples import read_extraction
+        from vllm_diffusion.drafting.reference import ReferenceDraft, draft_config
+
+        if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(
+                f"--device {arguments.device}: torch finds no such GPU; set it to cpu."
+            )
+        extraction = read_extraction(arguments.samples)
+        draft = None if is_new else calibrate.load_first_draft(arguments.first)
+        ends = calibrate.load_ends(arguments.target or extraction.target)
+        if draft is None:
+            torch.manual_seed(settings.seed)
+            draft = ReferenceDraft(
+                draft_config(
+                    ends.config,
+                    num_layers=arguments.layers,
+                    block_size=arguments.block_size,
+                    mask_token_id=arguments.mask_token_id,
+                    target_layer_ids=extraction.target_layer_ids,
+                )
+            )
+        calibrate.calibrate(
+            arguments.samples,
+            ends,
+            draft,
+            arguments.out,
+            settings,
+            device=arguments.device,
+            report=_reporter(),
+        )
+    except ValueError as error:
+        return fail(str(error))
+    print(f"The draft is in {arguments.out}, a picture of its training in training.svg there.")
+    return 0
+
+
+def _reporter() -> Callable[[Progress], None]:
+    start = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        line = f"step {progress.step}, {(time.monotonic() - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
+        if progress.acceptance_by_position:
+            shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
+            line += (
+                f"; held out: {progress.accepted:.2f} of {len(progress.acceptance_by_position)} "
+                f"accepted, by position {shares}"
+            )
+        say(line)
+
+    return report

@@ -48,7 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Its exit status: 0 only if it did what it is for.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if "vllm_options" in arguments:
+        # A command that starts an engine hands on what it does not know.
+        arguments.vllm_options = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
