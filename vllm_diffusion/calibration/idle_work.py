@@ -15,7 +15,7 @@ import psutil
 
 # Of a process that only takes what others leave.
 _NICENESS = ("nice", "-n", "19")
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.25
 
 
 class IdleWorkError(Exception):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.calibration.settings import TrainSettings
+from vllm_diffusion.cli import recalibrate
 from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.drafting.recording import clear_recording, read_recording
 
@@ -28,7 +29,7 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Record a server's traffic, extract its target's hidden states, and train a draft.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
-    for add_step in (_add_record, _add_extract, _add_train):
+    for add_step in (_add_record, _add_extract, _add_train, recalibrate.add_parser):
         add_step(steps)
 
 
