@@ -44,7 +44,7 @@ def test_random_draft(tmp_path: Path) -> None:
 
         expected = {question: ask(server, question) for question in QUESTIONS}
         command += ["--exchanges", "100", "--idle-seconds", "2", "--verifications", "60"]
-        command += ["--minutes", "8", "--steps", "150", "--", "--max-model-len", "512"]
+        command += ["--minutes", "8", "--steps", "150", "--max-model-len", "512"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -103,13 +103,13 @@ def test_better_draft(server: Server, tmp_path: Path, monkeypatch: pytest.Monkey
     """Extracted with the served draft, trained from it, compared with it, and swapped in."""
     write_recording(tmp_path / "recording", 3)
     work = Work(monkeypatch)
-    assert online(tmp_path, "--steps", "7", "--", "--max-model-len", "64") == 0
+    assert online(tmp_path, "--steps", "7", "--max-model-len", "64") == 0
     (new,) = kept_drafts(tmp_path)
     assert server.swapped == [new]
     extraction, training, comparison = work.commands.values()
     old = str(server.draft)
     assert extraction[extraction.index("--draft") + 1] == old
-    assert extraction[-3:] == ["--", "--max-model-len", "64"]
+    assert extraction[-2:] == ["--max-model-len", "64"]
     assert training[training.index("--from") + 1] == old
     assert training[training.index("--steps") + 1] == "7"
     assert comparison[-2:] == [str(new), old]

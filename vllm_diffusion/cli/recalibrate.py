@@ -48,7 +48,7 @@ def add_parser(steps: Subcommands) -> None:
         "the new draft with the served one on answers that were held out, and swap it in if it is "
         "better; the server then puts the old one back by itself if its own counters say otherwise. "
         "Whenever the server has work, this halts. Ctrl-C ends it.",
-        epilog="Options of vLLM for the extraction follow --, such as -- --max-model-len 4096.",
+        epilog="Other options are vLLM's for the extraction, such as --max-model-len 4096.",
     )
     add_server(parser)
     parser.add_argument("--target", required=True, help="what the server serves")
@@ -71,8 +71,7 @@ def add_parser(steps: Subcommands) -> None:
     parser.add_argument(
         "--idle-seconds", type=float, default=30.0, help="without a request (%(default)s)"
     )
-    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="of vLLM")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, vllm_options=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -186,8 +185,7 @@ class _Rounds:
         words: list[str] = ["extract", arguments.target, str(arguments.recording)]
         words += ["--draft", str(old), "--out", str(samples)]
         words += ["--max-mib", str(max(int(arguments.disk_gib * 2**10), 1))]
-        if arguments.options:
-            words += ["--", *arguments.options]
+        words += arguments.vllm_options
         say(work.run("extraction", [*_OURS, *words]).strip().splitlines()[-1])
         words = ["train", str(samples), "--out", str(new), "--from", str(old)]
         words += ["--target", arguments.target, "--steps", str(arguments.steps)]
