@@ -109,6 +109,8 @@ def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
     if settings.adaptive and not _adapt(vllm_config):
         section = dict(vllm_config.additional_config["drafting"]) | {"adaptive": False}
         vllm_config.additional_config = {**vllm_config.additional_config, "drafting": section}
+        if settings.record is None:
+            return
     if settings.record is not None:
         try:
             # What is wrong with the folder is said now; the engine locks it when it is there.

@@ -102,7 +102,7 @@ def read_recording(path: str | Path) -> Recording:
                     except ValueError as error:
                         raise ValueError(f"{path}, line {number}: {error}") from None
         else:
-            for file in sorted(path.glob(f"*{_SUFFIX}")):
+            for file in sorted(path / name for name in os.listdir(path) if name.endswith(_SUFFIX)):
                 try:
                     content = file.read_bytes()
                 except FileNotFoundError:

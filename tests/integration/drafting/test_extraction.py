@@ -76,24 +76,12 @@ def test_states(cache: str, models: Any, tmp_path: Path) -> None:
             ("--kv-cache-dtype", "turboquant_k8v4"),
             "--kv-cache-dtype turboquant_k8v4: hidden states",
         ),
-        pytest.param(
-            ("--kv-cache-dtype", "nvfp4"),
-            "--kv-cache-dtype nvfp4: hidden states",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--kv-cache-dtype", "int4_per_token_head"),
-            "int4_per_token_head: hidden states",
-            marks=pytest.mark.slow,
-        ),
+        (("--kv-cache-dtype", "nvfp4"), "--kv-cache-dtype nvfp4: hidden states"),
+        (("--kv-cache-dtype", "int4_per_token_head"), "int4_per_token_head: hidden states"),
         (("--layer-ids", "0,3"), r"target_layer_ids=[0, 3] must be layers of the target, 0 to 2"),
-        pytest.param(
-            ("--layer-ids", "-1"), "target_layer_ids=[-1] must be layers", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--max-length", "1"), "None of 3 exchanges can be extracted", marks=pytest.mark.slow
-        ),
-        pytest.param(("--max-mib", "0"), "3 exchanges have no room; raise", marks=pytest.mark.slow),
+        (("--layer-ids", "-1"), "target_layer_ids=[-1] must be layers"),
+        (("--max-length", "1"), "None of 3 exchanges can be extracted"),
+        (("--max-mib", "0"), "3 exchanges have no room; raise"),
         (
             ("--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'),
             "--kv-transfer-config is set by the extr",

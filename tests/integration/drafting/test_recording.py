@@ -91,14 +91,4 @@ def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
         configure(target, ours, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     with pytest.raises(ValueError, match="record is of autoregressive targets"):
         configure(SHIPPED, ours)
-    for record, message in (
-        ("here", "record='here' must be a mapping"),
-        ({"max_mib": 3}, 'must be a mapping with "folder"'),
-        (ours | {"max_gib": 3}, "record has no setting 'max_gib'; it has folder, max_mib"),
-        ({"folder": 3}, "record.folder=3 must be the path"),
-        (ours | {"max_mib": 0}, "record.max_mib=0 must be an integer of at least 1"),
-        (ours | {"max_mib": True}, "record.max_mib=True must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            configure(target, record)
     assert not (tmp_path / "recording").exists()

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
-from vllm_diffusion.drafting.check import ARCHITECTURE, STOCK_ARCHITECTURE, check_draft
+from vllm_diffusion.drafting.check import (
+    ARCHITECTURE,
+    SCHEDULER,
+    STOCK_ARCHITECTURE,
+    check_draft,
+)
+from vllm_diffusion.drafting.recording import Ring
 from vllm_diffusion.platforms.cpu import check_verification
 
 pytestmark = pytest.mark.engine
@@ -117,3 +125,50 @@ def test_what_the_cpu_does_not_verify() -> None:
         check_verification(config)
     config.speculative_config = None
     check_verification(config)
+
+
+ADAPTIVE = {"drafting": {"adaptive": True}}
+
+
+def recording(folder: Any, **changes: Any) -> Any:
+    """What vLLM has configured for a target whose traffic is recorded."""
+    config = configured({"record": {"folder": str(folder)}}, architectures=["DFlash2DraftModel"])
+    config.scheduler_config = SimpleNamespace(scheduler_cls=None, max_num_seqs=8)
+    config.parallel_config = SimpleNamespace(data_parallel_size=1)
+    config.diffusion_config = None
+    vars(config).update(changes)
+    return config
+
+
+def test_recording_goes_with_any_draft_and_none(tmp_path: Path) -> None:
+    """Our scheduler is chosen, and looked at again for the draft's own configuration."""
+    for changes in ({}, {"speculative_config": None}):
+        config = recording(tmp_path / "recording", **changes)
+        check_draft(config)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER
+        held = Ring(tmp_path / "recording", "engine0", 1).lock()
+        check_draft(config)
+        os.close(held)
+
+
+def test_adaptive_drafts_are_off_in_data_parallelism(tmp_path: Path) -> None:
+    """For each engine, and what is recorded stays."""
+    record = {"folder": str(tmp_path / "recording")}
+    config = recording(
+        tmp_path,
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+        additional_config={"drafting": {"record": record, "adaptive": True}},
+    )
+    check_draft(config)
+    assert config.additional_config == {"drafting": {"record": record, "adaptive": False}}
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    config.additional_config, config.scheduler_config.scheduler_cls = ADAPTIVE, None
+    check_draft(config)
+    assert config.scheduler_config.scheduler_cls is None
+
+
+def test_two_servers_do_not_record_to_one_folder(tmp_path: Path) -> None:
+    held = Ring(tmp_path / "recording", "engine0", 1).lock()
+    with pytest.raises(ValueError, match=r"record\.folder=.* is recorded to by another server"):
+        check_draft(recording(tmp_path / "recording"))
+    os.close(held)

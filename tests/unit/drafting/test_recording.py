@@ -59,6 +59,15 @@ def test_half_written_entry_never_breaks_a_reader(
     assert read_recording(ring.folder).num_damaged <= 1
 
 
+@given(junk=st.binary(max_size=200).filter(lambda junk: b"token_ids" not in junk))
+def test_junk_never_breaks_a_reader(junk: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever a disk did to a file: what is whole around it is read."""
+    folder = folder_of(tmp_path_factory)
+    whole = line([1], [2])
+    (folder / "engine0-00000000.jsonl").write_bytes(whole + junk + b"\n" + whole)
+    assert recorded(folder) == [([1], [2])] * 2
+
+
 @given(
     sizes=st.lists(st.integers(30, 3000), min_size=1, max_size=60),
     max_bytes=st.integers(200, 4000),

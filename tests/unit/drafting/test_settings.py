@@ -46,6 +46,16 @@ def test_settings_are_read() -> None:
         ({"order": ["position"]}, "order=.* is not known"),
         ({"schedule": {}}, 'schedule={} is not known; set it to "cosine" or "linear" or "sqrt"'),
         ({"reveals": "sampled"}, 'reveals="sampled" is not served: .* leave reveals out'),
+        ({"record": "here"}, "record='here' must be a mapping"),
+        ({"record": {"max_mib": 3}}, 'must be a mapping with "folder"'),
+        (
+            {"record": {"folder": "r", "max_gib": 3}},
+            "record has no setting 'max_gib'; it has folder, max_mib",
+        ),
+        ({"record": {"folder": 3}}, "record.folder=3 must be the path of a folder"),
+        ({"record": {"folder": ""}}, "record.folder='' must be the path"),
+        ({"record": {"folder": "r", "max_mib": 0}}, "record.max_mib=0 must be an integer"),
+        ({"record": {"folder": "r", "max_mib": True}}, "record.max_mib=True must be"),
         ({"reveals": "greedy"}, "reveals='greedy' is not known; set it to \"likeliest\""),
     ],
 )
