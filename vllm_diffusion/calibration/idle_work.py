@@ -15,7 +15,7 @@ import psutil
 
 # Of a process that only takes what others leave.
 _NICENESS = ("nice", "-n", "19")
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.5
 
 
 class IdleWorkError(Exception):
@@ -27,7 +27,7 @@ class IdleWork:
     """Runs commands one after the other while nobody else has work.
 
     Attributes:
-        is_busy: Whether somebody has; asked several times a second.
+        is_busy: Whether somebody has; asked twice a second.
         seconds: Of all commands together; time in which they are halted does not count.
         max_bytes: Of a command's processes together, in memory.
         report: Told when a command is halted and goes on.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from vllm_diffusion.cli.swap_draft import (
     wait_until_judged,
 )
 from vllm_diffusion.drafting.recording import read_recording
+from vllm_diffusion.training.draft_trial import PENDING
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -123,9 +125,11 @@ class _Rounds:
     arguments: argparse.Namespace
     client: DraftClient
     until: float = 0.0
+    _times: list[float] = field(default_factory=list)
+    _sizes: list[tuple[str, int]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until enough was recorded, no swap is pending, and the server is idle."""
+        """Until the server is idle, no swap is pending, and enough was recorded."""
         arguments = self.arguments
         idle_since = time.monotonic()
         told = ""
@@ -133,23 +137,36 @@ class _Rounds:
             is_busy = _is_busy(arguments.url)
             if is_busy:
                 idle_since = time.monotonic()
-            found = read_recording(arguments.recording).exchanges
-            num_new = sum(each.time > self.until for each in found)
-            status = self.client.status()
-            is_pending = status["swap"] is not None and status["swap"]["state"] == "pending"
-            if num_new < arguments.exchanges:
-                waits = f"fewer than {arguments.exchanges} new exchanges are recorded"
-            elif is_pending:
-                waits = "a swap is pending"
-            elif is_busy or time.monotonic() - idle_since < arguments.idle_seconds:
+            if is_busy or time.monotonic() - idle_since < arguments.idle_seconds:
                 waits = "the server has work"
+            elif _is_pending(self.client.status()):
+                waits = "a swap is pending"
+            elif self._num_new() < arguments.exchanges:
+                waits = f"fewer than {arguments.exchanges} new exchanges are recorded"
             else:
-                self.until = found[-1].time
+                self.until = self._times[-1]
                 return
             if waits != told:
                 told = waits
                 say(f"Waiting: {waits}.")
             time.sleep(_POLL_SECONDS)
+
+    def _num_new(self) -> int:
+        """Exchanges that no round has seen; read again where the files are others."""
+        recording = self.arguments.recording
+        sizes = []
+        for file in sorted(recording.glob("*")) if recording.is_dir() else [recording]:
+            # The oldest file of a ring goes while it is written.
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((file.name, file.stat().st_size))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            try:
+                self._times = [each.time for each in read_recording(recording).exchanges]
+            except ValueError:
+                # It was cleared meanwhile.
+                self._times = []
+        return sum(at > self.until for at in self._times)
 
     def run(self) -> None:
         """Extract, train, compare, swap. What fails ends the round, and the served draft stays."""
@@ -204,6 +221,11 @@ class _Rounds:
             say(f"That is not better: {old} is served on.")
             shutil.rmtree(new)
         return bool(found["is_better"])
+
+
+def _is_pending(status: dict[str, Any]) -> bool:
+    swap = status["swap"]
+    return swap is not None and swap["state"] == PENDING
 
 
 def _is_busy(url: str) -> bool:
