@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Qwen3Config
+
+from vllm_diffusion.drafting.layers import context_rows
+from vllm_diffusion.drafting.reference import ReferenceDraft
 
 VOCAB = 160
 HIDDEN = 64
@@ -89,81 +92,22 @@ def draft_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def draft_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
-    """Random weights under z-lab's names: embedding and head are the target's."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    layers = len(config["dflash_config"]["target_layer_ids"])
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, layers * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for idx in range(config["num_hidden_layers"]):
-        for name, shape in {
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "mlp.gate_proj": (config["intermediate_size"], hidden),
-            "mlp.up_proj": (config["intermediate_size"], hidden),
-            "mlp.down_proj": (hidden, config["intermediate_size"]),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():
-            shapes[f"layers.{idx}.{name}.weight"] = shape
+def random_draft(seed: int = 1, **changes: Any) -> ReferenceDraft:
+    """The reference with random weights; ``changes`` are of its ``config.json``."""
+    draft = ReferenceDraft(Qwen3Config(**draft_config(**changes))).eval()
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    # The first draws are those of no layer.
+    for name in sorted(draft.state_dict(), key=lambda name: name.startswith("layers.")):
+        parameter = draft.get_parameter(name)
+        parameter.data = _random(name, parameter.shape, generator)
+    return draft
 
 
 def save_draft(folder: Path, seed: int = 1, **changes: Any) -> Path:
     """The folder of a random draft; ``changes`` are of its ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = draft_config(**changes)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(draft_tensors(config, seed), folder / "model.safetensors")
-    return folder
-
-
-def save_eagle3(folder: Path, head: Tensor, seed: int = 2) -> Path:
-    """The folder of a random EAGLE-3 draft: one layer that reads three of the target's.
-
-    Args:
-        folder: Made if it is not there.
-        head: [VOCAB, HIDDEN], the target's output head, which is the draft's too.
-        seed: Of the other weights.
-    """
-    config = _SHAPE | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": VOCAB,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "rms_norm_eps": 1e-6,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "norm.weight": (HIDDEN,),
-        "midlayer.self_attn.q_proj.weight": (64, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj.weight": (32, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj.weight": (32, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj.weight": (HIDDEN, 64),
-        "midlayer.mlp.gate_proj.weight": (96, HIDDEN),
-        "midlayer.mlp.up_proj.weight": (96, HIDDEN),
-        "midlayer.mlp.down_proj.weight": (HIDDEN, 96),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
-        "midlayer.input_layernorm.weight": (HIDDEN,),
-        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
-    }
-    generator = torch.Generator().manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
-    tensors["lm_head.weight"] = head.detach().clone()
-    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(draft_config(**changes)))
+    save_file(random_draft(seed, **changes).state_dict(), folder / "model.safetensors")
     return folder
 
 
@@ -195,70 +139,24 @@ def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def features(model: Any, tokens: list[int], layer_ids: list[int]) -> Tensor:
+def features(model: Any, tokens: list[int], draft: ReferenceDraft) -> Tensor:
     """[num_tokens, num_layers * hidden_size]: what a draft reads of ``transformers``' target."""
     with torch.no_grad():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer + 1][0] for layer in layer_ids], dim=-1)
+    return context_rows(states, draft.target_layer_ids)[0]
 
 
-def block_rows(
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    embeddings: Tensor,
-    context: Tensor,
-    window: int | None = None,
-) -> Tensor:
+def block_rows(draft: ReferenceDraft, embeddings: Tensor, context: Tensor) -> Tensor:
     """[width, hidden_size]: a block's last hidden rows, in one forward without a cache.
 
     Args:
-        config: Of the draft.
-        tensors: Of the draft.
+        draft: The reference.
         embeddings: [width, hidden_size], of the block's tokens.
         context: [num_tokens, num_layers * hidden_size], :func:`features` of what is before it.
-        window: How many positions a row sees back, itself included; ``None`` for all.
     """
-    head, eps = config["head_dim"], config["rms_norm_eps"]
-    group = config["num_attention_heads"] // config["num_key_value_heads"]
-    num_context, width = len(context), len(embeddings)
-    positions = torch.arange(num_context + width)
-    angles = torch.outer(
-        positions.float(), config["rope_theta"] ** (-torch.arange(0, head, 2).float() / head)
-    )
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), tensors[name + ".weight"], eps)
-
-    def rotated(x: Tensor, rows: slice) -> Tensor:
-        cos, sin = angles[rows].cos()[:, None], angles[rows].sin()[:, None]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-    known = norm(context @ tensors["fc.weight"].T, "hidden_norm")
-    hidden = embeddings
-    for idx in range(config["num_hidden_layers"]):
-        layer = f"layers.{idx}."
-
-        def heads(x: Tensor, name: str, layer: str = layer) -> Tensor:
-            return (x @ tensors[f"{layer}self_attn.{name}.weight"].T).unflatten(-1, (-1, head))
-
-        rows = norm(hidden, layer + "input_layernorm")
-        both = torch.cat([known, rows])
-        block = slice(num_context, None)
-        query = rotated(norm(heads(rows, "q_proj"), layer + "self_attn.q_norm"), block)
-        key = rotated(norm(heads(both, "k_proj"), layer + "self_attn.k_norm"), slice(None))
-        key, value = (
-            x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, heads(both, "v_proj"))
-        )
-        scores = query.transpose(0, 1) @ key.transpose(1, 2) * head**-0.5
-        if window is not None:
-            distance = positions[block, None] - positions[None]
-            scores = scores.masked_fill(distance.abs() >= window, float("-inf"))
-        mixed = (scores.softmax(dim=-1) @ value).transpose(0, 1).flatten(1)
-        hidden = hidden + mixed @ tensors[layer + "self_attn.o_proj.weight"].T
-        rows = norm(hidden, layer + "post_attention_layernorm")
-        gate, up, down = (
-            tensors[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
-        )
-        hidden = hidden + (F.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
-    return norm(hidden, "norm")
+    known = torch.arange(len(context))[None]
+    positions = len(context) + torch.arange(len(embeddings))[None]
+    anchors = torch.full_like(positions, len(context))
+    with torch.no_grad():
+        keys_values = draft.context(context[None], known)
+        return draft(embeddings[None], positions, anchors, keys_values, known)[0]

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.cli.drafts import presets
+from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.drafting.settings import DraftSettings
 from vllm_diffusion.requests.params import argument_names
 from vllm_diffusion.settings.plugin_settings import SETTINGS
@@ -27,8 +28,8 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def commands(page: str) -> list[list[str]]:
-    """Every ``vllm ...`` command in the shell blocks of a page, as its arguments."""
+def commands(page: str, program: str = "vllm") -> list[list[str]]:
+    """Every command of a program in the shell blocks of a page, as its arguments."""
     found = []
     for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
@@ -36,7 +37,7 @@ def commands(page: str) -> list[list[str]]:
             # Variables of its environment.
             while words and re.match(r"\w+=", words[0]):
                 del words[0]
-            if words[:1] == ["vllm"]:
+            if words[:1] == [program]:
                 found.append(words[1:])
     return found
 
@@ -141,7 +142,15 @@ def test_commands_are_understood() -> None:
         "        assert command[:2] == ['bench', 'serve'], command\n"
         "        bench.parse_args(command[2:])\n"
     )
-    names = ("settings", "quantization", "scaling", "disaggregated", "adapters")
+    names = (
+        "settings",
+        "quantization",
+        "scaling",
+        "disaggregated",
+        "adapters",
+        "drafting",
+        "draft_training",
+    )
     pages = ("README.md", *(f"docs/{name}.md" for name in names))
     found = [command for page in pages for command in commands(text_of(page))]
     found += [shlex.split(preset.command)[1:] for preset in presets()]
@@ -150,6 +159,13 @@ def test_commands_are_understood() -> None:
         [sys.executable, "-c", code], input=json.dumps(found), text=True, capture_output=True
     )
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_own_commands_are_understood(page: Path) -> None:
+    """Every ``vllm-diffusion`` command of a page parses."""
+    for command in commands(page.read_text(encoding="utf-8"), "vllm-diffusion"):
+        build_parser().parse_args(command)
 
 
 def test_evaluation_commands() -> None:

@@ -7,15 +7,18 @@ import dataclasses
 import json
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.calibration.settings import TrainSettings
 from vllm_diffusion.cli import recalibrate
+from vllm_diffusion.cli.bench_drafts import VLLM_OPTIONS, add_run_options, compare, dflash_options
 from vllm_diffusion.cli.console import fail, say
-from vllm_diffusion.drafting.recording import clear_recording, read_recording
+from vllm_diffusion.cli.draft_runs import Contender, Result, accepted_lengths
+from vllm_diffusion.cli.prompt_sets import Prompt
+from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
 if TYPE_CHECKING:
     from vllm_diffusion.calibration.train import Progress
@@ -26,10 +29,11 @@ def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "calibrate",
         help="train a draft on what its server is asked",
-        description="Record a server's traffic, extract its target's hidden states, and train a draft.",
+        description="Record a server's traffic, extract its target's hidden states, train a draft, and "
+        "compare it with the old one.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
-    for add_step in (_add_record, _add_extract, _add_train, recalibrate.add_parser):
+    for add_step in (_add_record, _add_extract, _add_train, _add_compare, recalibrate.add_parser):
         add_step(steps)
 
 
@@ -288,3 +292,79 @@ def _reporter() -> Callable[[Progress], None]:
         say(line)
 
     return report
+
+
+def _add_compare(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "compare",
+        help="measure a new draft against the old one and against none",
+        description="Serve the target with the old draft, with the new one and with none, ask all three the "
+        "recorded prompts that are held out of training, and compare what verifications kept, and tokens "
+        "a second.",
+        epilog=VLLM_OPTIONS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", help="what `vllm serve` takes")
+    parser.add_argument(
+        "recording", type=Path, help="a folder of a server, or a file of JSON lines"
+    )
+    parser.add_argument("--old", required=True, metavar="DRAFT", help="the draft that is served")
+    parser.add_argument("--new", required=True, metavar="DRAFT", help="the one that may replace it")
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=32,
+        metavar="N",
+        help="the newest that are held out (%(default)s)",
+    )
+    add_run_options(parser)
+    parser.set_defaults(run=compare_drafts)
+
+
+def compare_drafts(arguments: argparse.Namespace) -> int:
+    try:
+        if arguments.num_prompts < 1:
+            raise ValueError(f"--num-prompts {arguments.num_prompts} must be at least 1.")
+        exchanges = read_recording(arguments.recording).exchanges
+        prompts = held_out_prompts(exchanges, arguments.num_prompts)
+        entrants = [
+            Contender("no draft"),
+            Contender("old", dflash_options(arguments.old), f"{arguments.old}"),
+            Contender("new", dflash_options(arguments.new), f"{arguments.new}"),
+        ]
+    except ValueError as error:
+        return fail(str(error))
+    say(f"{len(prompts)} prompts, held out of training, of {len(exchanges)} recorded exchanges")
+    return compare(arguments.target, entrants, prompts, arguments, conclude=_decision)
+
+
+def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Prompt]:
+    """The newest prompts of a recording that no training has seen, each once.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    texts = [
+        tuple(each.prompt_token_ids)
+        for each in reversed(exchanges)
+        if each.is_held_out and each.prompt_token_ids
+    ]
+    if not texts:
+        raise ValueError(
+            f"None of the {len(exchanges)} recorded exchanges is a prompt that is held out; record more "
+            "(one in ten is)."
+        )
+    return [Prompt("held out", text=text) for text in list(dict.fromkeys(texts))[:num_prompts]]
+
+
+def _decision(results: Sequence[Result]) -> str:
+    _, old, new = results
+    if old.failure or new.failure:
+        return ""
+    was, found = accepted_lengths(old.rounds), accepted_lengths(new.rounds)
+    figures = f"{found.tokens_per_verification:.2f} tokens a verification, {was.tokens_per_verification:.2f} of the old one"
+    if found.is_better_than(was):
+        return f"The new draft is better: {figures}."
+    if was.is_better_than(found):
+        return f"The new draft is worse: {figures}."
+    return f"Neither draft is better beyond chance and 2 %: {figures}."

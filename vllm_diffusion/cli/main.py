@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 
 from vllm_diffusion.cli import (
+    bench_drafts,
     calibrate,
     chat,
     checkpoint,
@@ -34,8 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
         serve_page,
         checkpoint,
         drafts,
-        swap_draft,
+        bench_drafts,
         calibrate,
+        swap_draft,
         doctor,
     ):
         module.add_parser(subcommands)

@@ -16,7 +16,9 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 HOST = "127.0.0.1"
 # Seconds between two looks at a server that is starting, and between two lines about it while it
@@ -143,18 +145,31 @@ class Server:
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
 
-    def counters(self) -> dict[str, float]:
-        """Samples of the server's ``/metrics`` by name, summed over their labels."""
+    def samples(self) -> list[Sample]:
+        """All that the server's ``/metrics`` says at this moment."""
         try:
             with _http.open(f"{self.url}/metrics", timeout=30) as response:
                 text = response.read().decode()
         except OSError as error:
             raise ServerError(f"The server's /metrics cannot be read: {error}.") from error
+        return [each for family in text_string_to_metric_families(text) for each in family.samples]
+
+    def counters(self) -> dict[str, float]:
+        """:meth:`samples` by name, summed over their labels."""
         totals: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        for sample in self.samples():
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
+
+    def processes(self) -> list[int]:
+        """Ids of the server's first process and of all that it started; none once it has ended."""
+        if self._process is None:
+            return []
+        try:
+            first = psutil.Process(self._process.pid)
+            return [each.pid for each in (first, *first.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return []
 
     def stop(self) -> None:
         """End the server and every process it started. Safe to call twice."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 # By how much more tokens a second another level must promise.
 MARGIN = 0.03
@@ -23,8 +22,9 @@ PROBING = 0.01
 SAVED_STEPS = 8
 # Verifying steps after which half of what was seen before has gone.
 HALF_LIFE = 8.0
-# Steps at one level and load whose median is its cost: a start and a stray pause do not count.
-NUM_COSTS = 5
+# Steps at one level and load whose quickest is its cost: a start, a pause, and whatever else a machine
+# is busy with only make steps longer.
+NUM_COSTS = 8
 # Steps of a probe: the first one only drafts what the second one verifies, beside what it drafts.
 PROBE_STEPS = 2
 # Steps at each of the two levels that are measured first: one more than of a probe.
@@ -96,20 +96,25 @@ class Costs:
         return level in self._measured.get(load, {})
 
     def estimate(self, level: int, load: Load) -> float:
-        """Of a step: its median here, or in proportion to a load that is like this one.
+        """Of a step: the quickest here, or in proportion to a load that is like this one.
 
-        A level that was never run lies on the line between those that were.
+        A level that was never run lies on the line between those that were. None costs more than one
+        above it did here.
 
         Raises:
             ValueError: If nothing was measured.
         """
-        here = self._medians(load)
+        here = self._quickest(load)
+        above = [seconds for other, seconds in here.items() if other > level]
+        return min([self._estimate(level, load, here), *above])
+
+    def _estimate(self, level: int, load: Load, here: dict[int, float]) -> float:
         # Requests count first: each has rows of its own in every layer.
         by_likeness = sorted(
             self._measured, key=lambda other: (abs(other[0] - load[0]), abs(other[1] - load[1]))
         )
         for other in by_likeness:
-            there = self._medians(other)
+            there = self._quickest(other)
             if level in there:
                 shared = sorted(here.keys() & there.keys(), key=lambda each: abs(each - level))
                 return there[level] * (here[shared[0]] / there[shared[0]] if shared else 1.0)
@@ -124,8 +129,8 @@ class Costs:
     def _measured_levels(self) -> set[int]:
         return {level for levels in self._measured.values() for level in levels}
 
-    def _medians(self, load: Load) -> dict[int, float]:
-        return {level: median(steps) for level, steps in self._measured.get(load, {}).items()}
+    def _quickest(self, load: Load) -> dict[int, float]:
+        return {level: min(steps) for level, steps in self._measured.get(load, {}).items()}
 
 
 class AdaptiveDraft:
@@ -205,8 +210,7 @@ class AdaptiveDraft:
         """Levels of the next steps, beside the settled one: to learn costs, or acceptance."""
         ours = self.costs.estimate(self._level, load)
         if self._level:
-            is_clear = self._speed(self._level, load) > CLEARLY * self._speed(0, load)
-            if is_clear or self.costs.is_measured(0, load):
+            if self._speed(self._level, load) > CLEARLY * self._speed(0, load):
                 return []
             probed = 0
         else:
@@ -222,7 +226,13 @@ class AdaptiveDraft:
         # A probe may give no token but the target's own.
         seconds = self.costs.estimate(probed, load)
         loss = PROBE_STEPS * (seconds - ours / self.acceptance.tokens(self._level))
-        if self._credit < loss:
+        needed = loss
+        if not probed and self.costs.is_measured(0, load):
+            # Once more, lest a cost stand that was measured on a bad day: at the price of a step at
+            # least, and with as much left as probes of drafts need once none are drafted.
+            loss = max(loss, ours)
+            needed = loss + SAVED_STEPS / 2 * ours
+        if self._credit < needed:
             return []
         self._credit -= loss
         return [probed] * PROBE_STEPS

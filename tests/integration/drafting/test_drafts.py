@@ -143,8 +143,7 @@ def test_rejected_rows_leave_nothing(engine: TracedEngine) -> None:
 def test_every_pass(engine: TracedEngine, model: Any) -> None:
     """Each pass's logits are those of a forward without a cache; the proposals are the reveals."""
     draft = engine.runner.speculator.model
-    config = drafts.draft_config()
-    tensors = drafts.draft_tensors(config)
+    reference = drafts.random_draft()
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     prompt = prompt_of(90, seed=11)
     passes: list[tuple[Any, Any]] = []
@@ -155,7 +154,7 @@ def test_every_pass(engine: TracedEngine, model: Any) -> None:
     ):
         (output,) = generate(engine, [prompt], max_tokens=8)
     said = prompt + list(output.outputs[0].token_ids)
-    known = drafts.features(model, said, config["dflash_config"]["target_layer_ids"])
+    known = drafts.features(model, said, reference)
     checked = 0
     for number, (_, proposal) in enumerate(proposed):
         (first_ids, positions, *_), _ = passes[number * STEPS]
@@ -170,7 +169,7 @@ def test_every_pass(engine: TracedEngine, model: Any) -> None:
             (ids, *_), hidden = passes[number * STEPS + step]
             assert ids.tolist() == block.tolist()
             with torch.no_grad():
-                rows = drafts.block_rows(config, tensors, embedding[block], known[:anchor])
+                rows = drafts.block_rows(reference, embedding[block], known[:anchor])
                 torch.testing.assert_close(hidden[1:], rows[1:], atol=1e-3, rtol=1e-3)
                 logits = without_mask_token(rows[1:] @ head.T, MASK)
             tokens, confidence = likeliest(logits)

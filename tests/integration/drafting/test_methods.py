@@ -23,6 +23,7 @@ from tests.support.draft_engine import (
 from tests.support.drafts import WINDOW
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
+from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -102,9 +103,10 @@ def test_ngram(kind: str, models: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_eagle3(kind: str, models: Any, tmp_path: Path) -> None:
     """A random head, three drafts one after another."""
+    target = drafts.save_target(kind, tmp_path / "target")
     spec = {
         "method": "eagle3",
-        "model": str(drafts.save_eagle3(tmp_path / "head", models[kind].lm_head.weight)),
+        "model": str(save_untrained_eagle3(target, tmp_path / "head")),
         "num_speculative_tokens": 3,
     }
     with serving(tmp_path, kind, spec) as engine:
@@ -136,11 +138,12 @@ def test_passes(kind: str, settings: dict[str, Any], models: Any, tmp_path: Path
 
 def test_window(models: Any, tmp_path: Path) -> None:
     """A block's rows see as far as is set, and all where that is further than the context."""
-    model, config = models["qwen3"], drafts.draft_config()
-    tensors, prompt = drafts.draft_tensors(config), prompt_of(100, seed=5)
-    known = drafts.features(model, prompt, config["dflash_config"]["target_layer_ids"])
+    model, prompt = models["qwen3"], prompt_of(100, seed=5)
+    full = drafts.draft_config()["dflash_config"]
+    windowed = full | {"use_swa": True, "swa_window_size": WINDOW, "causal": False}
+    known = drafts.features(model, prompt, drafts.random_draft())
     embedding = model.get_input_embeddings().weight
-    for window, visible in ((WINDOW, WINDOW), (200, None)):
+    for window, options in ((WINDOW, windowed), (200, full)):
         additional = {"drafting": {"window": window}}
         spec = dflash(tmp_path)
         with serving(tmp_path, "qwen3", spec, additional_config=additional) as engine:
@@ -153,7 +156,8 @@ def test_window(models: Any, tmp_path: Path) -> None:
         (ids, *_), hidden = anchored[0]
         assert int(ids[0]) == output.outputs[0].token_ids[0]
         with torch.no_grad():
-            expected = drafts.block_rows(config, tensors, embedding[ids.long()], known, visible)
+            reference = drafts.random_draft(dflash_config=options)
+            expected = drafts.block_rows(reference, embedding[ids.long()], known)
         torch.testing.assert_close(hidden[1:], expected[1:], atol=1e-3, rtol=1e-3)
 
 

@@ -1,0 +1,46 @@
+"""``vllm-diffusion bench-drafts`` as a person runs it, with real servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_tiny_pair(tmp_path: Path) -> None:
+    """The draft says what none says, in fewer passes; a method that vLLM does not know is a row."""
+    script = Path(sys.executable).with_name("vllm-diffusion")
+    data = tmp_path / "two.jsonl"
+    data.write_text(
+        '{"task": "count", "turns": ["Count from 3 to 12."]}\n'
+        '{"task": "sums", "messages": [{"role": "user", "content": "What is 7+8?"}]}\n'
+    )
+    done = subprocess.run(
+        [
+            *(script, "bench-drafts", "--method", "dflash", "nonsense", "--steps", "1"),
+            *("--data", data, "--rounds", "1", "--concurrency", "1", "--json", tmp_path / "found"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=880,
+        check=False,
+    )
+    # One of the rows is a reason.
+    assert done.returncode == 1, done.stderr
+    plain, drafted, unknown = json.loads((tmp_path / "found").read_text())["contenders"]
+    assert (plain["failure"], drafted["failure"]) == (None, None)
+    assert "nonsense" in unknown["failure"]
+    (load,) = drafted["loads"]
+    assert load["same_tokens"] is True
+    assert load["tasks"]["count"]["tokens_per_verification"] > 5
+    assert load["tokens"] == plain["loads"][0]["tokens"] > 20
+    assert sum(load["accepted_lengths"]) == load["verifications"] > 0
+    assert plain["loads"][0]["verifications"] == 0
+    assert min(drafted["resident_bytes"], plain["resident_bytes"]) > 2**28
+    assert "  dflash " in done.stdout
+    assert "Traceback" not in done.stderr
