@@ -51,6 +51,7 @@ def add_parser(steps: Subcommands) -> None:
         "better; the server then puts the old one back by itself if its own counters say otherwise. "
         "Whenever the server has work, this halts. Ctrl-C ends it.",
         epilog="Other options are vLLM's for the extraction, such as --max-model-len 4096.",
+        allow_abbrev=False,
     )
     add_server(parser)
     parser.add_argument("--target", required=True, help="what the server serves")
