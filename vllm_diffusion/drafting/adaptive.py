@@ -95,6 +95,11 @@ class Costs:
         """Whether a step was run at it."""
         return level in self._measured.get(load, {})
 
+    @property
+    def is_any_measured(self) -> bool:
+        """Whether there is anything to estimate by."""
+        return bool(self._measured)
+
     def estimate(self, level: int, load: Load) -> float:
         """Of a step: the quickest here, or in proportion to a load that is like this one.
 
@@ -163,7 +168,8 @@ class AdaptiveDraft:
             mean_tokens: Of a request, prompt and answer.
         """
         load = load_of(num_reqs, mean_tokens)
-        if not self._probed:
+        # A long prompt may take more steps than are measured first, and those of prompts are not.
+        if not self._probed and self.costs.is_any_measured:
             self._settle(load)
             self._probed.extend(self._probe(load))
         return self._probed.popleft() if self._probed else self._level
