@@ -101,8 +101,10 @@ def _register_weight_transfer() -> None:
         WeightTransferTrainerFactory,
     )
 
-    from vllm_diffusion.startup.unsupported_options import WEIGHT_TRANSFER
+    from vllm_diffusion.scheduling import engine_seam
+    from vllm_diffusion.training import WEIGHT_TRANSFER
 
+    engine_seam.hear_all_workers()
     for factory, path in (
         (WeightTransferEngineFactory, _WEIGHT_TRANSFER_WORKER),
         (WeightTransferTrainerFactory, _WEIGHT_TRANSFER_TRAINER),

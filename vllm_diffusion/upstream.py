@@ -740,6 +740,24 @@ TABLE: tuple[Symbol, ...] = (
         )
         for name in ("forward", "compute_logits")
     ),
+    *(
+        Symbol(
+            f"vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model.{name}",
+            Use.CALLED,
+            "Another draft's weights, and what is derived of them, in the same memory.",
+        )
+        for name in ("load_weights", "_build_fused_kv_buffers", "_build_context_kv_buffers")
+    ),
+    Symbol(
+        "vllm.distributed.weight_transfer.base:WeightTransferEngine.set_weight_update_target",
+        Use.CALLED,
+        "Names the draft for as long as it is updated.",
+    ),
+    Symbol(
+        "vllm.v1.metrics.loggers:StatLoggerManager.record",
+        Use.CALLED,
+        "Tells each of its loggers what a step verified: the endpoint of drafts appends one.",
+    ),
     Symbol(
         "vllm.triton_utils.dispatcher:register_kernels",
         Use.CALLED,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.calibration.settings import TrainSettings
+from vllm_diffusion.cli import recalibrate
 from vllm_diffusion.cli.bench_drafts import VLLM_OPTIONS, add_run_options, compare, dflash_options
 from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.cli.draft_runs import Contender, Result, accepted_lengths
@@ -32,7 +33,7 @@ def add_parser(subcommands: Subcommands) -> None:
         "compare it with the old one.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
-    for add_step in (_add_record, _add_extract, _add_train, _add_compare):
+    for add_step in (_add_record, _add_extract, _add_train, _add_compare, recalibrate.add_parser):
         add_step(steps)
 
 

@@ -16,6 +16,7 @@ from vllm_diffusion.cli import (
     doctor,
     drafts,
     serve_page,
+    swap_draft,
 )
 
 
@@ -28,7 +29,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (demo, chat, serve_page, checkpoint, drafts, bench_drafts, calibrate, doctor):
+    for module in (
+        demo,
+        chat,
+        serve_page,
+        checkpoint,
+        drafts,
+        bench_drafts,
+        calibrate,
+        swap_draft,
+        doctor,
+    ):
         module.add_parser(subcommands)
     return parser
 

@@ -95,6 +95,11 @@ class Costs:
         """Whether a step was run at it."""
         return level in self._measured.get(load, {})
 
+    @property
+    def is_any_measured(self) -> bool:
+        """Whether there is anything to estimate by."""
+        return bool(self._measured)
+
     def estimate(self, level: int, load: Load) -> float:
         """Of a step: the quickest here, or in proportion to a load that is like this one.
 
@@ -142,13 +147,18 @@ class AdaptiveDraft:
 
     def __init__(self, levels: tuple[int, ...]) -> None:
         self.levels = (0, *sorted(levels))
-        self.acceptance = Acceptance(self.levels[-1])
         self.costs = Costs()
-        self._level = self.levels[-1]
+        self.forget_acceptance()
         # The longest draft and none, to begin with: what lies between is estimated.
-        self._probed = deque([self._level] * FIRST_STEPS + [0] * FIRST_STEPS)
+        self._probed.extend([0] * FIRST_STEPS)
         # Seconds that probes may still cost.
         self._credit = 0.0
+
+    def forget_acceptance(self) -> None:
+        """Another draft or target is there, and costs what the last one did: try the longest."""
+        self.acceptance = Acceptance(self.levels[-1])
+        self._level = self.levels[-1]
+        self._probed = deque([self._level] * FIRST_STEPS)
 
     def choose(self, num_reqs: int, mean_tokens: float) -> int:
         """Tokens to draft in a step for the next one, one number for all of its requests.
@@ -158,7 +168,8 @@ class AdaptiveDraft:
             mean_tokens: Of a request, prompt and answer.
         """
         load = load_of(num_reqs, mean_tokens)
-        if not self._probed:
+        # A long prompt may take more steps than are measured first, and those of prompts are not.
+        if not self._probed and self.costs.is_any_measured:
             self._settle(load)
             self._probed.extend(self._probe(load))
         return self._probed.popleft() if self._probed else self._level

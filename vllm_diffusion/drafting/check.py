@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -18,7 +19,7 @@ from vllm_diffusion.drafting.settings import (
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 SCHEDULER = "vllm_diffusion.scheduling.draft_scheduler.draft_scheduler"
@@ -75,12 +76,12 @@ def check_draft(vllm_config: VllmConfig) -> None:
                 'with "method": "dflash".'
             )
         return
-    _check_fit(spec)
-    num_drafts = spec.num_speculative_tokens
-    settings.unmask_counts(num_drafts)
     config = spec.draft_model_config.hf_config
+    num_drafts = spec.num_speculative_tokens
+    check_pair(config, spec.model, spec.target_model_config, num_drafts)
+    settings.unmask_counts(num_drafts)
     if settings.window is not None:
-        _set_window(config, settings.window)
+        set_window(config, settings.window)
     if ARCHITECTURE not in architectures:
         config.architectures = [ARCHITECTURE]
         spec.update_arch_()
@@ -148,10 +149,19 @@ def _adapt(vllm_config: VllmConfig) -> bool:
     return True
 
 
-def _check_fit(spec: SpeculativeConfig) -> None:
-    """Whether the draft's ``config.json`` and the target's describe a pair, and a block is not too long."""
-    draft, target = spec.draft_model_config.hf_config, spec.target_model_config
-    where = f"config.json of the draft {spec.model}"
+def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: int) -> None:
+    """Whether the draft's ``config.json`` and the target's describe a pair, and a block is not too long.
+
+    Args:
+        draft: Its configuration.
+        model: What it is called.
+        target: Of the model that verifies.
+        num_drafts: ``num_speculative_tokens``.
+
+    Raises:
+        ValueError: Naming the field, what it is, and the remedy.
+    """
+    where = f"config.json of the draft {model}"
     check_fit(
         draft,
         where,
@@ -160,7 +170,6 @@ def _check_fit(spec: SpeculativeConfig) -> None:
         num_layers=target.get_total_num_hidden_layers(),
     )
     block_size = getattr(draft, "block_size", None)
-    num_drafts = spec.num_speculative_tokens
     if isinstance(block_size, int) and num_drafts >= block_size:
         raise ValueError(
             f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
@@ -228,7 +237,7 @@ def _is_within(number: object, bound: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < bound
 
 
-def _set_window(config: Any, window: int) -> None:
+def set_window(config: Any, window: int) -> None:
     """Have every layer see ``window`` tokens back; which of them are causal stays."""
     layer_types = set(getattr(config, "layer_types", None) or [])
     if len(layer_types) > 1:

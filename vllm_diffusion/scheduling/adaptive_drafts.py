@@ -44,6 +44,13 @@ class AdaptiveDraftsMixin(Scheduler):
         self._steps.append((output, start, mean_tokens))
         return output
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's, which is asked before weights are replaced: what the old ones drafted is no guide."""
+        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        if is_reset:
+            self.draft.forget_acceptance()
+        return is_reset
+
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, which asks once for each request that had drafts verified."""
         self._accepted.append(kwargs["num_accepted_tokens"])

@@ -1,26 +1,33 @@
-"""What becomes otherwise in the engine's process where a :class:`CanvasScheduler` schedules."""
+"""What becomes otherwise in the engine's process where something of ours runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm_diffusion.replacement import replace
+from vllm_diffusion.training import WEIGHT_TRANSFER
 
 
 def install() -> None:
-    """Put ours in the place of two of vLLM's functions. Safe to call twice.
+    """Have the synchronous loop not ask a canvas scheduler's workers. Safe to call twice.
 
-    The synchronous loop asks the workers for draft tokens after each pass, and waits for the answer: with
-    pipeline stages no pass would begin before the last one has ended. A canvas scheduler needs none.
-
-    And where a call to all workers is refused, vLLM stops at the first refusal. What the others answer
-    stays in their queues, and would be taken for their answers to the next call: one weight update that
-    does not fit would end a server of several ranks.
+    It asks the workers for draft tokens after each pass, and waits for the answer: with pipeline stages
+    no pass would begin before the last one has ended. A canvas scheduler needs none.
     """
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     replace(EngineCore, "post_step", _not_asking)
+
+
+def hear_all_workers() -> None:
+    """Have every worker's answer taken where one has refused. Safe to call twice.
+
+    vLLM stops at the first refusal. What the others answer stays in their queues, and would be taken for
+    their answers to the next call: one weight update that does not fit would end a server of several
+    ranks.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
     replace(MultiprocExecutor, "collective_rpc", _hearing_all)
 
 
@@ -32,6 +39,12 @@ def _not_asking(stock: Any) -> Any:
             stock(self, model_executed)
 
     return post_step
+
+
+def _loads_ours(vllm_config: Any) -> bool:
+    """Whether the model is ours, or its draft is updated by our weight transfer."""
+    backend = getattr(vllm_config.weight_transfer_config, "backend", None)
+    return vllm_config.diffusion_config is not None or backend == WEIGHT_TRANSFER
 
 
 class _Heard:
@@ -51,7 +64,7 @@ def _hearing_all(stock: Any) -> Any:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         # A call that is not waited for is a pass of the model: its refusal is the engine's end.
         is_waited_for = not kwargs.get("non_block")
-        if self.vllm_config.diffusion_config is None or not is_waited_for:
+        if not _loads_ours(self.vllm_config) or not is_waited_for:
             return stock(self, method, *args, **kwargs)
         queues = self.response_mqs
         heard = [_Heard(queue) for queue in queues]

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.adapters.rules import UNREACHED
 from vllm_diffusion.startup.option_table import refusal
+from vllm_diffusion.training import WEIGHT_TRANSFER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# What --weight-transfer-config calls our own: plugin.py registers it.
-WEIGHT_TRANSFER = "safetensors"
 
 
 def check_options(vllm_config: VllmConfig) -> None:

@@ -1,1 +1,4 @@
 """New weights for a server that runs, by vLLM's weight transfer: files instead of a GPU's links."""
+
+# What --weight-transfer-config calls ours: plugin.py registers it.
+WEIGHT_TRANSFER = "safetensors"

@@ -61,7 +61,8 @@ class ExpectedTensors:
         self._fused = {} if quantized else expected_specs(shapes, None, rules)
         self._tied_embedding: str | None = None
         if config.tie_word_embeddings:
-            (self._tied_embedding,) = (n for n in shapes if n.endswith(_EMBEDDING))
+            # A draft has none: it uses its target's.
+            self._tied_embedding = next((n for n in shapes if n.endswith(_EMBEDDING)), None)
 
     def tensor_of(self, name: str) -> str:
         """The one name that stands for the tensor of the model which ``name`` means."""
@@ -122,6 +123,11 @@ class WeightUpdate:
         """Whether nothing was sent."""
         return not self._sent
 
+    @property
+    def missing(self) -> list[str]:
+        """Tensors of the model that were not sent."""
+        return self._expected.missing(set(self._sent))
+
     def add(self, path: Path) -> None:
         """Take the tensors of a file, or of every file of a folder, into the update.
 
@@ -165,7 +171,7 @@ class WeightUpdate:
                     "the update is finished: send it again, and finish. Until then "
                     f"{UNHARMED}."
                 )
-        missing = self._expected.missing(set(self._sent)) if is_whole else []
+        missing = self.missing if is_whole else []
         if missing:
             raise ValueError(
                 f"{listed(missing)} {'was' if len(missing) == 1 else 'were'} not sent, and this model "

@@ -177,3 +177,26 @@ def test_down_and_up() -> None:
     assert wrong[40:].count(0) > 0.9 * 360
     assert any(wrong[40:])
     assert set(levels(draft, 400, right=True)[300:]) == {7}
+
+
+def test_long_prompts_before_anything_is_measured() -> None:
+    """Steps of prompts have no cost that compares: the longest draft until one does."""
+    draft = AdaptiveDraft(LEVELS)
+    assert [draft.choose(1, 60_000) for _ in range(20)][6:] == [draft.levels[-1]] * 14
+    draft.observe(draft.levels[-1], draft.levels[-1], 1, 60_000, 1.0, [1])
+    assert draft.choose(1, 60_000) in draft.levels
+
+
+def test_another_draft() -> None:
+    """What was learnt of the last one is forgotten: a good one is found at once, though none was drafted."""
+    draft = AdaptiveDraft(LEVELS)
+    longest = draft.levels[-1]
+    for _ in range(60):
+        level = draft.choose(1, 100)
+        draft.observe(level, level, 1, 100, 1 + level / 5, [0] if level else [])
+    assert draft.choose(1, 100) == 0
+    draft.forget_acceptance()
+    for _ in range(10):
+        level = draft.choose(1, 100)
+        assert level == longest
+        draft.observe(level, level, 1, 100, 1 + level / 5, [level])

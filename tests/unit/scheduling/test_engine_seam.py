@@ -21,13 +21,13 @@ class Worker:
         return self.answers.popleft()
 
 
-def executor(*workers: list[Any], is_failed: bool = False, is_ours: bool = True) -> Any:
+def executor(*workers: list[Any], is_failed: bool = False, is_ours: str = "model") -> Any:
     """As much of vLLM's executor as a call to its workers needs."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
     from vllm_diffusion.scheduling import engine_seam
 
-    engine_seam.install()
+    engine_seam.hear_all_workers()
     status = WorkerProc.ResponseStatus
     queues = [
         Worker([(status.FAILURE if a == "refused" else status.SUCCESS, a) for a in answers])
@@ -40,7 +40,9 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: bool = True)
         response_mqs=queues,
         futures_queue=deque(),
         vllm_config=SimpleNamespace(
-            parallel_config=parallel, diffusion_config=SimpleNamespace() if is_ours else None
+            parallel_config=parallel,
+            diffusion_config=SimpleNamespace() if is_ours == "model" else None,
+            weight_transfer_config=SimpleNamespace(backend="safetensors" if is_ours else "nccl"),
         ),
     )
     return SimpleNamespace(
@@ -49,10 +51,11 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: bool = True)
     )
 
 
+@pytest.mark.parametrize("is_ours", ["model", "transfer"])
 @pytest.mark.parametrize("first", [["refused", 1], ["ok", 1]])
-def test_next_call_after_a_refusal(first: list[Any]) -> None:
+def test_next_call_after_a_refusal(first: list[Any], is_ours: str) -> None:
     """It is answered by its own answers, whichever worker refused the one before it."""
-    ours = executor(first, ["refused", 2], ["ok", 3])
+    ours = executor(first, ["refused", 2], ["ok", 3], is_ours=is_ours)
     with pytest.raises(RuntimeError, match="refused"):
         ours.call()
     assert ours.call() == [1, 2, 3]
@@ -60,7 +63,7 @@ def test_next_call_after_a_refusal(first: list[Any]) -> None:
 
 def test_stock_leaves_answers() -> None:
     """Why this is needed; and other models' engines stay vLLM's."""
-    stock = executor(["refused", 1], ["refused", 2], is_ours=False)
+    stock = executor(["refused", 1], ["refused", 2], is_ours="")
     with pytest.raises(RuntimeError, match="refused"):
         stock.call()
     with pytest.raises(RuntimeError, match="refused"):

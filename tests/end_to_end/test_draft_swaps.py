@@ -1,0 +1,223 @@
+"""``vllm serve`` takes other drafts while it answers: worse ones go by themselves, better ones stay."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.support.server import MODEL, Server, start_server, stop_server
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+KEY = "a-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+QUESTIONS = [
+    f"Count from {first} to {last}." for first, last in ((3, 12), (1, 9), (20, 33), (5, 17))
+] + [f"Reverse {word}." for word in ("cat", "table", "horse", "window")]
+_PLUGINS = (
+    "vllm_diffusion",
+    "vllm_diffusion_cpu",
+    "vllm_diffusion_metrics",
+    "vllm_diffusion_draft",
+)
+_ACCEPTED = re.compile(
+    r'^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)".*\} (\S+)$', re.M
+)
+# No two requests share a block of the cache.
+_salts = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the shipped one's make."""
+    from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("random")
+    save_draft(ReferenceDraft(load_draft(shipped_draft()).config), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """What ``transformers`` says, greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = shipped_checkpoint("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = {}
+    for question in QUESTIONS:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
+        output = model.generate(prompt, max_new_tokens=64, do_sample=False)
+        found[question] = output[0, prompt.shape[1] :].tolist()
+    return found
+
+
+def ask(server: Server, question: str) -> list[int]:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 64,
+        "return_token_ids": True,
+        "cache_salt": str(next(_salts)),
+    }
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=300
+    )
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def counted(server: Server, expected: dict[str, list[int]]) -> list[float]:
+    """Verifications, and drafts accepted by position, of the same requests, one after the other."""
+
+    def counters() -> list[float]:
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        positions = sorted((int(place), float(value)) for place, value in _ACCEPTED.findall(text))
+        assert len(positions) == 7
+        verified = server.metric("vllm:spec_decode_num_drafts_total")
+        return [verified, *(value for _, value in positions)]
+
+    before = counters()
+    for question, tokens in expected.items():
+        assert ask(server, question) == tokens
+    server.wait_until_idle()
+    return [now - then for now, then in zip(counters(), before, strict=True)]
+
+
+@contextmanager
+def serving(folder: Path, draft: Path, *options: str, **variables: str) -> Iterator[Server]:
+    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
+    server = start_server(
+        shipped_checkpoint("qwen3"),
+        folder / "log",
+        "--speculative-config",
+        json.dumps(spec),
+        "--weight-transfer-config",
+        '{"backend": "safetensors"}',
+        *options,
+        **({"VLLM_PLUGINS": ",".join(_PLUGINS), "VLLM_API_KEY": KEY} | variables),
+    )
+    try:
+        yield server
+    finally:
+        stop_server(server)
+
+
+def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_diffusion.cli.main", "swap-draft", "--url", server.url]
+        + ["--api-key", KEY, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def swap_under_load(
+    server: Server, expected: dict[str, list[int]], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Swap, and wait for the judgement, while four clients ask without pause."""
+    judged: list[Any] = []
+
+    def keep_asking(first: int) -> None:
+        for question in itertools.islice(itertools.cycle(expected), first, 10_000):
+            if judged:
+                return
+            assert ask(server, question) == expected[question]
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(keep_asking, first) for first in range(4)]
+        done = None
+        try:
+            done = command(server, *arguments, "--wait")
+        finally:
+            judged.append(done)
+        for client in clients:
+            client.result()
+    server.wait_until_idle()
+    return done
+
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "asynchronous": ("--async-scheduling",),
+    "synchronous": ("--no-async-scheduling",),
+    "two ranks": ("--tensor-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_swaps(
+    order: str, random_draft: Path, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """A worse draft is put back by itself, to the counters that were; a bad file changes nothing."""
+    with serving(tmp_path, shipped_draft(), *ORDERS[order]) as server:
+        trained = counted(server, expected)
+        for _ in range(2):
+            assert counted(server, expected) == trained
+        # More than five tokens a verification.
+        assert sum(trained[1:]) > 4 * trained[0]
+        done = swap_under_load(server, expected, str(random_draft), "--verifications", "60")
+        assert done.returncode == 1, done.stderr
+        assert "rolled back: it gave fewer tokens a verification" in done.stdout
+        assert str(random_draft) not in done.stdout.splitlines()[0]
+        assert counted(server, expected) == trained
+
+        bad = tmp_path / "bad"
+        shutil.copytree(shipped_draft(), bad)
+        weights = bad / "model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-64])
+        done = command(server, str(bad))
+        assert done.returncode == 1
+        assert "truncated" in done.stderr
+        config = json.loads((bad / "config.json").read_text())
+        config["dflash_config"]["target_layer_ids"] = [0, 1]
+        (bad / "config.json").write_text(json.dumps(config))
+        done = command(server, str(bad))
+        assert done.returncode == 1
+        assert "target_layer_ids" in done.stderr
+        assert "Traceback" not in done.stderr + server.log.read_text(errors="replace")
+        assert counted(server, expected) == trained
+        assert httpx.get(f"{server.url}/v1/draft").status_code == 401
+
+        # Nobody asks, so nothing is judged.
+        done = command(server, str(random_draft))
+        assert done.returncode == 0, done.stderr
+        assert "pending" in done.stdout
+        worse = counted(server, expected)
+        assert sum(worse[1:]) < trained[0] < worse[0]
+        done = command(server, str(random_draft))
+        assert done.returncode == 1
+        assert "a swap is pending" in done.stderr
+        done = command(server, "--roll-back")
+        assert "rolled back: asked for" in done.stdout
+        assert counted(server, expected) == trained
+    if order == "asynchronous":
+        (tmp_path / "second").mkdir()
+        with serving(tmp_path / "second", random_draft) as server:
+            assert counted(server, expected) == worse
+            done = swap_under_load(server, expected, str(shipped_draft()), "--verifications", "60")
+            assert done.returncode == 0, done.stderr
+            assert "kept: it is not worse" in done.stdout
+            assert counted(server, expected) == trained

@@ -1,0 +1,92 @@
+"""``vllm-diffusion calibrate online`` beside a server whose draft knows nothing: it learns, and is swapped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.test_draft_swaps import KEY, ask, serving
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+WORDS = ("cat", "table", "horse", "window", "river", "stone", "apple", "cloud", "garden", "paper")
+QUESTIONS = [
+    f"Count from {first} to {first + length}." for first in range(30) for length in (7, 12)
+]
+QUESTIONS += [f"Reverse: {one} {other}" for one, other in itertools.permutations(WORDS, 2)]
+
+
+def test_random_draft(tmp_path: Path) -> None:
+    """Recorded traffic in, a better draft out: halted while the server is asked, kept by its counters."""
+    from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
+
+    torch.manual_seed(0)
+    save_draft(ReferenceDraft(load_draft(shipped_draft()).config), tmp_path / "random")
+    recording = tmp_path / "recording"
+    settings = {"drafting": {"record": {"folder": str(recording)}}}
+    options = ("--additional-config", json.dumps(settings))
+    with serving(tmp_path, tmp_path / "random", *options) as server:
+        command = [sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate", "online"]
+        command += ["--url", server.url, "--api-key", KEY, "--recording", str(recording)]
+        command += ["--target", str(shipped_checkpoint("qwen3"))]
+        command += ["--drafts", str(tmp_path / "drafts"), "--rounds", "1"]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 1
+        assert "holds no exchange" in refused.stderr
+
+        expected = {question: ask(server, question) for question in QUESTIONS}
+        command += ["--exchanges", "100", "--idle-seconds", "2", "--verifications", "60"]
+        command += ["--minutes", "8", "--steps", "150", "--max-model-len", "512"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        said: list[str] = []
+        is_trained, is_tried = threading.Event(), threading.Event()
+        extracted = threading.Event()
+
+        def listen() -> None:
+            assert process.stderr is not None
+            for line in process.stderr:
+                said.append(line)
+                if "samples," in line:
+                    extracted.set()
+                if "is tried by the server" in line:
+                    is_tried.set()
+                if "On held-out answers" in line:
+                    is_trained.set()
+            extracted.set()
+            is_tried.set()
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            assert extracted.wait(400)
+            # The training has begun, and yields.
+            for question in QUESTIONS[:12]:
+                assert ask(server, question) == expected[question]
+            assert is_tried.wait(800)
+            assert is_trained.is_set(), said
+            for question in itertools.islice(itertools.cycle(QUESTIONS), 400):
+                if process.poll() is not None:
+                    break
+                assert ask(server, question) == expected[question]
+            assert process.stdout is not None
+            output = process.stdout.read()
+            process.wait(60)
+        finally:
+            process.kill()
+            listener.join()
+    assert process.returncode == 0, said
+    assert "swap    kept: it is not worse" in output, output
+    assert "training: halted, the server has work\n" in said
+    assert "training: goes on\n" in said
+    (new,) = (tmp_path / "drafts").iterdir()
+    assert (new / "model.safetensors").is_file()
