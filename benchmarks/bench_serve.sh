@@ -26,6 +26,8 @@ else
 fi
 : "${STEPS:=16}" "${SIDES:=ours stock tuned}" "${OURS_OPTIONS:=}" "${PORT:=8137}"
 : "${OUT:=$(mktemp -d)}" "${START_SECONDS:=1800}"
+# A file for the rows, as JSON lines; empty for none. ROUTING= leaves out which experts are touched.
+: "${DATA:=}" "${ROUTING=yes}"
 export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=INFO
 
 mkdir -p "$OUT"
@@ -85,8 +87,10 @@ done
 
 # shellcheck disable=SC2086
 "$python" "$here/serve_report.py" "$OUT" --gpu "$gpu" --steps "$STEPS" \
-    --sides $SIDES --concurrency $CONCURRENCY
-# shellcheck disable=SC2086
-VLLM_LOGGING_LEVEL=ERROR "$python" "$here/bench_routing.py" "$folder" --load-format "$load_format" --canvases $CONCURRENCY \
-    2>"$OUT/routing.log" || { tail -n 20 "$OUT/routing.log" >&2 && exit 1; }
+    --sides $SIDES --concurrency $CONCURRENCY ${DATA:+--data "$DATA"}
+if [ -n "$ROUTING" ]; then
+    # shellcheck disable=SC2086
+    VLLM_LOGGING_LEVEL=ERROR "$python" "$here/bench_routing.py" "$folder" --load-format "$load_format" \
+        --canvases $CONCURRENCY 2>"$OUT/routing.log" || { tail -n 20 "$OUT/routing.log" >&2 && exit 1; }
+fi
 echo "logs and results: $OUT"
