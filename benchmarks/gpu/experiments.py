@@ -101,8 +101,17 @@ EXPERIMENTS = (
         "what the device reaches, and whether it does what the kernels rely on",
         _script("gpu/probe.py"),
         _script("gpu/probe.py"),
-        expected=0.7,
+        expected=0.6,
         limit=3,
+    ),
+    Experiment(
+        "counters",
+        "what a pass launches and costs this host; known without a GPU, and compared by tests",
+        _script("gpu/counters.py"),
+        _script("gpu/counters.py"),
+        expected=0.3,
+        limit=2,
+        needs={},
     ),
     Experiment(
         "kernels",
@@ -167,7 +176,7 @@ EXPERIMENTS = (
             *("--dtype", "fp8", "--tp", "1", "--rows", "256", "2048", "--out", "{out}"),
         ),
         _script("tune_experts.py", "--tp", "1", "--out", "{out}"),
-        expected=1.3,
+        expected=1.1,
         limit=8,
         needs={"gpu": True, "vllm": True},
         # It times a kernel that runs nowhere else.

@@ -20,6 +20,8 @@ SHARED_MEMORY = {
     "sm_100": 227 * 1024,
     "sm_120": 99 * 1024,
 }
+# What is reported of a kernel that has a baseline.
+COMPILED = ("registers", "spilled_bytes", "shared_memory")
 # How a tensor's type is called in a kernel's signature.
 POINTERS = {
     torch.bfloat16: "*bf16",

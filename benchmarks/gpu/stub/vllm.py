@@ -27,7 +27,7 @@ class LogprobsTensors(NamedTuple):
 def async_tensor_h2d(array: np.ndarray, *, device: torch.device) -> Tensor:
     """An array on the device, on its way from pinned memory where that is a GPU."""
     host = torch.from_numpy(array)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return (host.pin_memory() if torch.cuda.is_available() else host).to(device, non_blocking=True)
 
 
 class _Unused:
