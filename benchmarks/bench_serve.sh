@@ -12,7 +12,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
 
-if gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$gpu" ]; then
+# An empty list of devices hides them from the servers, whatever nvidia-smi shows.
+if [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$gpu" ]; then
     : "${MODEL:=$here/configs/diffusion-gemma-26b-fp8}" "${CONCURRENCY:=1 4 8 16 32}"
     : "${INPUT_LEN:=1024}" "${OUTPUT_LEN:=1024}" "${MAX_MODEL_LEN:=4096}" "${PROMPTS:=16}"
     : "${STOCK_ENV:=VLLM_DIFFUSION_DISABLE=1}"

@@ -81,17 +81,17 @@ class Campaign:
         toy = self.origin.toy
         data, out = self.folder / f"{experiment.name}.jsonl", self.folder / experiment.name
         places = {"data": str(data.resolve()), "out": str(out.resolve())}
-        words = [word.format(**places) for word in (experiment.toy if toy else experiment.command)]
         variables = experiment.variables | (experiment.toy_variables if toy else {})
-        variables = {name: value.format(**places) for name, value in variables.items()}
+        words = [word.format(**places) for word in (experiment.toy if toy else experiment.command)]
         begun = Result(
             experiment.name,
             "running",
             "interrupted",
-            " ".join([*(f"{n}={shlex.quote(v)}" for n, v in variables.items()), shlex.join(words)]),
+            as_typed(experiment.toy if toy else experiment.command, variables),
             self.origin,
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
+        variables = {name: value.format(**places) for name, value in variables.items()}
         needs = experiment.toy_needs if toy else experiment.needs
         if (reason := machine.lacking(needs, self.origin.machine)) is not None:
             return replace(begun, state="not run", reason=reason)
@@ -113,7 +113,9 @@ class Campaign:
             status = run_bounded(words, self.environment | variables, limit, log)
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - LOG_CHARACTERS))
-            tail = log.read().decode(errors="replace")
+            tail = log.read().decode(errors="replace").replace(f"{machine.ROOT}/", "")
+        if not any(out.iterdir()):
+            out.rmdir()
         ended = replace(
             begun,
             state="done",
@@ -130,6 +132,14 @@ class Campaign:
             last = (tail.strip().splitlines() or ["it printed nothing"])[-1]
             return replace(ended, state="failed", reason=f"exit status {status}: {last[:300]}")
         return ended
+
+
+def as_typed(command: Sequence[str], variables: dict[str, str]) -> str:
+    """A command as one would type it in a checkout, wherever this one is."""
+    places = {"data": "rows.jsonl", "out": "out"}
+    words = [f"{name}={shlex.quote(value.format(**places))}" for name, value in variables.items()]
+    words += [shlex.quote(word.format(**places)) for word in command]
+    return " ".join(words).replace(sys.executable, "python")
 
 
 def run_bounded(

@@ -343,14 +343,9 @@ def section(origin: Origin, found: Found) -> str:
     for name in sorted(found, key=lambda n: order.index(n) if n in order else len(order)):
         kinds = dict.fromkeys(row["table"] for row in found[name].rows)
         for kind in kinds:
-            lines += ["", f"`{name}`, {kind}: `{_short(found[name].command)}`", ""]
+            lines += ["", f"`{name}`, {kind}: `{found[name].command}`", ""]
             lines += table([row for row in found[name].rows if row["table"] == kind])
     return "\n".join(lines) + "\n"
-
-
-def _short(command: str) -> str:
-    """Without the folders of the machine that it ran on."""
-    return command.replace(f"{ROOT}/", "").replace(sys.executable, "python")
 
 
 def open_figures(groups: list[tuple[Origin, Found]]) -> str:

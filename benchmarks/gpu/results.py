@@ -53,7 +53,7 @@ class Result:
         experiment: Its name.
         state: See :data:`State`.
         reason: Why it did not run or end; empty if it did.
-        command: As it was run, with the variables set for it before.
+        command: As one would type it, with the variables set for it before.
         origin: Where.
         started: UTC.
         seconds: With its start.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import counters
+import data_file
 import pytest
 
 from tests.support import baselines
@@ -30,6 +34,20 @@ def test_baselines_of_the_host():
         }
     rounded = {name: {"small_operations": round(cost, 1)} for name, cost in costs.items()}
     baselines.check("host", rounded, slack=1.35)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_baselines_of_passes(tmp_path):
+    """Of answers of one and of several canvases, alone and in a batch, in every order of ours."""
+    script = Path(counters.__file__).parents[1] / "bench_passes.py"
+    orders = ("fused", "separate", "asynchronous")
+    command = [sys.executable, str(script), "--rounds", "1", "--data", str(tmp_path / "data")]
+    subprocess.run([*command, "--orders", *orders], check=True)
+    rows = data_file.read(tmp_path / "data")
+    passes = {f"{row['workload']}, {row['order']}": {"passes": row["passes"]} for row in rows}
+    baselines.check("passes of an answer", passes)
 
 
 @pytest.fixture

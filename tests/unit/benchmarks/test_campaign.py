@@ -312,7 +312,9 @@ def test_rehearsal(tmp_path):
     for result in found.values():
         assert result.origin.commit == machine.commit()
         assert result.origin.machine["torch"]
-        assert result.command
+        # As anybody can type it.
+        assert result.command.startswith(("python benchmarks/", "SIDES="))
+        assert str(tmp_path) not in result.command
     assert "A rehearsal without a GPU" in told
     assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in told
     # Nothing of it is an answer.
