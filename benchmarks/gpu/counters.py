@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_kernels import canvas_attention
-from attention_kernels.testing import CanvasBatch
-from attention_kernels.vocab_statistics import RowDraws, api
+from attention_kernels.testing import CanvasBatch, TensorMemory
+from attention_kernels.vocab_statistics import RowDraws, RowLogits, api
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
@@ -79,11 +79,15 @@ def launches() -> Iterator[list[str]]:
         # On the CPU the system would be asked for its pages in every call.
         return torch.empty(rows, columns, device="meta")
 
+    def implementation(impl: api.Impl, rows: RowLogits) -> Any:
+        # No mock, which would keep every tile that it is asked about.
+        return triton
+
     with (
         mock.patch.object(type(canvas_attention_kernel), "__getitem__", record),
         mock.patch.object(launch, "_scratch", scratch),
         mock.patch.object(launch, "choose_config", chosen),
-        mock.patch.object(api, "_implementation", return_value=triton),
+        mock.patch.object(api, "_implementation", implementation),
     ):
         yield found
 
@@ -168,16 +172,20 @@ def sampling_calls(
 
 
 def counted() -> dict[str, dict[str, int]]:
-    """Launches and other operations of each call, as on a GPU."""
+    """Launches and other operations of each call, and the most that its tensors hold, as on a GPU."""
     found = {}
     with FakeTensorMode(), launches() as kernels:
         calls = attention_calls("cuda")
         calls |= sampling_calls("cuda", CANVAS, HIDDEN, torch.bfloat16)
         for name, call in calls.items():
             kernels.clear()
-            with Operations() as operations:
+            with TensorMemory() as memory, Operations() as operations:
                 call()
-            found[name] = {"launches": len(kernels), "operations": operations.count}
+            found[name] = {
+                "launches": len(kernels),
+                "operations": operations.count,
+                "bytes": memory.peak,
+            }
     return found
 
 
@@ -229,7 +237,10 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     data = DataFile(parser.parse_args().data)
     for name, counts in counted().items():
-        print(f"{name}: {counts['launches']} kernels, {counts['operations']} other operations")
+        print(
+            f"{name}: {counts['launches']} kernels, {counts['operations']} other operations, "
+            f"{counts['bytes'] / 2**20:.1f} MiB"
+        )
         data.add("counted", what=name, **counts)
     for name, ratio in host_costs().items():
         print(f"{name}: as long on the host as {ratio:.0f} small operations")

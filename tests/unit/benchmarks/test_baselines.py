@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 def test_baselines_of_counts():
     """A layer's attention and a pass's sampling, plain and with settings, as on a GPU."""
-    baselines.check("launches and other operations of a call", counters.counted())
+    baselines.check("launches, other operations and bytes of a call", counters.counted())
 
 
 def test_baselines_of_the_host():
