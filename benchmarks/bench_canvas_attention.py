@@ -3,9 +3,10 @@
     python benchmarks/bench_canvas_attention.py                        # all shapes
     python benchmarks/bench_canvas_attention.py --requests 1 --contexts 16384 131072
 
-Prints, for each shape and implementation, the median time and its spread, the ratio to ours, and
-bytes and operations per second against limits measured in the same run. A peer runs only where it
-computes the same mask, and its output is compared with ours before it is timed.
+Without a GPU, layers of toy size run through Triton's interpreter, which shows that the script works
+and nothing else. Prints, for each shape and implementation, the median time and its spread, the ratio
+to ours, and bytes and operations per second against limits measured in the same run. A peer runs only
+where it computes the same mask, and its output is compared with ours before it is timed.
 """
 
 import argparse
@@ -13,8 +14,11 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from data_file import DataFile
+from timing import copy_rate, device, device_name, milliseconds, product_rate
 from torch import Tensor
 
 from attention_kernels import canvas_attention
@@ -22,11 +26,10 @@ from attention_kernels.canvas_attention.api import Impl
 from attention_kernels.canvas_attention.reference import row_bounds
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
 
-CANVAS = 256
-PREFILL_ROWS = 1024
-REPEATS = 30
-# Larger than any L2 cache: written between two runs, so that each starts from memory.
-FLUSH_BYTES = 512 * 2**20
+ON_GPU = torch.cuda.is_available()
+CANVAS = 256 if ON_GPU else 8
+PREFILL_ROWS = 4 * CANVAS
+DEVICE = device()
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Layer:
 
 
 LAYERS = [Layer("sliding", 16, 8, 256, 1023), Layer("full", 16, 2, 512, -1)]
+if not ON_GPU:
+    LAYERS = [Layer("sliding", 2, 2, 16, 15), Layer("full", 2, 1, 32, -1)]
 
 # Name of a phase -> (query rows, causal rows) of each request.
 PHASES: dict[str, Callable[[int], list[tuple[int, int]]]] = {
@@ -119,7 +124,7 @@ def ours(shape: Shape, impl: Impl = "triton") -> Callable[[], Tensor]:
 
 def causal_flags(shape: Shape) -> Tensor:
     """int32 [num_requests]: 1 where a request is causal."""
-    return torch.tensor([int(c > 0) for _, c in shape.rows], dtype=torch.int32, device="cuda")
+    return torch.tensor([int(c > 0) for _, c in shape.rows], dtype=torch.int32, device=DEVICE)
 
 
 def stock_triton(shape: Shape) -> Callable[[], Tensor] | None:
@@ -201,7 +206,7 @@ def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
     batch, num_requests = shape.batch, len(shape.rows)
     query_len, seq_len = shape.max_query_len, shape.max_seq_len
     bounds = [
-        row_bounds(query_len, seq_len, causal, device="cuda", **shape.windows)
+        row_bounds(query_len, seq_len, causal, device=DEVICE, **shape.windows)
         for _, causal in shape.rows
     ]
     lower, upper = (torch.stack(side) for side in zip(*bounds, strict=True))
@@ -216,7 +221,7 @@ def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
 
     key, value = contiguous(batch.key_cache), contiguous(batch.value_cache)
     query = batch.query.unflatten(0, (num_requests, query_len)).transpose(1, 2).contiguous()
-    mask = create_block_mask(visible, num_requests, None, query_len, seq_len, device="cuda")
+    mask = create_block_mask(visible, num_requests, None, query_len, seq_len, device=DEVICE)
     compiled = torch.compile(flex, dynamic=False)
     scale = shape.layer.head_dim**-0.5
 
@@ -237,35 +242,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
 }
 
 
-def milliseconds(call: Callable[[], object]) -> tuple[float, float, float]:
-    """Median, first and third quartile of a call's time on the device, from a cold cache."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(REPEATS):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    times.sort()
-    return times[REPEATS // 2], times[REPEATS // 4], times[3 * REPEATS // 4]
-
-
-def measured_limits() -> tuple[float, float]:
-    """Bytes/s of a copy and operations/s of a bf16 matrix product on this device."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy, _, _ = milliseconds(lambda: target.copy_(source))
-    size = 8192
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product, _, _ = milliseconds(lambda: a @ b)
-    return 2 * source.numel() / copy * 1e3, 2 * size**3 / product * 1e3
-
-
 def shapes(options: argparse.Namespace) -> Iterator[Shape]:
     """Every batch that was asked for and fits the device."""
     for layer in LAYERS:
@@ -276,7 +252,7 @@ def shapes(options: argparse.Namespace) -> Iterator[Shape]:
                     longest = context + max(length for length, _ in rows)
                     row_bytes = 2 * 2 * layer.num_kv_heads * layer.head_dim
                     needed = num_requests * longest * row_bytes
-                    if 2 * needed > torch.cuda.mem_get_info()[0]:
+                    if ON_GPU and 2 * needed > torch.cuda.mem_get_info()[0]:
                         print(
                             f"# {layer.name} {num_requests} x {context} {phase}: no memory for it"
                         )
@@ -289,15 +265,17 @@ def shapes(options: argparse.Namespace) -> Iterator[Shape]:
                         num_kv_heads=layer.num_kv_heads,
                         head_dim=layer.head_dim,
                         block_size=options.block_size,
-                        dtype=torch.bfloat16,
-                        device="cuda",
+                        dtype=torch.bfloat16 if ON_GPU else torch.float32,
+                        device=str(DEVICE),
                     )
                     anchors = ["canvas", "query"] if layer.window >= 0 else ["canvas"]
                     for anchor in anchors:
                         yield Shape(layer, phase, anchor, rows, batch, context)
 
 
-def report(shape: Shape, limits: tuple[float, float], peers: list[str]) -> None:
+def report(
+    shape: Shape, limits: tuple[float, float], peers: list[str], repeats: int, data: DataFile
+) -> None:
     """One line per implementation of a shape."""
     num_bytes, operations = shape.work()
     # Below the limit line of the roofline: the larger of the two times is what could be reached.
@@ -305,6 +283,13 @@ def report(shape: Shape, limits: tuple[float, float], peers: list[str]) -> None:
     title = (
         f"{shape.layer.name:8}{len(shape.rows):4}{shape.context:8} {shape.phase:8}{shape.anchor:7}"
     )
+    columns = {
+        "layer": shape.layer.name,
+        "requests": len(shape.rows),
+        "context": shape.context,
+        "phase": shape.phase,
+        "anchor": shape.anchor,
+    }
     expected = ours(shape)()
     ours_ms = None
     for name in ["ours", *peers]:
@@ -313,11 +298,13 @@ def report(shape: Shape, limits: tuple[float, float], peers: list[str]) -> None:
             if call is None:
                 continue
             difference = (call().float() - expected.float()).abs().max().item()
-            median, low, high = milliseconds(call)
+            median, low, high = milliseconds(call, repeats, cold=True)
         except Exception as error:  # a peer that cannot run here must not end the run
             if name == "ours":
                 raise
-            print(f"{title} {name:13} cannot run: {str(error).splitlines()[0][:90]}")
+            reason = str(error).splitlines()[0][:90]
+            print(f"{title} {name:13} cannot run: {reason}")
+            data.add("attention that cannot run", **columns, which=name, reason=reason)
             continue
         ours_ms = ours_ms or median
         print(
@@ -325,6 +312,16 @@ def report(shape: Shape, limits: tuple[float, float], peers: list[str]) -> None:
             f"{num_bytes / median / 1e6:8.0f} GB/s {operations / median / 1e9:7.1f} TFLOP/s "
             f"{best_ms / median:5.0%} of limit, differs {difference:.1e}",
             flush=True,
+        )
+        data.add(
+            "attention",
+            **columns,
+            which=name,
+            ms=round(median, 4),
+            quartiles=f"{low:.4f} to {high:.4f}",
+            of_ours=round(median / ours_ms, 3),
+            of_limit=round(best_ms / median, 3),
+            differs=difference,
         )
 
 
@@ -339,27 +336,24 @@ def main() -> int:
         "--peers", nargs="*", choices=list(IMPLEMENTATIONS)[1:], default=list(IMPLEMENTATIONS)[1:]
     )
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=30 if ON_GPU else 1)
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print(
-            "bench_canvas_attention needs an NVIDIA GPU: torch finds no CUDA device.",
-            file=sys.stderr,
-        )
-        return 2
+    data = DataFile(options.data)
     versions = {}
     for package in ("torch", "triton", "vllm", "flash-attn-4"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    limits = measured_limits()
-    print(f"# {torch.cuda.get_device_name()}, {versions}, bf16, block size {options.block_size}")
+    limits = (copy_rate(), product_rate()) if ON_GPU else (copy_rate(2**20), product_rate(64))
+    print(f"# {device_name()}, {versions}, block size {options.block_size}")
     print(
         f"# measured limits: {limits[0] / 1e9:.0f} GB/s copied, {limits[1] / 1e12:.0f} TFLOP/s bf16"
     )
     print("# layer, requests, context, phase, anchor, implementation, median (quartiles)")
     for shape in shapes(options):
-        report(shape, limits, options.peers)
+        report(shape, limits, options.peers, options.repeats, data)
     return 0
 
 

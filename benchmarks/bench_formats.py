@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memory_limit import copy_rate, pass_bytes
+from data_file import DataFile
+from memory_limit import pass_bytes
+from timing import copy_rate, device_name
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -200,6 +202,7 @@ def main() -> None:
     parser.add_argument("--mtp", help="folder or name of Gemma 4's drafter")
     parser.add_argument("--mtp-tokens", type=int, default=4)
     parser.add_argument("--mtp-acceptance", type=float, default=0.7)
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     args = parser.parse_args()
     length = 64 if args.shape == "tiny" else 1024
     setting = Setting(
@@ -209,13 +212,11 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, setting: Setting) -> None:
-    import torch
     from transformers import DiffusionGemmaConfig
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rate = args.copy_rate * 1e9 if args.copy_rate else copy_rate(device)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{name}, copies {rate / 1e9:.1f} GB/s; {setting}", flush=True)
+    rate = args.copy_rate * 1e9 if args.copy_rate else copy_rate()
+    print(f"{device_name()}, copies {rate / 1e9:.1f} GB/s; {setting}", flush=True)
+    data = DataFile(args.data)
     diffusion = {"max_denoising_steps": setting.steps, "confidence_threshold": 1e-30}
     ours = ["--additional-config", json.dumps({"diffusion": diffusion})]
     ours += ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
@@ -249,7 +250,7 @@ def run(args: argparse.Namespace, setting: Setting) -> None:
                     kv_bytes=kv_bytes,
                     denoises=denoises,
                 )
-                print_row(label, measured, size.total, experts, rate)
+                print_row(label, measured, size.total, experts, rate, data)
 
             report(f"{one}, diffusion", measure(folder, setting, ours), experts=touched)
             if args.stock:
@@ -306,7 +307,9 @@ def experts_touched(folder: Path) -> float:
     return float(mean)
 
 
-def print_row(label: str, measured: Measured, size: int, experts: float, rate: float) -> None:
+def print_row(
+    label: str, measured: Measured, size: int, experts: float, rate: float, data: DataFile
+) -> None:
     per_pass = measured.seconds / measured.passes
     limit = size / rate
     print(
@@ -314,6 +317,15 @@ def print_row(label: str, measured: Measured, size: int, experts: float, rate: f
         f"{size / 1e9:.3f} GB ({experts:.1f} experts a layer), which take {1e3 * limit:.2f} ms: "
         f"{limit / per_pass:.1%} of the limit",
         flush=True,
+    )
+    data.add(
+        "formats",
+        which=label,
+        tokens_a_second=round(measured.tokens_per_second, 1),
+        ms_a_pass=round(1e3 * per_pass, 3),
+        gigabytes_a_pass=round(size / 1e9, 3),
+        experts_a_layer=round(experts, 1),
+        of_limit=round(limit / per_pass, 4),
     )
 
 

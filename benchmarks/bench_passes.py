@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from data_file import DataFile
+
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 # First: a package of the same name as one of the examples may be installed.
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--checkpoint")
     parser.add_argument("--rounds", type=int, default=5, help="timed repetitions")
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS))
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -129,6 +132,7 @@ def main() -> None:
         args.out.write_text(json.dumps(serve(args.serve, args.checkpoint, args.rounds)))
         return
 
+    data = DataFile(args.data)
     results = {}
     for order in args.orders:
         print(f"serving: {order}", file=sys.stderr, flush=True)
@@ -162,6 +166,14 @@ def main() -> None:
                 f"{row['workload']:36} {order:13} {found['passes']:6}  {steps:>13}   "
                 f"{1e3 * found['seconds'] / found['passes']:9.1f}   "
                 f"{num_tokens / found['seconds']:8.0f}{same}"
+            )
+            data.add(
+                "passes",
+                workload=row["workload"],
+                order=order,
+                passes=found["passes"],
+                ms_a_pass=round(1e3 * found["seconds"] / found["passes"], 2),
+                tokens_a_second=round(num_tokens / found["seconds"], 1),
             )
 
 

@@ -3,28 +3,37 @@
     python benchmarks/bench_sampler.py                      # 1, 8 and 32 canvases
     python benchmarks/bench_sampler.py --canvases 1 --vocab 262144 --hidden 2816
     python benchmarks/bench_sampler.py --settings           # what sampling settings add
+    python benchmarks/bench_sampler.py --tiles 4096 16384   # ours, at other widths of a tile
 
 Stock vLLM projects all rows, caps them in float32, reads them for its statistics and multiplies the
 probabilities with the embedding; ours streams the vocabulary (docs/architecture.md). Both get the
 same rows and the same weights, and the entropies and argmaxes are compared before anything is
 timed. Peak memory is what a call adds: of the allocator on a GPU, counted from tensors on a CPU.
+
+On a GPU serving replays ours as a graph where nobody asks for settings: "ms, graph" is that replay's
+time, "ms" the eager call's, in which the host may be what is measured. Without vLLM, stock's column
+is empty and ours is compared with the same written plainly.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import importlib.util
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from data_file import DataFile
+from timing import device as the_device
+from timing import device_name, milliseconds
 from torch import Tensor
 
 from attention_kernels.testing import TensorMemory
 from attention_kernels.vocab_statistics import RowDraws
+from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
@@ -56,15 +65,39 @@ def stock(rows: Tensor, weight: Tensor, canvas: int) -> tuple[Tensor, Tensor, Te
     return argmax, entropy, probs @ weight
 
 
+def plainly(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by their definitions, a canvas after the other."""
+    parts = []
+    for some in rows.split(256):
+        logits = SOFTCAP * torch.tanh(F.linear(some, weight).float() / SOFTCAP)
+        probs = logits.softmax(dim=-1)
+        entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)
+        parts.append((logits.argmax(dim=-1), entropy, probs.to(weight.dtype) @ weight))
+    argmax, entropy, soft = (torch.cat(part) for part in zip(*parts, strict=True))
+    return argmax, entropy, soft
+
+
+def has_stock() -> bool:
+    """Whether vLLM is installed; a stub of it has no models."""
+    try:
+        return importlib.util.find_spec("vllm.model_executor.models") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def ours(
-    rows: Tensor, head: OutputHead, *settings: FilteredRows | ReportedRows | None
+    rows: Tensor,
+    head: OutputHead,
+    *settings: FilteredRows | ReportedRows | None,
+    tile: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by this package."""
     n, device = rows.shape[0], rows.device
     ones = torch.ones(n, device=device)
     zeros = torch.zeros(n, dtype=torch.int32, device=device)
     draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-    results = sample_rows(head, rows, RowRequests(draws, None, *settings), head.weight.shape[0])
+    requests = RowRequests(draws, None, *settings)
+    results = sample_rows(head, rows, requests, head.weight.shape[0], tile)
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds
 
@@ -100,16 +133,15 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     return memory.peak
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of some calls after one that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times[1:])
+def replayed(call: Callable[[], object], repeats: int) -> float | None:
+    """Median of a call's time as a graph; ``None`` without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        replay = cuda_capture()(call, ())
+        median, _, _ = milliseconds(replay, repeats)
+    return median
 
 
 def disagreement(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> str:
@@ -133,44 +165,66 @@ def main() -> int:
     parser.add_argument(
         "--settings", action="store_true", help="also top-k, top-p and log-probabilities"
     )
+    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="ids, multiples of 4")
     parser.add_argument("--repeats", type=int, default=20 if on_gpu else 3)
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
+    data = DataFile(options.data)
 
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = the_device()
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    name = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(
-        f"{name}, torch {torch.__version__}: vocabulary {options.vocab}, hidden size "
+        f"{device_name()}, torch {torch.__version__}: vocabulary {options.vocab}, hidden size "
         f"{options.hidden}, canvas {options.canvas}, {dtype}"
     )
     generator = torch.Generator(device).manual_seed(0)
     shape = (options.vocab, options.hidden)
     weight = torch.randn(shape, generator=generator, device=device).to(dtype) * 0.1
     head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
-    print("| canvases | which | ms | peak MiB | bytes a logit | of stock's 8 |")
-    print("|---|---|---|---|---|---|")
+    print("| canvases | which | ms | ms, graph | peak MiB | bytes a logit | of stock's 8 |")
+    print("|---|---|---|---|---|---|---|")
     failures = []
     for canvases in options.canvases:
         n = canvases * options.canvas
         rows = torch.randn(n, options.hidden, generator=generator, device=device).to(dtype)
-        calls = {
-            "stock": lambda rows=rows: stock(rows, weight, options.canvas),
-            "ours": lambda rows=rows: ours(rows, head),
-        }
+        # Those that serving replays as graphs, and those that it does not.
+        graphed: dict[str, Callable[[], object]] = {"ours": lambda rows=rows: ours(rows, head)}
+        for tile in options.tiles:
+            graphed[f"ours, tiles of {tile}"] = lambda rows=rows, tile=tile: ours(
+                rows, head, tile=tile
+            )
+        calls = dict(graphed)
+        if has_stock():
+            calls["stock"] = lambda rows=rows: stock(rows, weight, options.canvas)
         if options.settings:
             for name, asked in sampling_settings(options.canvas, n, device).items():
                 calls[f"ours, {name}"] = lambda rows=rows, asked=asked: ours(rows, head, *asked)
-        problem = disagreement(calls["ours"](), calls["stock"]())
-        if problem:
-            failures.append(f"{canvases} canvases: {problem}")
+        expected = calls["stock"]() if has_stock() else plainly(rows, weight)
+        for which in graphed:
+            problem = disagreement(calls[which](), expected)
+            if problem:
+                failures.append(f"{canvases} canvases, {which}: {problem}")
+        del expected
         for which, call in calls.items():
             peak = peak_bytes(call, device)
             per_logit = peak / (n * options.vocab)
+            eager, low, high = milliseconds(call, options.repeats)
+            graph = replayed(call, options.repeats) if which in graphed else None
             print(
-                f"| {canvases} | {which} | {milliseconds(call, device, options.repeats):.2f} "
+                f"| {canvases} | {which} | {eager:.2f} | {'' if graph is None else f'{graph:.2f}'} "
                 f"| {peak / 2**20:.1f} | {per_logit:.2f} "
                 f"| 1/{STOCK_BYTES_PER_LOGIT / per_logit:.1f} |",
                 flush=True,
+            )
+            data.add(
+                "sampler",
+                canvases=canvases,
+                which=which,
+                ms=round(eager, 3),
+                quartiles=f"{low:.3f} to {high:.3f}",
+                ms_graph=None if graph is None else round(graph, 3),
+                peak_mib=round(peak / 2**20, 1),
+                bytes_a_logit=round(per_logit, 3),
             )
             # With settings a small pass may take 200 MiB.
             if which == "ours" and per_logit > 1:

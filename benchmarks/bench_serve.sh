@@ -12,7 +12,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
 
-if gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$gpu" ]; then
+# An empty list of devices hides them from the servers, whatever nvidia-smi shows.
+if [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$gpu" ]; then
     : "${MODEL:=$here/configs/diffusion-gemma-26b-fp8}" "${CONCURRENCY:=1 4 8 16 32}"
     : "${INPUT_LEN:=1024}" "${OUTPUT_LEN:=1024}" "${MAX_MODEL_LEN:=4096}" "${PROMPTS:=16}"
     : "${STOCK_ENV:=VLLM_DIFFUSION_DISABLE=1}"
@@ -26,6 +27,8 @@ else
 fi
 : "${STEPS:=16}" "${SIDES:=ours stock tuned}" "${OURS_OPTIONS:=}" "${PORT:=8137}"
 : "${OUT:=$(mktemp -d)}" "${START_SECONDS:=1800}"
+# A file for the rows, as JSON lines; empty for none. ROUTING= leaves out which experts are touched.
+: "${DATA:=}" "${ROUTING=yes}"
 export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=INFO
 
 mkdir -p "$OUT"
@@ -85,8 +88,10 @@ done
 
 # shellcheck disable=SC2086
 "$python" "$here/serve_report.py" "$OUT" --gpu "$gpu" --steps "$STEPS" \
-    --sides $SIDES --concurrency $CONCURRENCY
-# shellcheck disable=SC2086
-VLLM_LOGGING_LEVEL=ERROR "$python" "$here/bench_routing.py" "$folder" --load-format "$load_format" --canvases $CONCURRENCY \
-    2>"$OUT/routing.log" || { tail -n 20 "$OUT/routing.log" >&2 && exit 1; }
+    --sides $SIDES --concurrency $CONCURRENCY ${DATA:+--data "$DATA"}
+if [ -n "$ROUTING" ]; then
+    # shellcheck disable=SC2086
+    VLLM_LOGGING_LEVEL=ERROR "$python" "$here/bench_routing.py" "$folder" --load-format "$load_format" \
+        --canvases $CONCURRENCY 2>"$OUT/routing.log" || { tail -n 20 "$OUT/routing.log" >&2 && exit 1; }
+fi
 echo "logs and results: $OUT"

@@ -87,23 +87,3 @@ def kv_cache_bytes(text_config: Any, context: int, kv_bytes: int) -> int:
         tokens = context if is_full else min(context, text_config.sliding_window)
         total += 2 * shape.num_key_value_heads * shape.head_dim * tokens * kv_bytes
     return total
-
-
-def copy_rate(device: str, num_bytes: int = 2**30, rounds: int = 5) -> float:
-    """Bytes a second that a copy reads and writes on this machine, the best of ``rounds``."""
-    import time
-
-    import torch
-
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = math.inf
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * num_bytes / best

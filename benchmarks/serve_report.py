@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from data_file import DataFile
+
 # Times the better stock's tokens a second, the 26B shape in FP8 on an H200.
 TARGETS = {1: 1.10, 8: 2.0, 32: 2.5}
 # Milliseconds of a pass at one request, there too.
@@ -66,7 +68,9 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=["ours", "stock", "tuned"])
     parser.add_argument("--steps", type=int, required=True, help="denoising steps of a canvas")
     parser.add_argument("--concurrency", nargs="+", type=int, required=True)
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     args = parser.parse_args()
+    data = DataFile(args.data)
 
     packages = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "triton"))
     print(f"{args.gpu or 'CPU'}; {packages}")
@@ -77,6 +81,18 @@ def main() -> None:
     print(f"{'':>8} | tokens/s {columns} | ms to first {columns} | against the better stock")
     for clients in args.concurrency:
         runs = {side: read(args.folder, side, clients) for side in args.sides}
+        for side, one in runs.items():
+            log = (args.folder / f"{side}.log").read_text(errors="replace")
+            data.add(
+                "serving",
+                side=side,
+                attention=attention_of(log),
+                requests=clients,
+                tokens_a_second=round(one["output_throughput"], 1),
+                ms_to_first=round(one["median_ttft_ms"], 1),
+                # Where an answer has several canvases.
+                ms_a_pass=round(pass_ms(one, side, args.steps), 3) if clients == 1 else None,
+            )
         speed = "".join(f"{runs[side]['output_throughput']:10.0f}" for side in args.sides)
         first = "".join(f"{runs[side]['median_ttft_ms']:10.0f}" for side in args.sides)
         verdict = ""

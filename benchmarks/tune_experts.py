@@ -24,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from data_file import DataFile
+
 Config = dict[str, int]
 # Seconds of one call with these rows and this configuration; infinity where it cannot run.
 Timer = Callable[[int, Config], float]
@@ -249,7 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden-size", type=int, default=2816)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("tuned"))
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     args = parser.parse_args(argv)
+    data = DataFile(args.data)
 
     import torch
 
@@ -276,6 +280,14 @@ def main(argv: list[str] | None = None) -> int:
                 print(
                     f"{rows:6} rows: {before * 1e6:8.0f} -> {seconds * 1e6:8.0f} us  {best}",
                     flush=True,
+                )
+                data.add(
+                    "experts",
+                    dtype=dtype,
+                    tp=tp,
+                    rows=rows,
+                    us_before=round(before * 1e6, 1),
+                    us_tuned=round(seconds * 1e6, 1),
                 )
     return 0
 

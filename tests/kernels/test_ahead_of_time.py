@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.triton_compile import SHARED_MEMORY, compile_for
+from tests.support import baselines
+from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for
 
 
 @dataclass(frozen=True)
@@ -122,19 +123,25 @@ def reports(chip: str, cases: list[Case]) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def check(chip: str, cases: list[Case]) -> None:
+def check(chip: str, cases: list[Case]) -> list[dict]:
     pytest.importorskip("triton")
     lines = reports(chip, cases)
     assert len(lines) >= len(cases)
     for line in lines:
         assert line["spilled_bytes"] == 0, line
         assert line["shared_memory"] <= SHARED_MEMORY[chip], line
+    return lines
 
 
 @pytest.mark.parametrize("chip", SHARED_MEMORY)
 def test_ahead_of_time(chip):
-    """The model's layers compile for a chip within its registers and shared memory."""
-    check(chip, MODEL_CASES)
+    """The model's layers compile for a chip within its registers, shared memory and baselines."""
+    triton = pytest.importorskip("triton")
+    found = {
+        f"{line['kernel']}, head size {line['head_dim']}": {name: line[name] for name in COMPILED}
+        for line in check(chip, MODEL_CASES)
+    }
+    baselines.check(f"attention, {chip}, Triton {triton.__version__}", found)
 
 
 @pytest.mark.slow

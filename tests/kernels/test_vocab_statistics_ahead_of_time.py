@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.triton_compile import SHARED_MEMORY, compile_for
+from tests.support import baselines
+from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for
 
 ROWS, IDS = 256, 4096
 # Logits as projected, their cap, whether anybody adjusts them.
@@ -101,6 +102,12 @@ def test_vocab_statistics_ahead_of_time(chip):
         if "update" in line["case"] and "False" in line["logits"]:
             # Four programs of 256 threads share the registers of a multiprocessor.
             assert line["registers"] <= 64, line
+    found = {
+        f"{line['case']}, {line['logits']}": {name: line[name] for name in COMPILED}
+        for line in lines
+    }
+    triton = pytest.importorskip("triton")
+    baselines.check(f"statistics, {chip}, Triton {triton.__version__}", found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ SHARED_MEMORY = {
     "sm_100": 227 * 1024,
     "sm_120": 99 * 1024,
 }
+# What is reported of a kernel that has a baseline.
+COMPILED = ("registers", "spilled_bytes", "shared_memory")
 # How a tensor's type is called in a kernel's signature.
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -44,6 +46,8 @@ def compile_for(
     }
     values = dict(zip(kernel.arg_names, args, strict=False))
     values.update({name: value for name, value in kwargs.items() if name not in options})
+    for param in kernel.params:
+        values.setdefault(param.name, param.default)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -96,4 +100,54 @@ def compile_for(
         "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
         "spilled_bytes": int(stores) + int(loads),
         "shared_memory": compiled.metadata.shared,
+        "num_warps": compiled.metadata.num_warps,
+        "loops": innermost_loops(compiled.asm["cubin"]),
     }
+
+
+def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
+    """Of each loop without another inside: its instructions, and those for tensor cores.
+
+    An instruction here is one of the machine's, whatever the program was written in; a loop is what
+    lies between a label and a branch back to it.
+    """
+    import triton
+
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [disassembler, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(names)
+            continue
+        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", line)
+        if found is None:
+            continue
+        names.append(found.group(1))
+        target = re.search(r"`\((\.L_x_\d+)\)", line)
+        # The last branch of a program jumps to itself, so that nothing behind it runs.
+        if (
+            found.group(1) == "BRA"
+            and target
+            and labels.get(target.group(1), len(names)) < len(names) - 1
+        ):
+            loops.append((labels[target.group(1)], len(names)))
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)
+    ]
+    return [
+        {
+            "instructions": b - a,
+            "tensor": sum("MMA" in name for name in names[a:b]),
+        }
+        for a, b in inner
+    ]

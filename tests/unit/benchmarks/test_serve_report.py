@@ -45,6 +45,25 @@ def write_runs(path: Path, **failures: int) -> None:
         (path / f"{side}.log").write_text("INFO Using FLASH_ATTN attention backend out of ...")
 
 
+def test_rows(tmp_path, monkeypatch, capsys):
+    """What the campaign keeps: a row for each side, with the time of a pass where a client is alone."""
+    write_runs(tmp_path)
+    options = ["serve_report", str(tmp_path), "--steps", "16", "--concurrency", "1"]
+    data = tmp_path / "rows.jsonl"
+    monkeypatch.setattr("sys.argv", [*options, "--data", str(data)])
+    report.main()
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    assert [row["side"] for row in rows] == ["ours", "stock", "tuned"]
+    assert [row["tokens_a_second"] for row in rows] == [300.0, 100.0, 200.0]
+    assert [row["ms_a_pass"] for row in rows] == [2.125, 2.0, 2.0]
+    assert {row["attention"] for row in rows} == {"FLASH_ATTN"}
+    assert {(row["table"], row["requests"], row["ms_to_first"]) for row in rows} == {
+        ("serving", 1, 50.0),
+        ("serving", 1, 40.0),
+        ("serving", 1, 80.0),
+    }
+
+
 def test_report(tmp_path, monkeypatch, capsys):
     """Each figure is compared with the stock that is better at it; targets stand beside a GPU's."""
     write_runs(tmp_path)

@@ -1,0 +1,252 @@
+"""What a pass launches, holds and costs the host, counted without running a kernel.
+
+    python benchmarks/gpu/counters.py
+
+Launches and operations are those of the 26B shape on a GPU, on tensors without memory. The host's
+time is that of the same Python with kernels left out, in units of one of PyTorch's smallest
+operations on this machine, so that it can be compared between machines. Tests hold all of it to
+``tests/baselines.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from data_file import DataFile
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention_kernels import canvas_attention
+from attention_kernels.testing import CanvasBatch, TensorMemory
+from attention_kernels.vocab_statistics import RowDraws, RowLogits, api
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import TILE, sample_rows
+
+VOCAB, HIDDEN, CANVAS = 262144, 2816, 256
+# The chip whose configurations are launched.
+CAPABILITY = (9, 0)
+ROUNDS = 10
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that launch something or copy: views and allocations do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        name = func._schema.name
+        self.count += not (is_view or "empty" in name or name.startswith("prim::"))
+        if name == "aten::addmm" and "out" in (kwargs or {}):
+            # PyTorch 2.11 knows none into another type where tensors have no memory.
+            return kwargs["out"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[str]]:
+    """Names of the Triton kernels that are launched inside; none runs."""
+    from attention_kernels.canvas_attention.triton import configs, launch
+    from attention_kernels.canvas_attention.triton.kernels import canvas_attention_kernel
+    from attention_kernels.vocab_statistics import triton
+
+    found: list[str] = []
+
+    def chosen(query: Tensor, cache_dtype: torch.dtype) -> configs.TritonConfig:
+        return configs.tuned_config(query.shape[2], query.dtype, cache_dtype, CAPABILITY)
+
+    def record(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: found.append(kernel.__name__)
+
+    def scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+        # On the CPU the system would be asked for its pages in every call.
+        return torch.empty(rows, columns, device="meta")
+
+    def implementation(impl: api.Impl, rows: RowLogits) -> Any:
+        # No mock, which would keep every tile that it is asked about.
+        return triton
+
+    with (
+        mock.patch.object(type(canvas_attention_kernel), "__getitem__", record),
+        mock.patch.object(launch, "_scratch", scratch),
+        mock.patch.object(launch, "choose_config", chosen),
+        mock.patch.object(api, "_implementation", implementation),
+    ):
+        yield found
+
+
+def attention_calls(device: str) -> dict[str, Callable[[], object]]:
+    """A layer of each kind, one canvas, short and at the length that graphs are captured for."""
+    calls = {}
+    layers = (("sliding", 16, 8, 256, 1023), ("full", 16, 2, 512, -1))
+    for name, num_heads, num_kv_heads, head_dim, window in layers:
+        for length in (1280, 32768):
+            cache = torch.empty(
+                4, num_kv_heads, 16, 2 * head_dim, dtype=torch.bfloat16, device=device
+            ).transpose(1, 2)
+
+            def integers(*shape: int) -> Tensor:
+                return torch.zeros(shape, dtype=torch.int32, device=device)
+
+            batch = CanvasBatch(
+                query=torch.empty(CANVAS, num_heads, head_dim, dtype=torch.bfloat16, device=device),
+                key_cache=cache[..., :head_dim],
+                value_cache=cache[..., head_dim:],
+                block_table=integers(1, length // 16),
+                query_start_loc=integers(2),
+                seq_lens=integers(1),
+                causal_rows=integers(1),
+            )
+            options = {
+                **batch.tensors(),
+                "scale": 0.1,
+                "window_left": window,
+                "out": torch.empty_like(batch.query),
+                "impl": "triton",
+                "max_query_len": CANVAS,
+                "max_seq_len": length,
+            }
+            calls[f"attention, {name} layer, {length} keys"] = lambda options=options: (
+                canvas_attention(**options)
+            )
+    return calls
+
+
+def sampling_calls(
+    device: str,
+    canvas: int,
+    hidden: int,
+    dtype: torch.dtype,
+    vocab: int = VOCAB,
+    tile: int | None = None,
+) -> dict[str, Callable[[], object]]:
+    """A pass of one canvas and of eight: plain, and with settings that leave the graphs."""
+    calls = {}
+    weight = torch.zeros(vocab, hidden, dtype=dtype, device=device)
+    head = OutputHead(weight, weight, 0, 30.0, dtype, F.linear, 1, vocab)
+    for canvases in (1, 8):
+        n = canvases * canvas
+        rows = torch.zeros(n, hidden, dtype=dtype, device=device)
+        ones = torch.ones(n, device=device)
+        integers = torch.zeros(n, dtype=torch.int32, device=device)
+        draws = RowDraws(ones, ones, integers.long(), integers, integers, integers)
+        some = slice(canvas)
+        index = np.arange(canvas)
+        wanted = LogprobsRequest(
+            5, integers.long()[some, None][:, :0], integers[some], as_logits=False
+        )
+        settings = {
+            "plain": (None, None),
+            "top_p of one request": (
+                FilteredRows(index, CandidateFilters(None, ones[some] * 0.95, None)),
+                None,
+            ),
+            "log-probabilities of one request": (
+                None,
+                ReportedRows(index, wanted, None, ones[some]),
+            ),
+        }
+        for name, asked in settings.items():
+            requests = RowRequests(draws, None, *asked)
+            calls[f"sampling, {canvases} x canvas, {name}"] = lambda rows=rows, requests=requests: (
+                sample_rows(head, rows, requests, vocab, tile)
+            )
+    return calls
+
+
+def counted() -> dict[str, dict[str, int]]:
+    """Launches and other operations of each call, and the most that its tensors hold, as on a GPU."""
+    found = {}
+    with FakeTensorMode(), launches() as kernels:
+        calls = attention_calls("cuda")
+        calls |= sampling_calls("cuda", CANVAS, HIDDEN, torch.bfloat16)
+        for name, call in calls.items():
+            kernels.clear()
+            with TensorMemory() as memory, Operations() as operations:
+                call()
+            found[name] = {
+                "launches": len(kernels),
+                "operations": operations.count,
+                "bytes": memory.peak,
+            }
+    return found
+
+
+def host_costs() -> dict[str, float]:
+    """The host's time of each call, in smallest operations of PyTorch.
+
+    The least of some rounds, in turn with the least of the operation's: on a busy machine both are
+    what nothing else took time from.
+    """
+    a, b, c = (torch.zeros(1) for _ in range(3))
+
+    def smallest() -> None:
+        for _ in range(1000):
+            torch.add(a, b, out=c)
+
+    # As many tiles, of rows so few and so short that arithmetic costs nothing.
+    tile = VOCAB // TILE
+    calls = {
+        name: call
+        for name, call in sampling_calls("cpu", 1, 1, torch.float32, tile * tile, tile).items()
+        if name.startswith("sampling, 1 x")
+    }
+    calls |= attention_calls("cpu")
+    ratios = {}
+    with launches():
+        for name, call in calls.items():
+            repeats = 3 if name.startswith("sampling") else 100
+
+            def repeated(call: Callable[[], object] = call, repeats: int = repeats) -> None:
+                for _ in range(repeats):
+                    call()
+
+            repeated()
+            pairs = [(_seconds(repeated), _seconds(smallest)) for _ in range(ROUNDS)]
+            calls_took, operations_took = map(min, zip(*pairs, strict=True))
+            ratios[name] = (calls_took / repeats) / (operations_took / 1000)
+    return ratios
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Of this thread on a processor, whoever else wanted it meanwhile."""
+    started = time.thread_time()
+    call()
+    return time.thread_time() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
+    data = DataFile(parser.parse_args().data)
+    for name, counts in counted().items():
+        print(
+            f"{name}: {counts['launches']} kernels, {counts['operations']} other operations, "
+            f"{counts['bytes'] / 2**20:.1f} MiB"
+        )
+        data.add("counted", what=name, **counts)
+    for name, ratio in host_costs().items():
+        print(f"{name}: as long on the host as {ratio:.0f} small operations")
+        data.add("host", what=name, small_operations=round(ratio))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""What the machine at hand is, and what it lacks for an experiment.
+
+python benchmarks/gpu/machine.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# Stands in for the names of vLLM that the sampler imports, where vLLM itself is not installed.
+STUB = HERE / "stub"
+# What a result depends on: those of another state of these are never shown beside it.
+SOURCES = ("attention_kernels", "vllm_diffusion", "benchmarks")
+
+
+def describe() -> dict[str, Any]:
+    """Versions and the GPU. Imports torch and starts CUDA: only in a process of its own."""
+    facts: dict[str, Any] = {
+        "gpu": None,
+        "python": platform.python_version(),
+        "driver": _driver(),
+        "vllm": _version("vllm"),
+        "fa4": _version("flash-attn-4"),
+    }
+    import torch
+
+    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _version("triton")}
+    try:
+        torch.empty(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        facts["why_no_gpu"] = str(error).splitlines()[0].partition(". ")[0]
+        return facts
+    properties = torch.cuda.get_device_properties(0)
+    return facts | {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
+    }
+
+
+def _version(package: str) -> str | None:
+    """Of a package that is installed; the stub is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.splitlines()[0].strip() if told.stdout.strip() else None
+
+
+def described(environment: dict[str, str]) -> dict[str, Any]:
+    """As :func:`describe`, from a process with this environment.
+
+    Raises:
+        RuntimeError: If not even that runs.
+    """
+    command = [sys.executable, str(Path(__file__).resolve())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"{sys.executable} cannot describe this machine: {last}")
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def lacking(needs: dict[str, Any], facts: dict[str, Any]) -> str | None:
+    """Why an experiment cannot run here; ``None`` if it can.
+
+    Args:
+        needs: ``gpu`` (whether), ``memory_gib`` of it, ``capability`` of it at least, ``vllm``
+            (whether), ``modules`` (that can be imported).
+        facts: As :func:`describe` returns.
+    """
+    if needs.get("gpu") and facts["gpu"] is None:
+        driver = f"driver {facts['driver']}" if facts["driver"] else "no NVIDIA driver answers"
+        return f"no GPU that torch {facts['torch']} can use: {facts['why_no_gpu']} ({driver})"
+    if facts["gpu"] is not None:
+        if _number(facts["capability"]) < _number(needs.get("capability", "8.0")):
+            return (
+                f"{facts['gpu']} has compute capability {facts['capability']}, and this needs "
+                f"{needs.get('capability', '8.0')}"
+            )
+        if facts["memory_gib"] < needs.get("memory_gib", 0):
+            return (
+                f"{facts['gpu']} has {facts['memory_gib']} GiB, and this needs "
+                f"{needs['memory_gib']}"
+            )
+    if needs.get("vllm") and facts["vllm"] is None:
+        return "vLLM is not installed"
+    missing = [name for name in needs.get("modules", ()) if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
+
+
+def environment(facts: dict[str, Any] | None, toy: bool, scratch: Path) -> dict[str, str]:
+    """What experiments run with, in the checkout that this file is of.
+
+    Args:
+        facts: As :func:`describe` returns; ``None`` before they are known.
+        toy: On the CPU, whatever else is there.
+        scratch: A folder that outlives the experiments.
+    """
+    paths = [str(ROOT), str(ROOT / "benchmarks")]
+    if facts is not None and facts["vllm"] is None:
+        paths.append(str(STUB))
+    elif _version("vllm-diffusion") is None:
+        paths.append(str(_entry_points(scratch)))
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    found = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*paths, *inherited]),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # bench_serve.sh asks for it.
+        "PYTHON": sys.executable,
+    }
+    if toy:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return found
+
+
+def _entry_points(scratch: Path) -> Path:
+    """A folder that makes vLLM find this package's plugins in a checkout that nobody installed."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = scratch / "entry_points"
+    info = folder / f"vllm_diffusion-{project['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    return folder
+
+
+def commit() -> str | None:
+    """Of the checkout; ``None`` where there is no history beside it."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def sources() -> str:
+    """A digest of every file that a result depends on, committed or not."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            kept = path.suffix in (".py", ".sh", ".toml") or (
+                path.suffix == ".json" and "results" not in path.parts
+            )
+            if kept and "__pycache__" not in path.parts:
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe()))

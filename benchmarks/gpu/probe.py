@@ -1,0 +1,102 @@
+"""What the device reaches, and whether it does what the kernels rely on.
+
+python benchmarks/gpu/probe.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from data_file import DataFile
+from timing import copy_rate, device, device_name, milliseconds, product_rate
+from torch import Tensor
+
+DEVICE = device()
+ON_GPU = DEVICE.type == "cuda"
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def product_in_float32() -> str:
+    """The soft embeddings' product: bf16 factors added to float32 in place."""
+    rows, ids, width = (256, 4096, 2816) if ON_GPU else (8, 64, 16)
+    a, b = (
+        torch.randn(*shape, device=DEVICE).to(torch.bfloat16)
+        for shape in ((rows, ids), (ids, width))
+    )
+    target = torch.randn(rows, width, device=DEVICE)
+    expected = target.double() + a.double() @ b.double()
+    if ON_GPU:
+        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+    else:
+        # The CPU has no such product, and serving calls none there.
+        target += a.float() @ b.float()
+    error = relative(target, expected)
+    assert error < 1e-3, f"off by {error:.1e}"
+    return f"off by {error:.1e}"
+
+
+def graph() -> str:
+    """A graph is captured and replayed."""
+    if not ON_GPU:
+        return "no graphs on a CPU"
+    from vllm_diffusion.canvas.cuda_graphs import cuda_capture
+
+    x = torch.ones(1024, device=DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replay = cuda_capture()(lambda: x * 2, ())
+        x.fill_(3)
+        y = replay()
+        torch.cuda.synchronize()
+        assert bool((y == 6).all()), "a replay did not read the new input"
+        median, _, _ = milliseconds(replay)
+    return f"{1e3 * median:.1f} us a replay of one kernel"
+
+
+def host_copy() -> str:
+    """What the engine's staged writes do: from pinned memory, without a wait."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    array = torch.arange(64).numpy()
+    assert async_tensor_h2d(array, device=DEVICE).tolist() == array.tolist()
+    return "as expected"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "copied, GB/s": lambda: f"{copy_rate(2**30 if ON_GPU else 2**20) / 1e9:.0f}",
+    "bf16 product, TFLOP/s": lambda: f"{product_rate(8192 if ON_GPU else 64) / 1e12:.3g}",
+    "bf16 product added to float32 in place": product_in_float32,
+    "graph": graph,
+    "pinned copy": host_copy,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
+    data = DataFile(parser.parse_args().data)
+    print(device_name())
+    failed = []
+    for name, check in CHECKS.items():
+        try:
+            found = check()
+        except Exception as error:  # the next one is still worth asking
+            lines = str(error).splitlines()
+            found = f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
+            failed.append(name)
+        print(f"{name}: {found}", flush=True)
+        data.add("probe", what=name, found=found)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

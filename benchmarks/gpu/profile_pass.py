@@ -1,0 +1,115 @@
+"""Which kernels a pass spends its time in besides the backbone's products, by the profiler.
+
+    python benchmarks/gpu/profile_pass.py             # the 26B shape, 1 and 8 canvases
+    python benchmarks/gpu/profile_pass.py --toy
+
+A pass here is a replay of the sampler's graph and the attention of 25 sliding and 5 full layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from data_file import DataFile
+from plain_step import TOY, Server, Sizes
+from timing import device, device_name
+from torch.profiler import ProfilerActivity, profile
+
+from attention_kernels import canvas_attention
+from attention_kernels.testing import make_canvas_batch
+
+DEVICE = device()
+CONTEXT = 1300
+MOST_KERNELS = 25
+
+
+def attention(toy: bool, canvases: int) -> Callable[[], None]:
+    """The calls of all layers."""
+    layers = [(25, 16, 8, 256, 1023), (5, 16, 2, 512, -1)]
+    canvas, context, dtype = 256, CONTEXT, torch.bfloat16
+    if toy:
+        layers, canvas, context, dtype = [(2, 2, 1, 32, 15)], 8, 20, torch.float32
+    calls = []
+    for count, num_heads, num_kv_heads, head_dim, window in layers:
+        batch = make_canvas_batch(
+            [canvas] * canvases,
+            [context + canvas] * canvases,
+            [0] * canvases,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=str(DEVICE),
+        )
+        out = torch.empty_like(batch.query)
+        tensors, longest = batch.tensors(), context + canvas
+        options = {"scale": head_dim**-0.5, "window_left": window, "out": out, "impl": "triton"}
+        bounds = {"max_query_len": canvas, "max_seq_len": longest}
+        calls += [lambda t=tensors, o=options, b=bounds: canvas_attention(**t, **o, **b)] * count
+
+    def all_layers() -> None:
+        for call in calls:
+            call()
+
+    return all_layers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
+    options = parser.parse_args()
+    data = DataFile(options.data)
+    print(device_name())
+    on_gpu = DEVICE.type == "cuda"
+    counts = [1] if options.toy else [1, 8]
+    server = Server(TOY if options.toy else Sizes())
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext():
+        passes = {n: server.inputs(n) for n in counts}
+        server.capture(max(counts))
+        for n in counts:
+            server.begin(n)
+            layers = attention(options.toy, n)
+            parts = {
+                "sampler": lambda n=n: server.sampler.plain_step(*passes[n]),
+                "attention": layers,
+            }
+            for part, call in parts.items():
+                call()
+                activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+                with profile(activities=activities) as profiler:
+                    call()
+                    if on_gpu:
+                        torch.cuda.synchronize()
+                report(profiler, part, n, data)
+    return 0
+
+
+def report(profiler: profile, part: str, canvases: int, data: DataFile) -> None:
+    """The longest kernels of a part of the pass."""
+    on_gpu = DEVICE.type == "cuda"
+    events = profiler.key_averages()
+    time = {e: e.self_device_time_total if on_gpu else e.self_cpu_time_total for e in events}
+    total, launches = sum(time.values()), sum(event.count for event in events)
+    print(f"{part}, {canvases} canvases: {total / 1e3:.3f} ms in {launches} calls")
+    data.add("pass", part=part, canvases=canvases, calls=launches, us=round(total, 1))
+    for event in sorted(events, key=time.__getitem__, reverse=True)[:MOST_KERNELS]:
+        print(f"  {time[event]:10.1f} us {event.count:5}  {event.key[:100]}")
+        data.add(
+            "kernels of a pass",
+            part=part,
+            canvases=canvases,
+            kernel=event.key[:100],
+            calls=event.count,
+            us=round(time[event], 1),
+            share=round(time[event] / total, 4) if total else 0.0,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""How benchmarks take a time, and what a device reaches at most."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter then, which is chosen when Triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+REPEATS = 30
+# Larger than any L2 cache: written between two runs, so that each starts from memory.
+FLUSH_BYTES = 512 * 2**20
+
+
+def device() -> torch.device:
+    """The GPU, or the CPU of a machine without one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name() -> str:
+    """For a table's head."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def milliseconds(
+    call: Callable[[], object], repeats: int = REPEATS, *, cold: bool = False
+) -> tuple[float, float, float]:
+    """Median, first and third quartile of a call's time: on the device, where there is one.
+
+    Args:
+        call: What to time. It has run before it is timed.
+        repeats: How often it is timed.
+        cold: Whether each run starts with an empty cache.
+    """
+    on_gpu = torch.cuda.is_available()
+    flush = torch.empty(FLUSH_BYTES * (cold and on_gpu), dtype=torch.uint8, device=device())
+    for _ in range(3 if on_gpu else 1):
+        call()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        if on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+    times.sort()
+    return statistics.median(times), times[repeats // 4], times[3 * repeats // 4]
+
+
+def copy_rate(num_bytes: int = 2**30) -> float:
+    """Bytes a second that a copy reads and writes on this machine."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device())
+    target = torch.empty_like(source)
+    median, _, _ = milliseconds(lambda: target.copy_(source), repeats=5)
+    return 2 * num_bytes / median * 1e3
+
+
+def product_rate(size: int = 8192) -> float:
+    """Operations a second of a bf16 matrix product on this machine."""
+    a, b = (torch.randn(size, size, device=device()).to(torch.bfloat16) for _ in range(2))
+    median, _, _ = milliseconds(lambda: a @ b, repeats=5)
+    return 2 * size**3 / median * 1e3

@@ -1,0 +1,73 @@
+"""The table of compiled kernels: what follows from a compiler's report, and that it is up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import compiled
+import pytest
+
+from tests.support.triton_compile import SHARED_MEMORY
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "RESULTS.md"
+REPORT = {"kernel": "k", "num_warps": 8, "registers": 61, "spilled_bytes": 0, "shared_memory": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "programs"),
+    [
+        # 64 registers of 256 threads: a quarter of them.
+        ({}, 4),
+        ({"registers": 65}, 3),
+        ({"registers": 32}, 8),
+        ({"num_warps": 4, "registers": 255}, 2),
+        # The system keeps a kilobyte for each.
+        ({"shared_memory": 113 * 1024}, 2),
+        ({"shared_memory": 114 * 1024}, 1),
+    ],
+)
+def test_programs_of_a_multiprocessor(changes, programs):
+    """By registers, threads and shared memory of an H100."""
+    row = compiled.row("sm_90", "statistics", "ours", REPORT | changes, 8.0, None)
+    assert row.programs == programs
+    assert row.issue_cycles == 2.0
+
+
+def test_a_row_above_stock_names_what_decides():
+    ours = compiled.row("sm_90", "statistics", "ours", REPORT, 8.0, None)
+    stock = dataclasses.replace(ours, whose="stock", instructions=7.9)
+    assert compiled.decided_by(ours, [ours, stock]) == "`sampler`"
+    assert compiled.decided_by(stock, [ours, stock]) == ""
+    same = dataclasses.replace(stock, instructions=8.0)
+    assert compiled.decided_by(ours, [ours, same]) == ""
+    split = dataclasses.replace(ours, what="attention, full, split", instructions=None)
+    assert compiled.decided_by(split, [split]) == ""
+
+
+def test_the_table_is_whole():
+    """Every chip, layer and side; and what decides a row is an experiment of the campaign."""
+    from experiments import EXPERIMENTS
+
+    assert set(compiled.CHIPS) <= set(SHARED_MEMORY)
+    assert set(compiled.DECIDES.values()) <= {experiment.name for experiment in EXPERIMENTS}
+    text = RESULTS.read_text(encoding="utf-8")
+    lines = text.partition(compiled.BEGIN)[2].partition(compiled.END)[0].splitlines()
+    found = {tuple(line.split(" | ")[:3]) for line in lines if line.startswith("| sm_")}
+    assert found == {
+        (f"| {chip}", what, whose)
+        for chip in compiled.CHIPS
+        for what in compiled.DECIDES
+        for whose in ("ours", "stock")
+    } | {(f"| {chip}", "attention, full, split", "ours") for chip in compiled.CHIPS}
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("chip", compiled.CHIPS)
+def test_the_table_is_up_to_date(chip):
+    """RESULTS.md has what this compiler makes of these kernels."""
+    found = compiled.compiled(chip)
+    text = RESULTS.read_text(encoding="utf-8")
+    missing = [line for line in list(compiled.table(found))[2:] if line not in text]
+    assert not missing, "run python benchmarks/gpu/compiled.py --write"
