@@ -41,7 +41,7 @@ DFLASH, ADAPTIVE, NGRAM, DRAFT_MODEL, EAGLE3 = (
 # What vLLM looks for in the text so far: its own default is five tokens, no less.
 _NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 VLLM_OPTIONS = (
-    "Other options, behind the target, are those of `vllm serve`, such as --max-model-len 4096."
+    "Other options, behind all of these, are those of `vllm serve`, such as --max-model-len 4096."
 )
 # Of the shipped target: what is small here starts sooner.
 _TINY_OPTIONS = (
