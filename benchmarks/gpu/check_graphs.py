@@ -15,14 +15,18 @@ import sys
 from pathlib import Path
 
 import torch
-from data_file import DataFile
-from plain_step import TOY, Server, Sizes
-from timing import device, device_name, milliseconds
 from torch import Tensor
 
 from attention_kernels import canvas_attention
 from attention_kernels.testing import make_canvas_batch
 from vllm_diffusion.canvas.cuda_graphs import GraphedFunction, cuda_capture
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from data_file import DataFile
+from plain_step import TOY, Server, Sizes
+from timing import device, device_name, milliseconds
 
 DEVICE = device()
 STEPS = 4

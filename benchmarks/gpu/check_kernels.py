@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from data_file import DataFile
-from timing import device, device_name
 from torch import Tensor
 
 from attention_kernels import canvas_attention
@@ -38,6 +36,12 @@ from attention_kernels.vocab_statistics import (
     update_statistics,
     weigh,
 )
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from data_file import DataFile
+from timing import device, device_name
 
 DEVICE = device()
 SOFTCAP = 30.0

@@ -27,6 +27,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
 from data_file import DataFile
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data_file import DataFile
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +34,11 @@ from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
 from vllm_diffusion.sampling.vocabulary_stream import TILE, sample_rows
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from data_file import DataFile
 
 VOCAB, HIDDEN, CANVAS = 262144, 2816, 256
 # The chip whose configurations are launched.

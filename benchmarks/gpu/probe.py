@@ -11,9 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
 from data_file import DataFile
 from timing import copy_rate, device, device_name, milliseconds, product_rate
-from torch import Tensor
 
 DEVICE = device()
 ON_GPU = DEVICE.type == "cuda"

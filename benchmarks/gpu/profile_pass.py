@@ -15,13 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from data_file import DataFile
-from plain_step import TOY, Server, Sizes
-from timing import device, device_name
 from torch.profiler import ProfilerActivity, profile
 
 from attention_kernels import canvas_attention
 from attention_kernels.testing import make_canvas_batch
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from data_file import DataFile
+from plain_step import TOY, Server, Sizes
+from timing import device, device_name
 
 DEVICE = device()
 CONTEXT = 1300

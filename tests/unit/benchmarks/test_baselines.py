@@ -22,7 +22,7 @@ def test_baselines_of_counts():
 
 
 def test_baselines_of_the_host():
-    """In units of a small operation. A third more is a change; less is the machine."""
+    """In units of a small operation. Twice as much is a change; less may be the machine."""
     costs = counters.host_costs()
     for _ in range(2):
         # The least counts: whatever else ran can only have added.
@@ -33,7 +33,7 @@ def test_baselines_of_the_host():
             )
         }
     rounded = {name: {"small_operations": round(cost, 1)} for name, cost in costs.items()}
-    baselines.check("host", rounded, slack=1.35)
+    baselines.check("host", rounded, slack=2.0)
 
 
 @pytest.mark.slow
