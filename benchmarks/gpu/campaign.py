@@ -156,8 +156,9 @@ def run_bounded(
     Returns:
         Its exit status; ``None`` if it was stopped.
     """
+    others = _children()
     # What it starts and leaves becomes this process's child, and not init's.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans(True)
     process = subprocess.Popen(
         command,
         cwd=machine.ROOT,
@@ -182,20 +183,25 @@ def run_bounded(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        _end_orphans()
+        _end_orphans(others)
+        _adopt_orphans(False)
 
 
-def _end_orphans() -> None:
-    """End every child of this process, and theirs as they become its own."""
-    while children := _children():
+def _adopt_orphans(adopts: bool) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
+
+
+def _end_orphans(others: set[int]) -> None:
+    """End every child of this process but ``others``, and theirs as they become its own."""
+    while children := _children() - others:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         for pid in children:
             os.waitpid(pid, 0)
 
 
-def _children() -> list[int]:
-    found = []
+def _children() -> set[int]:
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # The name, in parentheses, may hold anything.
@@ -203,7 +209,7 @@ def _children() -> list[int]:
         except OSError:
             continue
         if parent == os.getpid():
-            found.append(int(stat.parent.name))
+            found.add(int(stat.parent.name))
     return found
 
 

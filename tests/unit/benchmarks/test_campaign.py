@@ -114,6 +114,14 @@ def test_nothing_of_a_stopped_experiment_is_left(tmp_path):
     assert not is_running(int(pid_file.read_text()))
 
 
+def test_what_others_started_stays(tmp_path):
+    """A process that this one had before is not an experiment's."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
+        run_all(tmp_path, [script("short", "pass")])
+        assert bystander.poll() is None
+        bystander.communicate(b"\n")
+
+
 def test_an_interrupted_run_goes_on(tmp_path):
     """What is settled is not repeated; what was interrupted, cut or not run is."""
     marks = tmp_path / "marks"
