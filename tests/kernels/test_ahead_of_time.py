@@ -1,4 +1,4 @@
-"""Every Triton configuration compiles for every chip, without a GPU, and none spills registers.
+"""Every Triton configuration compiles for every chip, without a GPU, and one alone spills registers.
 
 Triton compiles for a chip that is not there only in a process without its interpreter, so each chip
 is checked by running this file. By hand it prints what the compiler reports:
@@ -123,12 +123,17 @@ def reports(chip: str, cases: list[Case]) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+# Bytes a thread, by chip and head size. Full layers on SM90 take 325 instructions a key with 32 keys a tile,
+# what they spill among them, and 473 with 16, which spill nothing (benchmarks/gpu/compiled.py).
+SPILLS = {("sm_90", 512): 112}
+
+
 def check(chip: str, cases: list[Case]) -> list[dict]:
     pytest.importorskip("triton")
     lines = reports(chip, cases)
     assert len(lines) >= len(cases)
     for line in lines:
-        assert line["spilled_bytes"] == 0, line
+        assert line["spilled_bytes"] <= SPILLS.get((chip, line["head_dim"]), 0), line
         assert line["shared_memory"] <= SHARED_MEMORY[chip], line
     return lines
 
