@@ -96,6 +96,11 @@ def extract(
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: {out} is not empty; name a new folder.")
+    if engine_args.create_model_config().is_diffusion:
+        raise ValueError(
+            f"{engine_args.model} is a diffusion model, which takes no draft; name the autoregressive target "
+            "whose traffic was recorded."
+        )
     engine_args = _extracting(engine_args, target_layer_ids, out / _STAGING)
     config: VllmConfig = engine_args.create_engine_config()
     sizes = _checked(config, target_layer_ids)
