@@ -29,6 +29,7 @@ import torch
 
 from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
 from attention_kernels.testing import walk_key_tiles
+from tests.support.triton_compile import told_of
 
 # Shared memory that one block can have, in bytes; the same on both chips.
 SHARED_MEMORY = 227 * 1024
@@ -130,15 +131,7 @@ def compile_case(capability: int, case: Case) -> dict:
 
 def resources(cubin: bytes) -> dict:
     """Registers at launch and stack of a compiled kernel, from the tool inside Triton's package."""
-    import triton
-
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [dump, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    report = told_of("cuobjdump", "-res-usage", cubin=cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     return {"registers": int(registers), "stack": int(stack)}
 

@@ -105,21 +105,26 @@ def compile_for(
     }
 
 
+def told_of(tool: str, option: str, *, cubin: bytes) -> str:
+    """What a tool inside Triton's package prints of a compiled kernel."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [path, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
 def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
     """Of each loop without another inside: its instructions, and those for tensor cores.
 
     An instruction here is one of the machine's, whatever the program was written in; a loop is what
     lies between a label and a branch back to it.
     """
-    import triton
-
-    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [disassembler, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = told_of("nvdisasm", "-c", cubin=cubin)
     labels: dict[str, int] = {}
     names: list[str] = []
     loops: list[tuple[int, int]] = []
