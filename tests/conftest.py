@@ -8,6 +8,11 @@ from typing import Any
 import hypothesis
 import pytest
 
+from vllm_diffusion.settings.bytecode import compile_once
+
+# Dozens of processes import vLLM here.
+compile_once()
+
 # The engine runs in the test's process, where its state can be looked at.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -17,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 # Only now, since it reads OMP_NUM_THREADS.
-import torch
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     # Read when Triton is imported: its kernels run under its CPU interpreter.

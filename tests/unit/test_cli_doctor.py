@@ -45,7 +45,6 @@ def fact_of(environ: dict[str, str], name: str) -> Fact:
         ("VLLM_PLUGINS", "", Mark.PROBLEM),
         ("VLLM_TARGET_DEVICE", "cpu", Mark.PROBLEM),
         ("VLLM_TARGET_DEVICE", "cuda", Mark.OK),
-        ("PYTHONDONTWRITEBYTECODE", "1", Mark.WARNING),
     ],
 )
 def test_environment(name: str, value: str, mark: Mark, monkeypatch) -> None:

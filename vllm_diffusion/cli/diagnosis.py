@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from vllm_diffusion import upstream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.platforms import detection
+from vllm_diffusion.settings.bytecode import is_compiled
 from vllm_diffusion.settings.compilation import compile_backend
 from vllm_diffusion.settings.environment import environment_flags
 
@@ -262,13 +263,13 @@ def environment_facts(environ: Mapping[str, str] = os.environ) -> list[Fact]:
         )
     else:
         facts.append(Fact("VLLM_TARGET_DEVICE", target or "not set"))
-    if environ.get("PYTHONDONTWRITEBYTECODE"):
+    if sys.flags.dont_write_bytecode and not is_compiled():
         facts.append(
             Fact(
                 "PYTHONDONTWRITEBYTECODE",
-                "set: every start compiles some thousand modules again, in each process",
+                "set: every `vllm serve` compiles some thousand modules again, in each process",
                 Mark.WARNING,
-                "unset PYTHONDONTWRITEBYTECODE; the second start is then much faster",
+                "unset it, or compile them once: python -m compileall -q -j 0 " + sys.prefix,
             )
         )
     return facts

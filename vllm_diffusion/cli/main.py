@@ -18,6 +18,7 @@ from vllm_diffusion.cli import (
     serve_page,
     swap_draft,
 )
+from vllm_diffusion.settings.bytecode import compile_once
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Its exit status: 0 only if it did what it is for.
     """
+    compile_once()
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if "vllm_options" in arguments:
