@@ -341,9 +341,13 @@ class WholeCanvasMixin(KVTransferMixin):
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(req_id) or ()
             index = model_runner_output.req_id_to_index[req_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            # A pass that was on its way when its request was preempted is no step of a canvas.
+            # A pass that was on its way when its request was preempted is no step of a canvas; what it
+            # emits counts all the same.
             is_stale = request.num_stale_output_tokens > 0
-            view = None if is_stale or req_id not in views else unpack(views[req_id])
+            is_void = is_stale and (num_emitted == 0 or request.drop_stale_output)
+            view = None if is_void or req_id not in views else unpack(views[req_id])
+            if is_stale and not is_void:
+                self._reports.emitted_after_all(req_id)
             constrained = self._constrained.get(req_id)
             if canvas and not is_stale:
                 num_settled = constrained.num_settled if constrained else 0
