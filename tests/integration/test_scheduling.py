@@ -9,6 +9,7 @@ import pytest
 from tests.support.engine import TracedEngine
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.requests.read_together import READ_TOGETHER
 
 pytestmark = pytest.mark.engine
 
@@ -97,6 +98,26 @@ def test_reads_of_one_text_take_one_pass(engine, order):
         assert engine.llm.reset_prefix_cache()
         (alone,) = engine.generate([prompt], seeds=[seed], **wanted)
         assert alone.token_ids == read.token_ids
+
+
+def test_reads_that_belong_together_wait_for_each_other(engine, order):
+    """Though an engine without work hears of them one after another."""
+    text, llm_engine = prompt_of(64, seed=63), engine.llm.llm_engine
+    with counting(engine) as rows:
+        for i in range(3):
+            llm_engine.add_request(
+                f"read {i}",
+                {"prompt_token_ids": text + prompt_of(3 + i, seed=64 + i)},
+                engine.sampling_params(
+                    seed=i, max_tokens=8, extra_args=READ | {READ_TOGETHER: ["decision", 3]}
+                ),
+            )
+            if i < 2:
+                llm_engine.step()
+        while llm_engine.has_unfinished_requests():
+            llm_engine.step()
+    assert len(rows) == 1 + (order == "separate")
+    assert sum(rows) == 64 + 3 + 4 + 5 + 3 * 8
 
 
 def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):

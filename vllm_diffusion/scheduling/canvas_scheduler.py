@@ -36,6 +36,7 @@ from vllm_diffusion.scheduling.constrained_canvas import (
 )
 from vllm_diffusion.scheduling.kv_transfer import KVTransferMixin
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
+from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode, fuses_prompt
 
@@ -69,6 +70,7 @@ class WholeCanvasMixin(KVTransferMixin):
         # Prompt log-probabilities of requests that have not emitted a token yet.
         self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
         self._stuck = StuckRequests(self, self._counters)
+        self._reads = ReadsTogether()
         # Whether the last pass left somebody waiting.
         self._leaves_waiting = False
 
@@ -114,6 +116,8 @@ class WholeCanvasMixin(KVTransferMixin):
         exist, so a canvas runs whole or waits for a pass with room. Where a prompt ends, the stock
         scheduler knows of no canvas behind it, so the budget is kept here as well.
         """
+        if self._reads.holds(request.request_id):
+            return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
@@ -230,6 +234,7 @@ class WholeCanvasMixin(KVTransferMixin):
             params.seed = int(self._seeds.integers(2**63))
         super().add_request(request)
         self._reports.add(request)
+        self._reads.add(request)
         if is_constrained(request):
             self._constrained[request.request_id] = ConstrainedCanvas(
                 request, self.structured_output_manager
@@ -239,6 +244,7 @@ class WholeCanvasMixin(KVTransferMixin):
         self._constrained.pop(request.request_id, None)
         self._held_prompt_logprobs.pop(request.request_id, None)
         self._stuck.forget(request.request_id)
+        self._reads.forget(request.request_id)
         self._counters.forget(request.request_id)
         self._reports.freed(request.request_id)
         return super()._free_request(request, *args, **kwargs)

@@ -23,7 +23,7 @@ from vllm_diffusion.quantization.check import check_checkpoint, check_new_weight
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
-from vllm_diffusion.requests import refused_fields
+from vllm_diffusion.requests import read_together, refused_fields
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     fuses_encode,
@@ -174,6 +174,7 @@ class BlockDiffusionEngineConfig:
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         refused_fields.install()
+        read_together.install()
         delivery.install()
         http.install()
 
