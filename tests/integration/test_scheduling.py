@@ -133,8 +133,14 @@ def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):
 def test_requests_without_a_seed_draw_their_own(engine):
     """Each another, as many as there are."""
     prompt = prompt_of(20, seed=81)
-    outputs = engine.generate([prompt] * 3, seeds=[None] * 3, max_tokens=CANVAS, ignore_eos=True)
-    assert len({tuple(output.token_ids) for output in outputs}) == 3
+    params = engine.sampling_params(n=2, max_tokens=CANVAS, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt}] * 2
+    answers = [
+        tuple(completion.token_ids)
+        for output in engine.llm.generate(prompts, params, use_tqdm=False)
+        for completion in output.outputs
+    ]
+    assert len(set(answers)) == 4
 
 
 def test_a_batch_takes_no_more_passes_than_its_longest_request(engine, order):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from typing import Any
@@ -113,7 +114,7 @@ class WholeCanvasMixin(KVTransferMixin):
 
         The hook is meant for something else, but it is the last word on every request, running or
         waiting, before blocks are allocated. A slice of a canvas would be denoised as if the rest did
-        exist, so a canvas runs whole or waits for a pass with room. Where a prompt ends, the stock
+        not exist, so a canvas runs whole or waits for a pass with room. Where a prompt ends, the stock
         scheduler knows of no canvas behind it, so the budget is kept here as well.
         """
         if self._reads.holds(request.request_id):
@@ -230,8 +231,10 @@ class WholeCanvasMixin(KVTransferMixin):
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None and params.seed is None:
-            # Each pipeline stage begins the canvases for itself.
-            params.seed = int(self._seeds.integers(2**63))
+            # Each pipeline stage begins the canvases for itself. Several answers to one prompt may share
+            # their parameters.
+            request.sampling_params = copy.copy(params)
+            request.sampling_params.seed = int(self._seeds.integers(2**63))
         super().add_request(request)
         self._reports.add(request)
         self._reads.add(request)
