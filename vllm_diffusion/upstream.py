@@ -526,6 +526,11 @@ TABLE: tuple[Symbol, ...] = (
         )
     ),
     Symbol(
+        "vllm.entrypoints.openai.decisions.strategies:next_token_label_reads",
+        Use.REPLACED,
+        "Reads of one decision say that they belong together.",
+    ),
+    Symbol(
         "vllm.v1.spec_decode.metrics:SpecDecodingStats",
         Use.CALLED,
         "Carries the engine's counters to the API process.",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timing import device
 from torch import Tensor
 
-from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.requests.params import CanvasParams
@@ -55,7 +55,7 @@ class Server:
         self._generator = torch.Generator(DEVICE).manual_seed(0)
         weight = self.random(sizes.vocab, sizes.hidden) * 0.2
         spec = CanvasSpec(sizes.canvas, EntropyBound(), 48, SETTINGS)
-        self.slots = CanvasSlots(sizes.slots, spec, DEVICE)
+        self.slots = CanvasSlots(sizes.slots, spec, sizes.vocab, DEVICE)
         self.soft_embeds = torch.zeros(
             sizes.slots, sizes.canvas, sizes.hidden, dtype=sizes.dtype, device=DEVICE
         )
@@ -86,12 +86,11 @@ class Server:
         """Normally distributed, in the model's dtype."""
         return torch.randn(*shape, generator=self._generator, device=DEVICE).to(self.sizes.dtype)
 
-    def begin(self, canvases: int) -> None:
-        """Put new requests into all slots, the first of which denoise; every canvas is noise."""
+    def begin(self) -> None:
+        """Put new requests into all slots; every canvas is noise."""
         for slot in range(self.sizes.slots):
             self.slots.add_request(slot, NewRequest(CanvasParams(), prompt_len=7))
         self.slots.apply_staged_writes()
-        self.slots.phase[:canvases].fill_(int(Phase.DENOISING))
         noise = torch.Generator(DEVICE).manual_seed(1)
         self.slots.canvas.random_(0, self.sizes.vocab, generator=noise)
         self.soft_embeds.zero_()
@@ -110,9 +109,8 @@ class Server:
             row % sizes.canvas,
             row % sizes.canvas + 7,
             num_rows,
-            idle,
             torch.arange(slots, dtype=torch.int64, device=DEVICE) + 40,
-            idle.clone(),
+            idle,
             torch.ones(slots, device=DEVICE),
         )
 

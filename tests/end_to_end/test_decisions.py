@@ -12,6 +12,9 @@ from tests.support.server import Server, start_server, stop_server
 
 pytestmark = pytest.mark.engine
 
+# vLLM logs a line for each pass.
+LOGGING = "--enable-logging-iteration-details"
+
 QUESTIONS = [
     {"type": "predicate", "name": "blue", "instructions": "Is the sky blue?"},
     {
@@ -49,10 +52,12 @@ def test_decisions(joint: bool, server: Server) -> None:
 def peers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     """Ours, with stock's sliding window, and stock's own class on the same platform."""
     folder = tmp_path_factory.mktemp("peers")
-    settings = '{"diffusion": {"window_anchor": "query"}}'
-    ours = start_server(SHIPPED, folder / "ours.log", "--additional-config", settings)
+    settings = ("--additional-config", '{"diffusion": {"window_anchor": "query"}}')
+    ours = start_server(SHIPPED, folder / "ours.log", LOGGING, *settings)
     try:
-        stock = start_server(SHIPPED, folder / "stock.log", VLLM_PLUGINS="vllm_diffusion_cpu")
+        stock = start_server(
+            SHIPPED, folder / "stock.log", LOGGING, VLLM_PLUGINS="vllm_diffusion_cpu"
+        )
     except BaseException:
         stop_server(ours)
         raise
@@ -77,3 +82,27 @@ def test_decisions_are_those_of_stock(joint: bool, peers: tuple[Server, Server])
     ours, stock = (peer.post("/v1/decisions", body).json()["answers"] for peer in peers)
     assert len(numbers(ours)) > 8
     assert numbers(ours) == pytest.approx(numbers(stock), abs=1e-4)
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+@pytest.mark.parametrize("num_questions", [1, 6])
+def test_a_decision_takes_one_pass(
+    num_questions: int, joint: bool, peers: tuple[Server, Server]
+) -> None:
+    """All of its questions, with their prompts; stock's class takes one for prompts and one more."""
+
+    def passes(server: Server, text: str) -> int:
+        def count() -> int:
+            server.wait_until_idle()
+            return server.log.read_text(errors="replace").count("Iteration(")
+
+        before = count()
+        body = {"input": text, "questions": (QUESTIONS * 2)[:num_questions], "joint": joint}
+        assert server.post("/v1/decisions", body).status_code == 200
+        return count() - before
+
+    for text in ("The grass is green.", "The sky, at night, is black and not blue. " * 4):
+        text += f" {num_questions} {joint}"
+        ours, stock = (passes(peer, text) for peer in peers)
+        assert ours == 1
+        assert stock >= 2

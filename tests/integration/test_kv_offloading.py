@@ -36,7 +36,9 @@ def engine(
         pipeline_parallel_size=2 if "stages" in request.param else 1,
         # Layers with a window keep the blocks of answers too.
         prefix_cache_retention_interval=None,
-        additional_config={"diffusion": {"fused_encode": request.param == "fused"}},
+        additional_config={
+            "diffusion": {"fused_encode": False} if request.param == "separate" else {}
+        },
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",

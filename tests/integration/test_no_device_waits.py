@@ -121,6 +121,7 @@ def test_no_call_of_a_draft_waits(tmp_path):
         lambda x: bool(x.any()),
         lambda x: int(x[0]),
         lambda x: x.tolist(),
+        lambda x: torch.zeros(2, device=x.device).tolist(),
         lambda x: x.cpu(),
         lambda x: x.to("cpu"),
         lambda x: x[x > 0],
@@ -143,5 +144,6 @@ def test_the_guard_lets_the_host_be_read():
     with DeviceWaits() as waits:
         host = torch.from_numpy(np.arange(4))
         assert int(host[1:].max()) == 3
+        assert torch.zeros(2, device=host.device).tolist() == [0, 0]
         torch.arange(4)[torch.arange(2)] = torch.arange(2)
     assert waits.found == []

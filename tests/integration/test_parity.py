@@ -203,7 +203,7 @@ def test_denoising_leaves_the_prompt_cache_unchanged(engine):
 
 
 def test_counters_of_a_request(engine):
-    """Passes are prefill chunks and denoising steps, and the last canvas is never encoded."""
+    """Passes are denoising steps, with the prompt in the first; the last canvas is never encoded."""
     from vllm_diffusion.metrics import request_metrics
 
     # No cached prefix: a prompt that no other test sends.
@@ -212,7 +212,7 @@ def test_counters_of_a_request(engine):
     metrics = request_metrics(output)
     steps = metrics.denoise_steps_per_canvas
     assert len(steps) == 2
-    assert metrics.passes == 1 + sum(steps)
+    assert metrics.passes == sum(steps)
     assert metrics.encode_rows == len(prompt) + CANVAS
     assert metrics.canvas_rows == CANVAS * sum(steps)
     assert metrics.projected_rows == CANVAS * sum(steps)

@@ -1,12 +1,15 @@
-"""A canvas is emitted in the step that converges, and costs no pass beside its denoising steps."""
+"""N passes for a canvas of N steps: its first one comes with the end of the prompt, its last emits it."""
 
 from __future__ import annotations
+
+from contextlib import contextmanager
 
 import pytest
 
 from tests.support.engine import TracedEngine
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.requests.read_together import READ_TOGETHER
 
 pytestmark = pytest.mark.engine
 
@@ -18,7 +21,7 @@ def engine(checkpoint, order):
     engine = TracedEngine(
         checkpoint,
         async_scheduling=order == "asynchronous",
-        additional_config={"diffusion": {"fused_encode": order == "fused"}},
+        additional_config={"diffusion": {"fused_encode": False} if order == "separate" else {}},
         # Room for about one request of the longest length in the cache.
         kv_cache_memory_bytes=1024**2,
         max_num_batched_tokens=5 * CANVAS,
@@ -29,23 +32,115 @@ def engine(checkpoint, order):
     engine.close()
 
 
-# Passes of their own that a finished canvas takes, and whether the last one takes it too.
-EXTRA_PASSES = {"fused": (0, False), "separate": (1, False), "asynchronous": (1, True)}
+# Passes of their own that a prompt and a finished canvas take, and whether the last one takes it too.
+EXTRA_PASSES = {"fused": (0, 0, False), "separate": (1, 1, False), "asynchronous": (0, 1, True)}
 
 
 @pytest.mark.parametrize("num_canvases", [1, 3, 5])
 def test_passes_to_the_unit(engine, order, num_canvases):
-    """Prefill chunks, denoising steps, and what the order adds to them."""
+    """Denoising steps, and what the order adds to them."""
     prompt = prompt_of(CANVAS, seed=num_canvases)
     (output,) = engine.generate(
         [prompt], seeds=[1], max_tokens=num_canvases * CANVAS, ignore_eos=True
     )
     metrics = request_metrics(output)
     assert len(metrics.denoise_steps_per_canvas) == num_canvases
-    per_canvas, also_last = EXTRA_PASSES[order]
+    for_prompt, per_canvas, also_last = EXTRA_PASSES[order]
     num_encoded = num_canvases if also_last else num_canvases - 1
-    assert metrics.passes == 1 + sum(metrics.denoise_steps_per_canvas) + per_canvas * num_encoded
+    num_extra = for_prompt + per_canvas * num_encoded
+    assert metrics.passes == num_extra + sum(metrics.denoise_steps_per_canvas)
     assert metrics.encode_rows == len(prompt) + CANVAS * num_encoded
+
+
+@contextmanager
+def counting(engine):
+    """Rows of each pass that is scheduled."""
+    rows, schedule = [], engine.scheduler.schedule
+
+    def counted(*args):
+        output = schedule(*args)
+        if output.total_num_scheduled_tokens:
+            rows.append(output.total_num_scheduled_tokens)
+        return output
+
+    engine.scheduler.schedule = counted
+    yield rows
+    engine.scheduler.schedule = schedule
+
+
+READ = {"diffusion_read_only": True, "diffusion_max_steps": 1, "diffusion_canvas_length": 8}
+
+
+def test_a_read_of_one_step_takes_one_pass(engine, order):
+    """Prompt and step together; behind a long prompt's chunks with the last of them."""
+    apart = order == "separate"
+    for length, num_chunks in ((1, 1), (16, 1), (70, 1), (8 * CANVAS, 2)):
+        with counting(engine) as rows:
+            (output,) = engine.generate(
+                [prompt_of(length, seed=50 + length)], seeds=[1], max_tokens=8, extra_args=READ
+            )
+        assert len(rows) == request_metrics(output).passes == num_chunks + apart
+        assert sum(rows) == length + 8
+
+
+def test_reads_of_one_text_take_one_pass(engine, order):
+    """The text is computed once; what each asks of it, and its canvas, stand beside it."""
+    text = prompt_of(64, seed=61)
+    prompts = [text + prompt_of(3 + i, seed=62 + i) for i in range(4)]
+    wanted = {"max_tokens": 8, "extra_args": READ, "logprobs": 3}
+    seeds = [1, 2, 3, 4]
+    with counting(engine) as rows:
+        together = engine.generate(prompts, seeds=seeds, **wanted)
+    assert len(rows) == 1 + (order == "separate")
+    # The block that a text ends in is nobody else's: 64 tokens, what follows them, and canvases.
+    assert sum(rows) == 64 + 3 + 4 + 5 + 6 + 4 * 8
+    for prompt, seed, read in zip(prompts, seeds, together, strict=True):
+        assert engine.llm.reset_prefix_cache()
+        (alone,) = engine.generate([prompt], seeds=[seed], **wanted)
+        assert alone.token_ids == read.token_ids
+
+
+def test_reads_that_belong_together_wait_for_each_other(engine, order):
+    """Though an engine without work hears of them one after another."""
+    text, llm_engine = prompt_of(64, seed=63), engine.llm.llm_engine
+    with counting(engine) as rows:
+        for i in range(3):
+            llm_engine.add_request(
+                f"read {i}",
+                {"prompt_token_ids": text + prompt_of(3 + i, seed=64 + i)},
+                engine.sampling_params(
+                    seed=i, max_tokens=8, extra_args=READ | {READ_TOGETHER: ["decision", 3]}
+                ),
+            )
+            if i < 2:
+                llm_engine.step()
+        while llm_engine.has_unfinished_requests():
+            llm_engine.step()
+    assert len(rows) == 1 + (order == "separate")
+    assert sum(rows) == 64 + 3 + 4 + 5 + 3 * 8
+
+
+def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):
+    """Where the end of a prompt leaves no room for it, the prompt does not wait with it."""
+    prompt = prompt_of(5 * CANVAS - 3, seed=71)
+    with counting(engine) as rows:
+        (output,) = engine.generate([prompt], seeds=[8], max_tokens=CANVAS, ignore_eos=True)
+    assert rows[:2] == [len(prompt), CANVAS]
+    expected = oracle.generate(prompt, seed=8, max_tokens=CANVAS, ignore_eos=True)
+    assert list(output.token_ids) == expected.tokens
+
+
+def test_requests_without_a_seed_draw_their_own(engine):
+    """Each another, as many as there are."""
+    prompt = prompt_of(20, seed=81)
+    params = engine.sampling_params(n=2, max_tokens=CANVAS, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt}] * 2
+    answers = [
+        tuple(completion.token_ids)
+        for output in engine.llm.generate(prompts, params, use_tqdm=False)
+        for completion in output.outputs
+    ]
+    assert len(set(answers)) == 4
 
 
 def test_a_batch_takes_no_more_passes_than_its_longest_request(engine, order):

@@ -50,7 +50,7 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     if refused is not None:
         assert refused in arguments
         return
-    slots = CanvasSlots(2, SPEC, torch.device("cpu"))
+    slots = CanvasSlots(2, SPEC, 316, torch.device("cpu"))
     slots.add_request(1, NewRequest(params))
     slots.apply_staged_writes()
     for name, value in params.settings.items():
@@ -80,7 +80,8 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     if refused is not None:
         assert any(name in refused for name in options)
         return
-    slots = CanvasSlots(2, CanvasSpec(32, rule, max_steps, values), torch.device("cpu"))
+    spec = CanvasSpec(32, rule, max_steps, values)
+    slots = CanvasSlots(2, spec, 316, torch.device("cpu"))
     slots.add_request(1, NewRequest(CanvasParams()))
     slots.apply_staged_writes()
     for name, value in options.items():

@@ -48,14 +48,16 @@ def _waits_in_index(index: Any) -> bool:
 class DeviceWaits(TorchFunctionMode):
     """Records where the code inside reads a tensor's value.
 
-    Every tensor counts as one on the device, except what is made from NumPy arrays and from other
-    such tensors, and those in ``on_host``: the engine's own host-side copies.
+    Every tensor counts as one on the device, except what is made from NumPy arrays, from other such
+    tensors and on their device, and those in ``on_host``: the engine's own host-side copies.
     """
 
     def __init__(self, on_host: tuple[Tensor, ...] = ()) -> None:
         super().__init__()
         self.found: list[str] = []
         self._host = {id(tensor): tensor for tensor in on_host}
+        # What such tensors said of where they are.
+        self._host_devices: dict[int, torch.device] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,7 +76,12 @@ class DeviceWaits(TorchFunctionMode):
             caller = traceback.extract_stack(limit=2)[0]
             self.found.append(f"{name} at {caller.filename}:{caller.lineno}: {caller.line}")
         out = func(*args, **kwargs)
-        made_on_host = name == "tensor" and not isinstance(kwargs.get("device"), torch.device)
+        if isinstance(out, torch.device) and host:
+            self._host_devices[id(out)] = out
+        device = kwargs.get("device")
+        made_on_host = id(device) in self._host_devices or (
+            name == "tensor" and not isinstance(device, torch.device)
+        )
         if isinstance(out, Tensor) and (host or made_on_host) and name != "to":
             self._remember(out)
         return out

@@ -1,8 +1,9 @@
 """Per-request tensors of a block-diffusion model, one row per slot, at addresses that never change.
 
 R is the number of slots (``max_num_seqs``), C the canvas length. The host stages what a new
-request brings and :meth:`CanvasSlots.apply_staged_writes` copies it once per step; the rest is
-written by the compiled step of the sampler.
+request brings and :meth:`CanvasSlots.apply_staged_writes` copies it once per step, and begins its
+first canvas, whose first step may come with the end of the prompt; the rest is written by the
+compiled step of the sampler.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.params import CanvasParams
 
@@ -25,11 +28,10 @@ MAX_END_TOKENS = 128
 class Phase(IntEnum):
     """What a pass does with a slot's canvas."""
 
-    # There is none yet: the request is at its prompt.
-    PROMPT = 0
-    DENOISING = 1
+    # Before its first step too: while the request is at its prompt, no pass has rows of it.
+    DENOISING = 0
     # It is decided, and the pass over its rows writes its keys and values, and emits it.
-    COMMITTING = 2
+    COMMITTING = 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class NewRequest:
 
     Attributes:
         params: What it asks of its canvases.
+        seed: Of its draws.
         prompt_len: Tokens of its prompt.
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
         given: Tokens of the first canvas's leading positions: the end of what is known.
@@ -46,6 +49,7 @@ class NewRequest:
     """
 
     params: CanvasParams
+    seed: int = 0
     prompt_len: int = 0
     num_generated: int = 0
     given: Sequence[int] = ()
@@ -56,11 +60,14 @@ class NewRequest:
 class CanvasSlots:
     """The canvases of all running requests."""
 
-    def __init__(self, num_slots: int, spec: CanvasSpec, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, spec: CanvasSpec, vocab_size: int, device: torch.device
+    ) -> None:
         R, C = num_slots, spec.length
         self.num_slots = R
         self.canvas_length = C
         self.spec = spec
+        self.vocab_size = vocab_size
         self.device = device
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,7 +98,6 @@ class CanvasSlots:
         self.read_only = zeros(R, dtype=torch.bool)
         self.maps_steps = zeros(R, dtype=torch.bool)
         self.seed_canvas = zeros(R, C, dtype=torch.int64)
-        self.has_seed_canvas = zeros(R, dtype=torch.bool)
         self.pinned = zeros(R, C, dtype=torch.bool)
         # Tokens that end the request; -1 where there are fewer.
         self.end_tokens = zeros(R, MAX_END_TOKENS, dtype=torch.int64)
@@ -140,19 +146,21 @@ class CanvasSlots:
             ),
             (self.read_only, [row.params.read_only for row in rows]),
             (self.maps_steps, [row.params.shown.step_map for row in rows]),
-            (self.has_seed_canvas, [self._brings_canvas(row) for row in rows]),
             (self.canvas_idx, [self._num_canvases(row) for row in rows]),
             (self.num_given, [len(row.given) for row in rows]),
-            # A canvas that begins within known tokens has no pass before it that would start it.
-            (self.phase, [Phase.DENOISING if row.given else Phase.PROMPT for row in rows]),
         ):
             tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
         # Assigning a number by index would wait for the device to take it.
         for tensor in (self.step, self.decided_step, *self.rule_memory.values()):
             tensor.index_fill_(0, index, 0)
         self.previous_result.index_fill_(0, index, -1)
+        self.phase.index_fill_(0, index, int(Phase.DENOISING))
 
-        canvas = np.full((len(rows), C), spec.mask_token_id or 0, dtype=np.int64)
+        # On the host, so that nothing is launched for it: a draw is the same on any device.
+        seed = torch.tensor([row.seed for row in rows])
+        canvas_idx = torch.tensor([self._num_canvases(row) for row in rows])
+        first_step = torch.zeros_like(canvas_idx)
+        canvas = self.noise(seed, canvas_idx, first_step, Purpose.INITIAL).numpy()
         seed_canvas = np.zeros((len(rows), C), dtype=np.int64)
         pinned = np.zeros((len(rows), C), dtype=bool)
         end_tokens = np.full((len(rows), MAX_END_TOKENS), -1, dtype=np.int64)
@@ -169,6 +177,26 @@ class CanvasSlots:
         self.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)
         self.end_tokens[index] = self._to_device(end_tokens)
+
+    def noise(self, seed: Tensor, canvas_idx: Tensor, step: Tensor, purpose: Purpose) -> Tensor:
+        """What fills positions that hold no decided token.
+
+        Args:
+            seed: [num_canvases], int64.
+            canvas_idx: [num_canvases], integer.
+            step: [num_canvases], integer.
+            purpose: Of the draw.
+
+        Returns:
+            [num_canvases, C], int64.
+        """
+        mask = self.spec.mask_token_id
+        if mask is None:
+            length = self.canvas_length
+            return uniform_tokens(seed, canvas_idx, step, length, self.vocab_size, purpose)
+        return torch.full(
+            (len(seed), self.canvas_length), mask, dtype=torch.int64, device=seed.device
+        )
 
     def _brings_canvas(self, row: NewRequest) -> bool:
         """Whether its next canvas is its first one, and it says what that starts from."""

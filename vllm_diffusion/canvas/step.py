@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.noise import Purpose, uniform_tokens
+from attention_kernels.noise import Purpose
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 
@@ -45,7 +45,6 @@ class SlotPass(NamedTuple):
 
     Attributes:
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
-        starting: [R], bool, slots whose prompt was completed in this pass.
         seed: [R], int64, each request's seed.
         seeding: [R], bool, slots whose statistics at position 0 are of the row behind which their
             canvas begins.
@@ -56,7 +55,6 @@ class SlotPass(NamedTuple):
     """
 
     num_rows: Tensor
-    starting: Tensor
     seed: Tensor
     seeding: Tensor
     num_valid: Tensor
@@ -72,7 +70,6 @@ class SlotPass(NamedTuple):
 
         return SlotPass(
             num_rows=filled(0, torch.int32),
-            starting=filled(0, torch.bool),
             seed=filled(0, torch.int64),
             seeding=filled(0, torch.bool),
             num_valid=filled(-1, torch.int32),
@@ -142,7 +139,6 @@ class CanvasStep:
     def __init__(
         self,
         slots: CanvasSlots,
-        vocab_size: int,
         *,
         converge_at_end: bool = False,
         emits_when_done: bool = True,
@@ -152,7 +148,6 @@ class CanvasStep:
 
         Args:
             slots: The state, updated in place.
-            vocab_size: Number of token ids.
             converge_at_end: Judge a canvas by its positions up to its first end token.
             emits_when_done: A canvas is emitted in the step that converges, and the scheduler has it
                 encoded as it does known tokens.
@@ -160,7 +155,6 @@ class CanvasStep:
         """
         self._slots = slots
         self._spec = slots.spec
-        self._vocab_size = vocab_size
         self._converge_at_end = converge_at_end or slots.spec.rule.judges_to_end
         self._emits_when_done = emits_when_done
         self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = self._advance
@@ -216,10 +210,9 @@ class CanvasStep:
         canvas = self._next_input(decision, kept, slot_pass, position)
         canvas = torch.where(done[:, None], result, canvas)
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
-        begins = emitted | slot_pass.starting
         phase = torch.where(done & ~slots.read_only, _COMMITTING, slots.phase)
-        self._write(canvas, phase, output, begins, emitted, decision)
-        self._begin(begins, statistics, slot_pass, committed, num_final, position)
+        self._write(canvas, phase, output, emitted, decision)
+        self._begin(emitted, statistics, slot_pass, committed, num_final, position)
         return output
 
     def _decide(
@@ -285,17 +278,10 @@ class CanvasStep:
         canvas = torch.where(
             kept,
             decision.tokens,
-            self._noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
+            slots.noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
         )
         canvas = torch.where(slots.pinned, slots.seed_canvas, canvas)
         return torch.where(position < slots.num_given[:, None], slots.canvas, canvas)
-
-    def _noise(self, seed: Tensor, canvas_idx: Tensor, step: Tensor, purpose: Purpose) -> Tensor:
-        """[R, C], int64: what fills positions that hold no decided token."""
-        length, mask = self._spec.length, self._spec.mask_token_id
-        if mask is None:
-            return uniform_tokens(seed, canvas_idx, step, length, self._vocab_size, purpose)
-        return torch.full((len(seed), length), mask, dtype=torch.int64, device=seed.device)
 
     def _write(
         self,
@@ -303,10 +289,9 @@ class CanvasStep:
         phase: Tensor,
         output: StepOutput,
         begins: Tensor,
-        emitted: Tensor,
         decision: StepDecision,
     ) -> None:
-        """Keep what the step did; slots that begin a canvas forget their last one."""
+        """Keep what the step did; slots that begin another canvas forget their last one."""
         slots, denoised = self._slots, output.denoised
         zero = torch.zeros_like(slots.step)
         previous = torch.where(denoised[:, None], decision.result, slots.previous_result)
@@ -315,7 +300,7 @@ class CanvasStep:
         slots.step.copy_(torch.where(begins, zero, output.step))
         slots.decided_step.copy_(torch.where(begins[:, None], 0, output.decided_step))
         slots.phase.copy_(torch.where(begins, _DENOISING, phase))
-        slots.canvas_idx.copy_(slots.canvas_idx + emitted.to(torch.int32))
+        slots.canvas_idx.copy_(slots.canvas_idx + begins.to(torch.int32))
         for name, tensor in slots.rule_memory.items():
             one_each = (-1, *[1] * (tensor.dim() - 1))
             kept = torch.where(denoised.view(one_each), decision.memory[name], tensor)
@@ -330,12 +315,10 @@ class CanvasStep:
         num_final: Tensor,
         position: Tensor,
     ) -> None:
-        """Fill canvases that begin; a first one with what the request brings."""
+        """Fill canvases that begin behind another one, and put first tokens that were drawn now."""
         slots = self._slots
         seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
-        initial = self._noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
-        brings = slot_pass.starting & slots.has_seed_canvas
-        initial = torch.where(brings[:, None], slots.seed_canvas, initial)
+        initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
         canvas = torch.where(begins[:, None], initial, slots.canvas)
         if self._spec.is_seeded:
             token = statistics.candidate[:, 0]
@@ -351,4 +334,4 @@ class CanvasStep:
         if self._spec.mask_token_id is not None:
             # Pins are of the first canvas: in another one their positions would stay masked. Without a
             # mask they hold in each, as in stock.
-            slots.pinned.copy_(slots.pinned & (slot_pass.starting | ~begins)[:, None])
+            slots.pinned.copy_(slots.pinned & ~begins[:, None])

@@ -76,7 +76,7 @@ class BlockDiffusionModelState(ModelState):
             )
         self.spec = spec
         self.canvas_length = spec.length
-        self.slots = CanvasSlots(self.max_num_reqs, spec, device)
+        self.slots = CanvasSlots(self.max_num_reqs, spec, self.vocab_size, device)
         self._slot_of_request: dict[str, int] = {}
         # At fixed addresses, so that a replayed graph sees each step's values.
         self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -225,6 +225,8 @@ class BlockDiffusionModelState(ModelState):
             req_index,
             NewRequest(
                 params,
+                # The scheduler has chosen one for who brings none; vLLM's warm-up has none.
+                seed=(sampling_params and sampling_params.seed) or 0,
                 prompt_len=new_req_data.prompt_len,
                 num_generated=len(known) - new_req_data.prompt_len,
                 given=known[len(known) - num_given :],

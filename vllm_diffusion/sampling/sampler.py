@@ -84,7 +84,6 @@ class DiffusionSampler:
         self.vocab_size = vocab_size
         self.canvas_step = CanvasStep(
             slots,
-            vocab_size,
             converge_at_end=converge_at_end,
             emits_when_done=emits_when_done,
             compile_backend=compile_backend,
@@ -181,7 +180,6 @@ class DiffusionSampler:
         ).to(torch.int32)
         slot_pass = self._idle._replace(
             num_rows=torch.zeros(slots.num_slots, dtype=torch.int32, device=slots.device),
-            starting=self._starting(input_batch, seeding),
             seed=states.seeds.gpu[: slots.num_slots],
         )
         if seeding is not None:
@@ -214,7 +212,6 @@ class DiffusionSampler:
                 position,
                 row_at,
                 slot_pass.num_rows,
-                slot_pass.starting,
                 slot_pass.seed,
                 slot_pass.seeding,
                 requested,
@@ -249,9 +246,8 @@ class DiffusionSampler:
         slots, device = self.slots, self.slots.device
         indices = torch.zeros(3, hidden.shape[0], dtype=torch.int64, device=device)
         fixed = (
-            # No slot has rows or starts, so a capture changes nobody's canvas.
+            # No slot has rows, so a capture changes nobody's canvas.
             torch.zeros(slots.num_slots, dtype=torch.int32, device=device),
-            torch.zeros(slots.num_slots, dtype=torch.bool, device=device),
             torch.zeros(slots.num_slots, dtype=torch.int64, device=device),
             torch.zeros(slots.num_slots, dtype=torch.bool, device=device),
             torch.ones(slots.num_slots, dtype=torch.float32, device=device),
@@ -269,7 +265,6 @@ class DiffusionSampler:
         position: Tensor,
         row_at: Tensor,
         num_rows: Tensor,
-        starting: Tensor,
         seed: Tensor,
         seeding: Tensor,
         requested: Tensor,
@@ -282,14 +277,11 @@ class DiffusionSampler:
             position: [num_rows], int64.
             row_at: [num_rows], int64, where each row is in its sequence.
             num_rows: [R], int32: see :class:`SlotPass`, here and below.
-            starting: [R], bool.
             seed: [R], int64.
             seeding: [R], bool.
             requested: [R], float32, temperatures of the requests.
         """
-        slot_pass = self._idle._replace(
-            num_rows=num_rows, starting=starting, seed=seed, seeding=seeding
-        )
+        slot_pass = self._idle._replace(num_rows=num_rows, seed=seed, seeding=seeding)
         draws = self._draws(slot, position, row_at, slot_pass, requested)
         requests = RowRequests(draws, num_choices=self.num_choices)
         self._sample(rows, slot, position, requests, None)
@@ -469,21 +461,6 @@ class DiffusionSampler:
         last = first + (step.num_finished[owner] - 1).clamp(min=0)
         self._logprobs.begin(computed, last, owner, committed[owner])
         return output
-
-    def _starting(self, input_batch: InputBatch, seeding: np.ndarray | None) -> Tensor:
-        """[R], bool: slots whose prompt ended in this pass before a canvas. Known on the host."""
-        finished = input_batch.is_prefilling_np & (
-            input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
-            >= input_batch.prefill_len_np
-        )
-        # A canvas that begins within the prompt has rows of its own in that pass.
-        has_canvas = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]) > 0
-        if seeding is not None:
-            has_canvas &= ~seeding
-        finished &= ~has_canvas
-        starting = np.zeros(self.slots.num_slots, dtype=bool)
-        starting[input_batch.idx_mapping_np[finished]] = True
-        return async_tensor_h2d(starting, device=self.slots.device)
 
     def _filtered_rows(self, input_batch: InputBatch) -> FilteredRows | None:
         """Rows whose requests have top-k, top-p or min-p."""

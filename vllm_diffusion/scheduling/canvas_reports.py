@@ -79,6 +79,10 @@ class CanvasReports:
         """The request's canvas is lost, and will begin anew."""
         self._told[request_id].is_lost = True
 
+    def emitted_after_all(self, request_id: str) -> None:
+        """The canvas that was taken for lost is emitted by the pass that was on its way."""
+        self._told[request_id].is_lost = False
+
     def freed(self, request_id: str) -> None:
         """The request's last output, if there is one, is that of this pass."""
         self._freed.append(request_id)

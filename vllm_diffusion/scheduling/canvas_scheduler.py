@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from vllm.v1.core.sched.diffusion_scheduler import (
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -36,8 +37,9 @@ from vllm_diffusion.scheduling.constrained_canvas import (
 )
 from vllm_diffusion.scheduling.kv_transfer import KVTransferMixin
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
+from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
-from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode
+from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode, fuses_prompt
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -53,25 +55,30 @@ class WholeCanvasMixin(KVTransferMixin):
         outlines_rollback.install()
         # Whether a finished canvas is encoded in the same pass as the next one's first step.
         self.fuses_encode = fuses_encode(self.vllm_config)
+        # Whether the end of a prompt is, which is known in time in every order.
+        self.fuses_prompt = fuses_prompt(self.vllm_config)
         # Whether a canvas is emitted by a pass whose rows are computed tokens with it.
         self.commits_in_place = commits_in_place(self.vllm_config)
         self.spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
-        # Of the pass that is being scheduled, where canvases are blocks.
+        # Of the pass that is being scheduled: its budget, and the rows of canvases that the stock
+        # scheduler knows nothing of, by request.
         self._num_rows_left = 0
-        self._canvas_of_blocks: set[str] = set()
+        self._canvases: dict[str, int] = {}
+        self._seeds = np.random.default_rng(self.vllm_config.model_config.seed)
         self._counters = PassCounters()
         self._reports = CanvasReports()
         self._constrained: dict[str, ConstrainedCanvas] = {}
         # Prompt log-probabilities of requests that have not emitted a token yet.
         self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
         self._stuck = StuckRequests(self, self._counters)
+        self._reads = ReadsTogether()
         # Whether the last pass left somebody waiting.
         self._leaves_waiting = False
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._give_way()
         self._num_rows_left = self.max_num_scheduled_tokens
-        self._canvas_of_blocks.clear()
+        self._canvases.clear()
         output = super().schedule(throttle_prefills)
         self._leaves_waiting = bool(self.waiting)
         return output
@@ -107,8 +114,11 @@ class WholeCanvasMixin(KVTransferMixin):
 
         The hook is meant for something else, but it is the last word on every request, running or
         waiting, before blocks are allocated. A slice of a canvas would be denoised as if the rest did
-        not exist, so a canvas runs whole or waits for a pass with room.
+        not exist, so a canvas runs whole or waits for a pass with room. Where a prompt ends, the stock
+        scheduler knows of no canvas behind it, so the budget is kept here as well.
         """
+        if self._reads.holds(request.request_id):
+            return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
@@ -118,12 +128,17 @@ class WholeCanvasMixin(KVTransferMixin):
             request.num_tokens + request.num_output_placeholders - num_computed_tokens, 0
         )
         if self.spec.is_aligned:
-            return self._block_rows(request, num_computed_tokens, num_known, num_new_tokens)
-        if self.is_prefilled_only(request):
-            return min(num_new_tokens, num_known)
-        if self._awaits_output(request):
-            return max(min(num_new_tokens, num_known), 0)
-        return self._canvas_rows(request, num_computed_tokens, num_known, num_new_tokens)
+            num_rows = self._block_rows(request, num_computed_tokens, num_known, num_new_tokens)
+        elif self.is_prefilled_only(request):
+            num_rows = min(num_new_tokens, num_known)
+        elif not request.spec_token_ids:
+            num_rows = self._prompt_rows(request, num_computed_tokens, num_known, num_new_tokens)
+        elif self._awaits_output(request):
+            num_rows = max(min(num_new_tokens, num_known), 0)
+        else:
+            num_rows = self._canvas_rows(request, num_computed_tokens, num_known, num_new_tokens)
+        self._num_rows_left -= num_rows
+        return num_rows
 
     def _awaits_output(self, request: Request) -> bool:
         """Whether what the request's next canvas is hangs on a pass that is in flight.
@@ -133,12 +148,39 @@ class WholeCanvasMixin(KVTransferMixin):
         """
         return request.num_in_flight_tokens > 0
 
+    def _prompt_rows(
+        self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
+    ) -> int:
+        """Rows of a request at its prompt, and of the canvas behind it if the prompt ends with them.
+
+        Nothing that is in flight says what that canvas is. One that is in flight itself leaves no
+        token of the prompt.
+        """
+        room = self.max_model_len - num_computed_tokens - num_known
+        width = min(diffusion_canvas_width(request, self.num_spec_tokens), room)
+        is_shared = num_new_tokens == num_known > 0 and self._shares_pass(
+            request, num_computed_tokens
+        )
+        if is_shared and 0 < width <= self._num_rows_left - num_known:
+            self._canvases[request.request_id] = width
+            return num_known + width
+        return max(min(num_new_tokens, num_known), 0)
+
+    def _shares_pass(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether the pass that ends the request's prompt may have its canvas too."""
+        # Where loaded blocks turn out to be missing, a pass is repeated, and a canvas's step is not.
+        may_be_repeated = (
+            self.connector is not None
+            and self.recompute_kv_load_failures
+            and request.status != RequestStatus.RUNNING
+            and num_computed_tokens > 0
+        )
+        return self.fuses_prompt and not may_be_repeated
+
     def _canvas_rows(
         self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
     ) -> int:
-        """Rows of a request whose canvas begins behind its known tokens."""
-        if not request.spec_token_ids:
-            return num_new_tokens
+        """Rows of a request that has a canvas behind its known tokens."""
         if num_new_tokens <= num_known:
             return num_new_tokens if num_known else 0
         # One that the model length cuts is as wide as it will ever be.
@@ -160,34 +202,42 @@ class WholeCanvasMixin(KVTransferMixin):
         """Rows of a request whose canvases are blocks: whole ones, of known tokens or of a canvas.
 
         Known tokens that do not fill a block are rows of the canvas, and computed in each of its
-        passes. The stock scheduler has not counted those, and knows of no canvas where a prompt
-        ends, so the budget is kept here as well.
+        passes: the stock scheduler has not counted those.
         """
         length = self.spec.length
-        num_to_encode = num_known - self.spec.num_given(request.num_tokens)
-        num_rows = 0
-        if num_to_encode > 0:
-            num_rows = min(num_new_tokens, num_to_encode, self._num_rows_left)
-            if num_rows < num_to_encode:
-                num_rows = num_rows // length * length
-        has_canvas = num_to_encode <= 0 or (
-            self.fuses_encode
-            and num_rows == num_to_encode
-            and num_new_tokens >= num_to_encode + length
-        )
-        has_canvas = has_canvas and not self._awaits_output(request)
+        num_to_encode = max(num_known - self.spec.num_given(request.num_tokens), 0)
+        num_rows = min(num_new_tokens, num_to_encode, self._num_rows_left)
+        if num_rows < num_to_encode:
+            num_rows = num_rows // length * length
+        if num_to_encode == 0:
+            has_canvas = not self._awaits_output(request)
+        else:
+            # What is in flight of a request at its prompt says nothing of its canvas.
+            is_at_prompt = not request.spec_token_ids
+            has_canvas = (
+                self._shares_pass(request, num_computed_tokens)
+                if is_at_prompt
+                else self.fuses_encode
+            )
+        has_canvas = has_canvas and num_rows == num_to_encode
         has_room = num_computed_tokens + num_rows + length <= self.max_model_len
         if self.is_prefilled_only(request):
             has_canvas = False
         if has_canvas and has_room and num_rows + length <= self._num_rows_left:
             num_rows += length
-            self._canvas_of_blocks.add(request.request_id)
-        self._num_rows_left -= num_rows
+            self._canvases[request.request_id] = length
         return num_rows
 
     def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if params is not None and params.seed is None:
+            # Each pipeline stage begins the canvases for itself. Several answers to one prompt may share
+            # their parameters.
+            request.sampling_params = copy.copy(params)
+            request.sampling_params.seed = int(self._seeds.integers(2**63))
         super().add_request(request)
         self._reports.add(request)
+        self._reads.add(request)
         if is_constrained(request):
             self._constrained[request.request_id] = ConstrainedCanvas(
                 request, self.structured_output_manager
@@ -197,6 +247,7 @@ class WholeCanvasMixin(KVTransferMixin):
         self._constrained.pop(request.request_id, None)
         self._held_prompt_logprobs.pop(request.request_id, None)
         self._stuck.forget(request.request_id)
+        self._reads.forget(request.request_id)
         self._counters.forget(request.request_id)
         self._reports.freed(request.request_id)
         return super()._free_request(request, *args, **kwargs)
@@ -215,17 +266,16 @@ class WholeCanvasMixin(KVTransferMixin):
             and self.requests[request_id].num_output_placeholders > 0
             for request_id in scheduler_output.num_scheduled_tokens
         )
-        self._add_canvases_of_blocks(scheduler_output)
+        self._add_canvases(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         # The stock code knows of grammars only.
         scheduler_output.pending_structured_output_tokens |= waiting
 
-    def _add_canvases_of_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Say which rows are canvases: all of a block, whatever is known of it."""
+    def _add_canvases(self, scheduler_output: SchedulerOutput) -> None:
+        """Say which rows are canvases: those behind a prompt, and all of a block, whatever is known."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        for request_id in self._canvas_of_blocks & scheduler_output.num_scheduled_tokens.keys():
-            tokens = drafts.get(request_id, [])[: self.spec.length]
-            drafts[request_id] = tokens + [-1] * (self.spec.length - len(tokens))
+        for request_id in self._canvases.keys() & scheduler_output.num_scheduled_tokens.keys():
+            drafts[request_id] = [-1] * self._canvases[request_id]
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
@@ -300,9 +350,13 @@ class WholeCanvasMixin(KVTransferMixin):
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(req_id) or ()
             index = model_runner_output.req_id_to_index[req_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            # A pass that was on its way when its request was preempted is no step of a canvas.
+            # A pass that was on its way when its request was preempted is no step of a canvas; what it
+            # emits counts all the same.
             is_stale = request.num_stale_output_tokens > 0
-            view = None if is_stale or req_id not in views else unpack(views[req_id])
+            is_void = is_stale and (num_emitted == 0 or request.drop_stale_output)
+            view = None if is_void or req_id not in views else unpack(views[req_id])
+            if is_stale and not is_void:
+                self._reports.emitted_after_all(req_id)
             constrained = self._constrained.get(req_id)
             if canvas and not is_stale:
                 num_settled = constrained.num_settled if constrained else 0
@@ -349,9 +403,12 @@ class WholeCanvasMixin(KVTransferMixin):
         )
         for req_id, index in model_runner_output.req_id_to_index.items():
             found = tuple(of.pop(req_id, None) for of in both)
-            if req_id not in self.requests:
+            request = self.requests.get(req_id)
+            if request is None:
                 # Ended while the pass was on its way.
                 continue
+            if found[0] is not None:
+                found = (_of_prompt(found[0], request.num_prompt_tokens), found[1])
             if any(part is not None for part in found):
                 self._held_prompt_logprobs[req_id] = found
             if emitted and emitted[index] and req_id in self._held_prompt_logprobs:
@@ -369,6 +426,18 @@ class WholeCanvasMixin(KVTransferMixin):
                 stats.spec_decoding_stats, self.num_spec_tokens
             )
         return stats
+
+
+def _of_prompt(logprobs: LogprobsTensors, num_prompt_tokens: int) -> LogprobsTensors | None:
+    """Those of a prompt's tokens, without those of a canvas that shared the last pass."""
+    num_rows = num_prompt_tokens - 1
+    if num_rows == 0:
+        return None
+    return LogprobsTensors(
+        logprobs.logprob_token_ids[:num_rows],
+        logprobs.logprobs[:num_rows],
+        logprobs.selected_token_ranks[:num_rows],
+    )
 
 
 class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):

@@ -23,6 +23,9 @@ from vllm_diffusion.settings.plugin_settings import plugin_settings
 class LastCanvasMixin(Scheduler):
     """Placed before a synchronous canvas scheduler; without ``keep_last_canvas`` it does nothing."""
 
+    # Of the pass that is being scheduled: that scheduler's.
+    _num_rows_left: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.keeps_last_canvas = plugin_settings(self.vllm_config).keep_last_canvas
@@ -65,8 +68,9 @@ class LastCanvasMixin(Scheduler):
     ) -> int:
         if request.request_id in self._answered:
             # No canvas follows.
-            num_left = self._num_whole(request) - num_computed_tokens
-            return min(num_new_tokens, num_left)
+            num_rows = min(num_new_tokens, self._num_whole(request) - num_computed_tokens)
+            self._num_rows_left -= num_rows
+            return num_rows
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _num_whole(self, request: Request) -> int:

@@ -33,8 +33,8 @@ class PluginSettings:
         preset: Settings of the decoding rule that go together, where they are not set by themselves.
         converge_at_end: Judge a canvas by its positions up to its first end token only, since what
             follows is thrown away.
-        fused_encode: Encode a finished canvas in the same pass as the next canvas's first step;
-            ``None`` where it can be.
+        fused_encode: Encode a finished canvas, and the end of a prompt, in the same pass as the next
+            canvas's first step; ``None`` where it can be.
         keep_last_canvas: Encode the last canvas of a request behind its answer, and keep in the
             prefix cache what the next turn of a chat needs of it.
         of_rule: Everything else: what the model's decoding rule is to know, and check.
@@ -101,6 +101,12 @@ def commits_in_place(vllm_config: VllmConfig) -> bool:
     return is_async or rule.can_finish_kv or rule.commit_verifies
 
 
+def fuses_prompt(vllm_config: VllmConfig) -> bool:
+    """Whether the end of a prompt and the first canvas's first step share a pass."""
+    chosen = plugin_settings(vllm_config).fused_encode
+    return chosen is not False and _why_apart(vllm_config) is None
+
+
 def fuses_encode(vllm_config: VllmConfig) -> bool:
     """Whether a finished canvas and the next one share a pass.
 
@@ -108,18 +114,24 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
         ValueError: If the operator asks for it where it cannot be, with the reason.
     """
     chosen = plugin_settings(vllm_config).fused_encode
-    backend = vllm_config.attention_config.backend
-    if chosen is not False and backend is not None and backend.name != "CUSTOM":
-        # Known causal rows and a canvas in one sequence need more than a flag.
-        reason = f"--attention-backend {backend.name} knows one causal flag for a whole sequence"
-    elif vllm_config.scheduler_config.async_scheduling:
+    reason = _why_apart(vllm_config)
+    if reason is None and vllm_config.scheduler_config.async_scheduling:
         reason = "--async-scheduling does not know in time which step converges"
-    elif vllm_config.model_config.canvas_spec.is_seeded:
-        reason = "this model's canvases begin with a token that the encoding pass gives"
-    elif vllm_config.model_config.canvas_spec.rule.can_finish_kv:
+    elif reason is None and vllm_config.model_config.canvas_spec.rule.can_finish_kv:
         reason = "this model's last step mostly leaves nothing to encode"
-    else:
+    if reason is None:
         return chosen is not False
     if chosen:
         raise ValueError(f"{OPTION}: fused_encode cannot be true: {reason}; leave one of them out.")
     return False
+
+
+def _why_apart(vllm_config: VllmConfig) -> str | None:
+    """Why no pass has known tokens of a request and its canvas; ``None`` if one may."""
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name != "CUSTOM":
+        # Known causal rows and a canvas in one sequence need more than a flag.
+        return f"--attention-backend {backend.name} knows one causal flag for a whole sequence"
+    if vllm_config.model_config.canvas_spec.is_seeded:
+        return "this model's canvases begin with a token that the encoding pass gives"
+    return None

@@ -23,7 +23,7 @@ from vllm_diffusion.quantization.check import check_checkpoint, check_new_weight
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
-from vllm_diffusion.requests import refused_fields
+from vllm_diffusion.requests import read_together, refused_fields
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     fuses_encode,
@@ -33,6 +33,7 @@ from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.media_budget import check_media_budget
+from vllm_diffusion.startup.pass_order import choose_order
 from vllm_diffusion.startup.unsupported_options import check_options
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class BlockDiffusionEngineConfig:
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         refused_fields.install()
+        read_together.install()
         delivery.install()
         http.install()
 
@@ -408,15 +410,10 @@ def _check_cute(vllm_config: VllmConfig) -> None:
 
 
 def _choose_scheduler(vllm_config: VllmConfig) -> None:
-    from vllm.platforms import current_platform
-
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = SCHEDULER
-    wants_fused = plugin_settings(vllm_config).fused_encode is True
-    if scheduler_config.async_scheduling is None and (current_platform.is_cpu() or wants_fused):
-        # On a CPU nothing runs beside the engine's process, so there is nothing to hide.
-        scheduler_config.async_scheduling = False
+    choose_order(vllm_config)
     # Refuses a contradiction before anything is loaded.
     fuses_encode(vllm_config)
     # An image's rows attend to one another in both directions, so they must be in one pass.

@@ -266,14 +266,14 @@ def _memory(vllm_config: VllmConfig) -> Memory:
         num_engines = max(vllm_config.parallel_config.data_parallel_size_local, 1)
         available: int = psutil.virtual_memory().available // num_engines
         kv = kv_cache_bytes(cache_config)
-        return Memory(available - kv - _weight_bytes(vllm_config) - RESERVED_BYTES, kv)
+        return Memory(available - kv - weight_bytes(vllm_config) - RESERVED_BYTES, kv)
     total = current_platform.get_device_total_memory() * cache_config.gpu_memory_utilization
-    free = int(total) - _weight_bytes(vllm_config) - RESERVED_BYTES
+    free = int(total) - weight_bytes(vllm_config) - RESERVED_BYTES
     kv = cache_config.kv_cache_memory_bytes
     return Memory(free) if kv is None else Memory(free - kv, kv)
 
 
-def _weight_bytes(vllm_config: VllmConfig) -> int:
+def weight_bytes(vllm_config: VllmConfig) -> int:
     """On one rank: of the files where they are at hand, else at most, unquantised."""
     model_config = vllm_config.model_config
     size = checkpoint_bytes(model_config.model)

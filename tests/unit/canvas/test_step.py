@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics, accepted_lengths
@@ -22,11 +23,11 @@ CPU = torch.device("cpu")
 
 def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
     """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
-    slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), CPU)
+    slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
     for slot in range(SLOTS):
-        slots.add_request(slot, NewRequest(CanvasParams()))
+        slots.add_request(slot, NewRequest(CanvasParams(), seed=slot))
     slots.apply_staged_writes()
-    step = CanvasStep(slots, VOCAB, compile_backend=backend)
+    step = CanvasStep(slots, compile_backend=backend)
     generator = torch.Generator().manual_seed(0)
     canvases, emitted = [], []
     for i in range(14):
@@ -38,10 +39,7 @@ def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
         )
         slot_pass = SlotPass.idle(SLOTS, CPU)
         slot_pass.seed.copy_(torch.arange(SLOTS))
-        if i == 0:
-            slot_pass.starting.fill_(True)
-        else:
-            slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
+        slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
         output = step(statistics, slot_pass)
         canvases.append(slots.canvas.clone())
         emitted.append(int(output.num_emitted.sum()))
@@ -60,6 +58,29 @@ def test_compiled_once_and_equal_to_eager():
         assert torch.equal(compiled, eager)
 
 
+def test_a_slot_has_its_first_canvas_before_any_pass():
+    """Noise by seed and number, masks, what the request brings, and what is known of it."""
+    seeds, numbers = torch.tensor([7, -3]), torch.tensor([0, 2], dtype=torch.int32)
+    noise = uniform_tokens(
+        seeds, numbers, torch.zeros_like(numbers), CANVAS, VOCAB, Purpose.INITIAL
+    )
+    slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
+    own = CanvasParams(seed_canvas=tuple(range(CANVAS)), pinned=(1,))
+    slots.add_request(3, NewRequest(CanvasParams(), seed=7))
+    slots.add_request(1, NewRequest(own, seed=-3, num_generated=2 * CANVAS))
+    slots.add_request(0, NewRequest(own, seed=-3))
+    slots.apply_staged_writes()
+    assert torch.equal(slots.canvas[[3, 1]], noise)
+    assert slots.canvas[0].tolist() == list(range(CANVAS))
+    assert slots.phase.tolist() == [Phase.DENOISING] * SLOTS
+
+    slots = CanvasSlots(2, masked_spec(CANVAS), VOCAB, CPU)
+    slots.add_request(0, NewRequest(own, prompt_len=3, given=(11, 12, 13)))
+    slots.add_request(1, NewRequest(CanvasParams(), prompt_len=2, given=(14, 15)))
+    slots.apply_staged_writes()
+    assert slots.canvas.tolist() == [[11, 12, 13, 3, 4, 5, 6, 7], [14, 15, 4, 4, 4, 4, 4, 4]]
+
+
 def test_accepted_lengths():
     """Up to the first disagreement, whatever agrees behind it, and never beyond the canvas's rows."""
     canvas = torch.tensor([[1, 2, 3, 4]] * 6)
@@ -74,12 +95,12 @@ def test_accepted_lengths():
 def test_a_draft_and_its_verification(backend):
     """A step drafts, the next pass emits what it draws too and begins behind that, by itself or not."""
     spec = CanvasSpec(CANVAS, LinearSpec(), 1, {}, mask_token_id=4, is_seeded=True)
-    slots = CanvasSlots(2, spec, CPU)
+    slots = CanvasSlots(2, spec, VOCAB, CPU)
     for slot in range(2):
         slots.add_request(slot, NewRequest(CanvasParams()))
     slots.apply_staged_writes()
     torch._dynamo.reset()
-    step = CanvasStep(slots, VOCAB, emits_when_done=False, compile_backend=backend)
+    step = CanvasStep(slots, emits_when_done=False, compile_backend=backend)
     entropy = torch.zeros(2, CANVAS)
 
     def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:
@@ -90,7 +111,7 @@ def test_a_draft_and_its_verification(backend):
 
     both = torch.ones(2, dtype=torch.bool)
     # The last row of a prompt draws the first token; one of them is the mask token.
-    drawing([[4] * CANVAS, [11] * CANVAS], starting=both, seeding=both)
+    drawing([[4] * CANVAS, [11] * CANVAS], seeding=both)
     draft = [list(range(20, 20 + CANVAS))] * 2
     rows = torch.full((2,), CANVAS, dtype=torch.int32)
     assert drawing(draft, num_rows=rows) == [[0, 0], [0, 0]]
@@ -104,19 +125,17 @@ def test_a_draft_and_its_verification(backend):
 
 def test_pins_are_of_a_masked_request_s_first_canvas():
     """Behind it, and where a preempted request comes back, their positions are masks like others."""
-    slots = CanvasSlots(2, masked_spec(CANVAS, max_denoising_steps=1), CPU)
+    slots = CanvasSlots(2, masked_spec(CANVAS, max_denoising_steps=1), VOCAB, CPU)
     params = CanvasParams(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
     slots.add_request(0, NewRequest(params, prompt_len=CANVAS))
     slots.add_request(1, NewRequest(params, prompt_len=CANVAS, num_generated=CANVAS))
     slots.apply_staged_writes()
-    step = CanvasStep(slots, VOCAB, compile_backend=None)
+    step = CanvasStep(slots, compile_backend=None)
     drawn, zeros = torch.full((2, CANVAS), 7), torch.zeros(2, CANVAS)
     statistics = SlotStatistics(drawn, drawn, zeros, zeros)
-    idle = SlotPass.idle(2, CPU)
-    step(statistics, idle._replace(starting=torch.ones(2, dtype=torch.bool)))
     assert slots.canvas.tolist() == [[30] * CANVAS, [4] * CANVAS]
     assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
-    rows = idle._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
+    rows = SlotPass.idle(2, CPU)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
     assert step(statistics, rows).tokens[0].tolist() == [30] * CANVAS
     assert slots.canvas.tolist() == [[4] * CANVAS] * 2
     assert step(statistics, rows).tokens[0].tolist() == [7] * CANVAS
@@ -125,14 +144,13 @@ def test_pins_are_of_a_masked_request_s_first_canvas():
 @pytest.mark.parametrize("converge_at_end", [False, True])
 def test_what_follows_the_end_need_not_converge(converge_at_end):
     """Position 3 ends the answer; behind it the model never makes up its mind."""
-    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), CPU)
+    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), VOCAB, CPU)
     for slot in range(2):
         # The second request ignores its end tokens.
         ends = [7, 9] if slot == 0 else []
         slots.add_request(slot, NewRequest(CanvasParams(), end_tokens=ends))
     slots.apply_staged_writes()
-    slots.phase.fill_(int(Phase.DENOISING))
-    step = CanvasStep(slots, VOCAB, converge_at_end=converge_at_end, compile_backend=None)
+    step = CanvasStep(slots, converge_at_end=converge_at_end, compile_backend=None)
     argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
     entropy = torch.zeros(2, CANVAS)
     entropy[:, 4:] = 3.0
@@ -146,7 +164,7 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
 
 def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> list[torch.Tensor]:
     """Canvases of that many passes over random statistics, each the first of a canvas or a later."""
-    step = CanvasStep(slots, VOCAB, compile_backend=backend)
+    step = CanvasStep(slots, compile_backend=backend)
     generator = torch.Generator().manual_seed(1)
     R, C = slots.canvas.shape
     canvases = []
@@ -180,12 +198,10 @@ def levenshtein_slots() -> CanvasSlots:
         "reveal_steps": 4,
     }
     spec = masked_spec(CANVAS, rule=rule, settings=settings, max_denoising_steps=20)
-    slots = CanvasSlots(3, spec, CPU)
+    slots = CanvasSlots(3, spec, VOCAB, CPU)
     for slot, given in enumerate([(), (11, 12, 13), ()]):
         slots.add_request(slot, NewRequest(CanvasParams(), prompt_len=len(given), given=given))
     slots.apply_staged_writes()
-    slots.canvas.masked_fill_(slots.canvas == 0, 4)
-    slots.phase.fill_(int(Phase.DENOISING))
     return slots
 
 

@@ -62,7 +62,7 @@ class Stage:
         self, wire: Wire, num_stages: int, *, has_soft_embeds: bool, is_last: bool
     ) -> None:
         spec = diffusion_gemma_spec(CANVAS) if has_soft_embeds else masked_spec(CANVAS)
-        self.slots = CanvasSlots(SLOTS, spec, CPU)
+        self.slots = CanvasSlots(SLOTS, spec, 2**18, CPU)
         self.soft_embeds = torch.zeros(SLOTS, CANVAS, HIDDEN) if has_soft_embeds else None
         self.num_computed = [0] * SLOTS
         self.tokens: list[list[int]] = [[] for _ in range(SLOTS)]

@@ -136,7 +136,7 @@ def test_engines_share_a_machine(monkeypatch):
     monkeypatch.setattr(
         vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: True), raising=False
     )
-    monkeypatch.setattr(request_capacity, "_weight_bytes", lambda config: 0)
+    monkeypatch.setattr(request_capacity, "weight_bytes", lambda config: 0)
     free = [
         request_capacity._memory(
             SimpleNamespace(

@@ -1,0 +1,152 @@
+"""Decisions a second of ``/v1/decisions``, and the passes that they take: ours and stock's class.
+
+    python benchmarks/bench_decisions.py
+    python benchmarks/bench_decisions.py --questions 1 8 --texts 8 --rounds 5
+
+Both serve the same checkpoint on the same platform at once and take turns, round by round, on texts
+that neither has seen: one text after another, with so many questions about each, in a canvas each or
+all on one. A pass is counted by vLLM's own log of its iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from data_file import DataFile
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.server import Server, start_server, stop_server
+
+ITERATION = "Iteration("
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "sky",
+    "rose",
+    "grass",
+    "stone",
+    "water",
+    "light",
+    "dark",
+    "cold",
+    "warm",
+    "near",
+    "far",
+    "old",
+    "new",
+]
+
+
+def environment(side: str) -> dict[str, str]:
+    """What has stock's own class serve: on a CPU it needs our platform."""
+    if side == "ours":
+        return {}
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return {"VLLM_DIFFUSION_DISABLE": "1"} if gpu else {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
+
+
+def question(number: int) -> dict[str, Any]:
+    """One of three kinds."""
+    colour = WORDS[number % 3]
+    return [
+        {"type": "predicate", "name": f"p{number}", "instructions": f"Is it {colour}?"},
+        {
+            "type": "choice",
+            "name": f"c{number}",
+            "instructions": f"What is {colour}?",
+            "choices": [{"value": "stone"}, {"value": "grass"}],
+        },
+        {
+            "type": "score",
+            "name": f"s{number}",
+            "instructions": f"How {colour} is it?",
+            "levels": [{"label": "not"}, {"label": "rather"}, {"label": "very"}],
+        },
+    ][number % 3]
+
+
+def passes(server: Server) -> int:
+    """Passes that ran so far: vLLM logs a line for each that had rows."""
+    server.wait_until_idle()
+    return server.log.read_text(errors="replace").count(ITERATION)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--questions", type=int, nargs="+", default=[1, 8], help="about a text")
+    parser.add_argument("--words", type=int, default=80, help="of a text")
+    parser.add_argument("--texts", type=int, default=6, help="in a round")
+    parser.add_argument("--rounds", type=int, default=4, help="of each side, in turn")
+    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
+    args = parser.parse_args()
+    checkpoint = args.checkpoint or Path(shipped_checkpoint())
+    data, chosen = DataFile(args.data), random.Random(0)
+
+    def ask(server: Server, count: int, joint: bool) -> float:
+        """Seconds of a round."""
+        texts = [" ".join(chosen.choices(WORDS, k=args.words)) for _ in range(args.texts)]
+        start = time.perf_counter()
+        for text in texts:
+            body = {"input": text, "questions": [question(i) for i in range(count)], "joint": joint}
+            response = server.post("/v1/decisions", body)
+            assert response.status_code == 200, response.text
+        return time.perf_counter() - start
+
+    servers: dict[str, Server] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for side in ("ours", "stock"):
+                print(f"starting: {side}", file=sys.stderr, flush=True)
+                log = Path(folder) / f"{side}.log"
+                servers[side] = start_server(
+                    checkpoint, log, "--enable-logging-iteration-details", **environment(side)
+                )
+            print(f"{'questions':>9}  {'asked':12} {'side':6} passes a text  decisions/s")
+            for count in args.questions:
+                for joint in (False, True) if count > 1 else (False,):
+                    seconds: dict[str, list[float]] = {side: [] for side in servers}
+                    counted: dict[str, list[float]] = {side: [] for side in servers}
+                    for _ in range(args.rounds + 1):
+                        for side, server in servers.items():
+                            before = passes(server)
+                            seconds[side].append(ask(server, count, joint))
+                            counted[side].append((passes(server) - before) / args.texts)
+                    for side in servers:
+                        # The first round compiled what it needed.
+                        median = statistics.median(seconds[side][1:])
+                        row = {
+                            "questions": count,
+                            "asked": "on one canvas" if joint else "a canvas each",
+                            "side": side,
+                            "passes_a_text": round(statistics.mean(counted[side][1:]), 2),
+                            "decisions_a_second": round(count * args.texts / median, 1),
+                        }
+                        data.add("decisions", **row)
+                        print(
+                            f"{count:9}  {row['asked']:12} {side:6} {row['passes_a_text']:13.2f}  "
+                            f"{row['decisions_a_second']:11.1f}",
+                            flush=True,
+                        )
+        finally:
+            for server in servers.values():
+                stop_server(server)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    main()

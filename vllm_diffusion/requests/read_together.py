@@ -1,0 +1,51 @@
+"""Reads of one decision say that they belong together, so that one pass answers all of them.
+
+vLLM's ``/v1/decisions`` sends a request for each question, or for each canvas of questions. They reach the
+engine one after another, and an idle one would begin with the first alone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_diffusion.replacement import replace
+
+# In ``extra_args``: whose reads they are, and how many of them there are.
+READ_TOGETHER = "read_together"
+
+
+def install() -> None:
+    """Mark the reads of a decision, for diffusion models that are ours. Safe to call twice."""
+    from vllm.entrypoints.openai.decisions import strategies
+
+    replace(strategies, "next_token_label_reads", _marked)
+
+
+def _marked(stock: Any) -> Any:
+    async def next_token_label_reads(
+        engine_client: Any,
+        engine_inputs: Sequence[Any],
+        sampling_params: Sequence[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        config = engine_client.vllm_config
+        # Of several engines each gets some of them.
+        is_one_engine = config.parallel_config.data_parallel_size == 1
+        if is_one_engine and hasattr(config.model_config, "canvas_spec"):
+            mark = [uuid.uuid4().hex, len(sampling_params)]
+            for params in sampling_params:
+                params.extra_args = {**(params.extra_args or {}), READ_TOGETHER: mark}
+        return await stock(engine_client, engine_inputs, sampling_params, *args, **kwargs)
+
+    return next_token_label_reads
+
+
+def parse_read_together(extra_args: Mapping[str, Any] | None) -> tuple[str, int] | None:
+    """Whose read a request is, and how many there are; ``None`` if it is nobody's or says it in no way."""
+    match (extra_args or {}).get(READ_TOGETHER):
+        case [str(name), int(count)]:
+            return name, count
+    return None

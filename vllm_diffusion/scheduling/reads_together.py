@@ -1,0 +1,64 @@
+"""Reads that belong together wait for one another, and are scheduled in one pass.
+
+With a prefix cache they compute what their prompts share once: a block is found from when it is
+scheduled, and a pass writes all keys and values of a layer before it reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from vllm.v1.request import Request
+
+from vllm_diffusion.requests.read_together import parse_read_together
+
+# Seconds that those which have come wait for the next: one that is refused on its way never comes.
+PATIENCE = 0.1
+
+
+@dataclass
+class _Group:
+    missing: int
+    deadline: float
+    members: set[str] = field(default_factory=set)
+
+
+class ReadsTogether:
+    """Which of a scheduler's requests wait for others."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, str] = {}
+
+    def add(self, request: Request) -> None:
+        """One has come."""
+        params = request.sampling_params
+        together = parse_read_together(params.extra_args if params is not None else None)
+        if together is None:
+            return
+        name, count = together
+        now = time.monotonic()
+        group = self._groups.setdefault(name, _Group(count, now + PATIENCE))
+        if now < group.deadline:
+            group.deadline = now + PATIENCE
+        group.missing -= 1
+        group.members.add(request.request_id)
+        self._group_of[request.request_id] = name
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the request still waits for others."""
+        name = self._group_of.get(request_id)
+        if name is None:
+            return False
+        group = self._groups[name]
+        return group.missing > 0 and time.monotonic() < group.deadline
+
+    def forget(self, request_id: str) -> None:
+        """It has ended."""
+        name = self._group_of.pop(request_id, None)
+        if name is not None:
+            group = self._groups[name]
+            group.members.discard(request_id)
+            if not group.members:
+                del self._groups[name]
