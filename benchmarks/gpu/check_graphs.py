@@ -39,7 +39,7 @@ def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[s
 
 def run_steps(server: Server, canvases: int, passes: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
     """State and outputs of some steps that begin with new canvases."""
-    server.begin()
+    server.begin(canvases)
     found = {}
     for i, inputs in enumerate(passes):
         output = server.sampler.plain_step(*inputs)._asdict()

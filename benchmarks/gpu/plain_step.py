@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timing import device
 from torch import Tensor
 
+from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
@@ -60,24 +62,39 @@ class Server:
             sizes.slots, sizes.canvas, sizes.hidden, dtype=sizes.dtype, device=DEVICE
         )
         head = OutputHead(weight, weight, 0, 30.0, sizes.dtype, F.linear, 1, sizes.vocab)
+        compiler = "inductor" if DEVICE.type == "cuda" else None
+        self.pass_rows = PassRows(self.slots, sizes.slots * sizes.canvas, compiler)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=DEVICE)
+
+        # What a captured step reads of vLLM's state.
         stock = SimpleNamespace(
             sampling_states=None,
             logprob_token_ids_state=None,
-            penalties_state=None,
-            req_states=SimpleNamespace(prompt_len=None),
+            penalties_state=SimpleNamespace(
+                prompt_bin_mask=zeros(sizes.slots, -(-sizes.vocab // 32)),
+                output_bin_counts=zeros(sizes.slots, sizes.vocab),
+            ),
+            req_states=SimpleNamespace(
+                prompt_len=None, num_computed_tokens=SimpleNamespace(gpu=zeros(sizes.slots) + 7)
+            ),
             logprobs_mode="raw_logprobs",
         )
         self.sampler = DiffusionSampler(
             stock,
             self.slots,
+            self.pass_rows,
             head=head,
             store_soft_embeds=self._store,
             vocab_size=sizes.vocab,
             max_rows=sizes.slots * sizes.canvas,
+            max_logprobs=20,
             converge_at_end=False,
             emits_when_done=True,
-            compile_backend="inductor" if DEVICE.type == "cuda" else None,
+            compile_backend=compiler,
         )
+        self.pass_rows.of_slots.seed.copy_(torch.arange(sizes.slots) + 40)
 
     def _store(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         self.soft_embeds[slot, position] = soft_embeds.to(self.soft_embeds.dtype)
@@ -86,33 +103,37 @@ class Server:
         """Normally distributed, in the model's dtype."""
         return torch.randn(*shape, generator=self._generator, device=DEVICE).to(self.sizes.dtype)
 
-    def begin(self) -> None:
-        """Put new requests into all slots; every canvas is noise."""
+    def begin(self, canvases: int) -> None:
+        """Put new requests into all slots, the first of which denoise; every canvas is noise."""
         for slot in range(self.sizes.slots):
             self.slots.add_request(slot, NewRequest(CanvasParams(), prompt_len=7))
         self.slots.apply_staged_writes()
         noise = torch.Generator(DEVICE).manual_seed(1)
         self.slots.canvas.random_(0, self.sizes.vocab, generator=noise)
         self.soft_embeds.zero_()
+        self.lay_out(canvases)
+
+    def lay_out(self, canvases: int) -> None:
+        """A pass in which so many slots denoise."""
+        C = self.sizes.canvas
+        starts = np.arange(canvases + 1) * C
+        seven = np.full(canvases, 7)
+        self.pass_rows.lay_out(
+            SimpleNamespace(  # type: ignore[arg-type]
+                num_reqs=canvases,
+                idx_mapping_np=np.arange(canvases),
+                cu_num_logits_np=starts,
+                query_start_loc_np=starts,
+                num_scheduled_tokens=np.full(canvases, C),
+                num_computed_prefill_tokens_np=seven,
+                prefill_len_np=seven,
+                is_prefilling_np=np.zeros(canvases, dtype=bool),
+            )
+        )
 
     def inputs(self, canvases: int) -> tuple[Tensor, ...]:
-        """Of ``sampler.plain_step``: a pass in which so many slots denoise, hidden rows random."""
-        sizes, slots = self.sizes, self.sizes.slots
-        n = canvases * sizes.canvas
-        row = torch.arange(n, device=DEVICE)
-        num_rows = torch.zeros(slots, dtype=torch.int32, device=DEVICE)
-        num_rows[:canvases] = sizes.canvas
-        idle = torch.zeros(slots, dtype=torch.bool, device=DEVICE)
-        return (
-            self.random(n, sizes.hidden),
-            row // sizes.canvas,
-            row % sizes.canvas,
-            row % sizes.canvas + 7,
-            num_rows,
-            torch.arange(slots, dtype=torch.int64, device=DEVICE) + 40,
-            idle,
-            torch.ones(slots, device=DEVICE),
-        )
+        """Of ``sampler.plain_step``, for the pass that :meth:`begin` laid out: random hidden rows."""
+        return (self.random(canvases * self.sizes.canvas, self.sizes.hidden),)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a step may write, copied."""
@@ -133,4 +154,4 @@ class Server:
             from tests.support.graphs import emulated_capture
 
             capture = emulated_capture
-        self.sampler.capture(capture, canvases, hidden)
+        self.sampler.capture(capture, range(canvases, 0, -1), hidden)

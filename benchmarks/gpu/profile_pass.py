@@ -77,7 +77,7 @@ def main() -> int:
         passes = {n: server.inputs(n) for n in counts}
         server.capture(max(counts))
         for n in counts:
-            server.begin()
+            server.begin(n)
             layers = attention(options.toy, n)
             parts = {
                 "sampler": lambda n=n: server.sampler.plain_step(*passes[n]),

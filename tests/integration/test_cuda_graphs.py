@@ -6,12 +6,19 @@ that a step forgets to hand over, or an output that outlives it, changes an answ
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
+import torch
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.graphs import emulated_capture
+from vllm_diffusion.canvas.cuda_graphs import BYTES_OF_A_GRAPH
+from vllm_diffusion.model_state import base, runner_seam
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +33,10 @@ def engine(tmp_path_factory):
 
 
 def test_replayed_steps_change_no_token(engine):
-    """Whole and narrow canvases, a sampling setting beside plain requests, batches that shrink."""
+    """Whole and narrow canvases, settings of all kinds beside plain requests, batches that shrink."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choice = StructuredOutputsParams(choice=["ab", "cd"])
     rng = np.random.default_rng(1)
     prompts = [rng.integers(20, 276, n).tolist() for n in (7, 30, 61, 90)]
     batches = [
@@ -34,9 +44,15 @@ def test_replayed_steps_change_no_token(engine):
         [{"temperature": 0.7}, {"temperature": 0.0}],
         [{}, {"max_tokens": 5}, {"max_tokens": CANVAS}],
         [{}, {"top_p": 0.8}, {"logprobs": 2}, {"max_tokens": 3 * CANVAS}],
+        [{}, {"top_k": 5, "min_p": 0.05, "top_p": 0.9}, {"repetition_penalty": 1.3}],
+        [{"logit_bias": {30: 3.0}, "min_tokens": 9}, {}, {"allowed_token_ids": [30, 31, 32]}],
+        [{"logprobs": 1, "top_p": 0.7, "presence_penalty": 0.5}, {"max_tokens": 5}],
+        [{"structured_outputs": choice, "ignore_eos": False}, {"top_k": 3}],
+        # After them: what they left behind is nobody else's.
+        [{}, {"top_p": 0.8}],
     ]
 
-    def answers() -> list[list[int]]:
+    def answers() -> list[tuple[list[int], Any]]:
         found = []
         for options in batches:
             params = [
@@ -50,7 +66,9 @@ def test_replayed_steps_change_no_token(engine):
                 params,
                 use_tqdm=False,
             )
-            found += [list(output.outputs[0].token_ids) for output in outputs]
+            for output in outputs:
+                told = output.outputs[0]
+                found.append((list(told.token_ids), _numbers(told.logprobs)))
         return found
 
     expected = answers()
@@ -60,14 +78,21 @@ def test_replayed_steps_change_no_token(engine):
         replay = emulated_capture(function, inputs)
 
         def run():
-            replays.append((function.__name__, len(inputs[0]) // CANVAS))
+            replays.append((function.__name__, len(inputs[0]) // CANVAS if inputs else 0))
             return replay()
 
         return run
 
     engine.state.capture_graphs(counted, 4)
     assert answers() == expected
-    assert {name for name, _ in replays} == {"_plain_step", "_condition_canvases"}
+    assert {name for name, _ in replays} == {
+        "_plain_step",
+        "_condition_canvases",
+        "_adjusted_rows",
+        "_filtered_rows",
+        "_reported_rows",
+        "_decide",
+    }
     assert {n for name, n in replays if name == "_condition_canvases"} >= {1, 2, 4}
 
     # As after vLLM's memory profile.
@@ -75,3 +100,51 @@ def test_replayed_steps_change_no_token(engine):
     replays.clear()
     assert answers() == expected
     assert not replays
+
+
+def _numbers(logprobs: Any) -> list[dict[int, tuple[int, float]]]:
+    """Of each token that is reported at each position, its rank and its rounded log-probability."""
+    return [
+        {token: (told.rank, pytest.approx(told.logprob, abs=1e-4)) for token, told in some.items()}
+        for some in logprobs or []
+    ]
+
+
+def test_a_start_captures_once(engine):
+    """The memory profile captures the largest of each kind, and counts the others without capturing."""
+    captured: list[tuple[str, int]] = []
+
+    def counted(function, inputs):
+        captured.append((function.__name__, len(inputs[0]) // CANVAS if inputs else 0))
+        return emulated_capture(function, inputs)
+
+    def stock(runner, *, profile_only):
+        runner.model_state.capture_inner_cudagraphs()
+        return 5
+
+    capture_model = runner_seam._dropping_profiled_graphs(stock)
+    with (
+        mock.patch.object(base, "cuda_capture", return_value=counted),
+        mock.patch(
+            "vllm.distributed.parallel_state.graph_capture",
+            side_effect=lambda **_: contextlib.nullcontext(),
+        ),
+        mock.patch.object(torch.accelerator, "empty_cache") as emptied,
+    ):
+        size = capture_model(engine.runner, profile_only=True)
+        assert sorted(captured) == [
+            ("_adjusted_rows", 4),
+            ("_condition_canvases", 4),
+            ("_decide", 0),
+            ("_filtered_rows", 1),
+            ("_plain_step", 4),
+            ("_reported_rows", 1),
+        ]
+        assert not engine.runner.sampler.plain_step.is_captured(torch.empty(4 * CANVAS, 128))
+        sampled = len(captured)
+        captured.clear()
+        assert capture_model(engine.runner, profile_only=False) == 5
+        assert len(captured) == len(set(captured)) == 3 * 4 + 3
+        assert size == 5 + (len(captured) - sampled) * BYTES_OF_A_GRAPH
+        assert emptied.call_count == 2 * 2
+    engine.state.drop_graphs()

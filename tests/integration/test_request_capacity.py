@@ -26,22 +26,22 @@ def rows_of(owner: Any, num_slots: int, seen: dict[int, torch.Tensor], depth: in
 
 
 def test_slots_of_an_engine():
-    """Every request of a pass runs at once, and a slot's tensors are those counted."""
-    engine = TracedEngine(SHIPPED, max_num_seqs=None, max_num_batched_tokens=23 * 32)
+    """As many requests run at once as leave prompts a quarter of a pass, and a slot's tensors are those counted."""
+    engine = TracedEngine(SHIPPED, max_num_seqs=None, max_num_batched_tokens=25 * 32)
     try:
-        assert engine.scheduler.max_num_running_reqs == 23
-        prompts = [[20 + i] * 5 for i in range(23)]
-        engine.generate(prompts, seeds=list(range(23)), max_tokens=8)
+        assert engine.scheduler.max_num_running_reqs == 19
+        prompts = [[20 + i] * 5 for i in range(19)]
+        engine.generate(prompts, seeds=list(range(19)), max_tokens=8)
 
         seen: dict[int, torch.Tensor] = {}
         runner = engine.runner
         for owner in (engine.state, runner.sampler, runner.req_states):
-            rows_of(owner, 23, seen)
+            rows_of(owner, 19, seen)
         # In host memory on a GPU, and of the model's length.
         del seen[runner.req_states.all_token_ids.gpu.data_ptr()]
         held = sum(tensor.nbytes for tensor in seen.values())
         config = engine.llm.llm_engine.vllm_config.model_config
-        counted = 23 * slot_bytes(
+        counted = 19 * slot_bytes(
             canvas_length=engine.slots.canvas_length,
             hidden_size=config.hf_text_config.hidden_size,
             vocab_size=config.get_vocab_size(),

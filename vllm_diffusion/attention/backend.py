@@ -121,6 +121,8 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Our model states say which rows are causal themselves (bind_canvas).
+        self._is_bound = getattr(vllm_config.model_config, "canvas_spec", None) is not None
 
     def build(
         self,
@@ -129,14 +131,8 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         fast_build: bool = False,
     ) -> CanvasAttentionMetadata:
         common = common_attn_metadata
-        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-        if isinstance(common.causal, Tensor):
-            # The rows past the last request are padding of the engine's buffer.
-            causal_rows = query_lens * (common.causal[: query_lens.shape[0]] != 0)
-        elif common.causal:
-            causal_rows = query_lens
-        else:
-            causal_rows = torch.zeros_like(query_lens)
+        is_bound = self._is_bound and isinstance(common.causal, Tensor)
+        causal_rows = common.causal if is_bound else _causal_rows_of_flags(common)
         spans = None
         if common.mm_req_doc_ranges:
             spans = _row_spans_of_requests(common)
@@ -144,7 +140,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
-            causal_rows=causal_rows.to(torch.int32),
+            causal_rows=causal_rows,
             row_spans=spans,
             num_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -152,6 +148,15 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             # A flag per request is stock's contract, and its window follows the query row.
             window_anchor="query",
         )
+
+
+def _causal_rows_of_flags(common: CommonAttentionMetadata) -> Tensor:
+    """[num_reqs], int32: all rows of a request whose flag is set, or none."""
+    query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+    if isinstance(common.causal, Tensor):
+        # The rows past the last request are padding of the engine's buffer.
+        return (query_lens * (common.causal[: query_lens.shape[0]] != 0)).to(torch.int32)
+    return (query_lens if common.causal else torch.zeros_like(query_lens)).to(torch.int32)
 
 
 def _row_spans_of_requests(common: CommonAttentionMetadata) -> Tensor:

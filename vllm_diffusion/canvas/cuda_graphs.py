@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MAX_CANVASES = 64
 # Up to here every count has a graph of the backbone; above, every fourth, and the runner pads.
 MAX_EXACT = 8
+# What the driver keeps of a graph besides its tensors; vLLM counts at least as much of its own.
+BYTES_OF_A_GRAPH = 2**20
 
 # (function, its inputs) -> what replays the call on those inputs and returns the same tensors.
 Capture = Callable[[Callable[..., Any], tuple[Tensor, ...]], Callable[[], Any]]
@@ -72,7 +74,7 @@ def choose_capture_sizes(vllm_config: VllmConfig) -> None:
 class GraphedFunction:
     """A function of tensors, replayed as a graph for the shapes that were captured.
 
-    What it returns after a replay is overwritten by the next one.
+    An input that is where it was captured is not copied there. What it returns after a replay is overwritten by the next one.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -88,8 +90,13 @@ class GraphedFunction:
             return self._function(*inputs)
         replay, held = graph
         for mine, given in zip(held, inputs, strict=True):
-            mine.copy_(given)
+            if mine.data_ptr() != given.data_ptr():
+                mine.copy_(given)
         return replay()
+
+    def is_captured(self, *inputs: Tensor) -> bool:
+        """Whether a call with inputs of these shapes replays a graph."""
+        return tuple(x.shape for x in inputs) in self._graphs
 
     def capture(self, capture: Capture, *inputs: Tensor) -> None:
         """Capture the call for the shapes of ``inputs``, whose values do not matter.
@@ -109,19 +116,23 @@ class GraphedFunction:
 def cuda_capture() -> Capture:
     """Captures calls as CUDA graphs on the current stream, which no other graph was captured on.
 
-    The graphs share a memory pool of their own, so that none writes over what the backbone's return;
+    Empty the allocator's cache before and after. The graphs share a memory pool of their own, so that none writes over what the backbone's return;
     they run one after another, and what one returns is used before the next.
     """
     pool = torch.cuda.graph_pool_handle()
 
     def capture(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
         # Compiles, tunes and allocates what must not be captured.
-        for _ in range(2):
-            function(*inputs)
+        function(*inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+        # Without torch.cuda.graph(), which empties the allocator's cache first: what one call allocated
+        # the next one takes, and the caller empties it once.
+        graph.capture_begin(pool=pool)
+        try:
             output = function(*inputs)
+        finally:
+            graph.capture_end()
 
         def replay() -> Any:
             graph.replay()

@@ -21,6 +21,7 @@ from torch import Tensor
 from attention_kernels.noise import Purpose
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+from vllm_diffusion.settings.compilation import compiled
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
@@ -157,11 +158,9 @@ class CanvasStep:
         self._spec = slots.spec
         self._converge_at_end = converge_at_end or slots.spec.rule.judges_to_end
         self._emits_when_done = emits_when_done
-        self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = self._advance
-        if compile_backend is not None:
-            self._run = torch.compile(
-                self._advance, fullgraph=True, dynamic=False, backend=compile_backend
-            )
+        self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = compiled(
+            self._advance, compile_backend
+        )
 
     def __call__(self, statistics: SlotStatistics, slot_pass: SlotPass) -> StepOutput:
         """Update the state by a pass.

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -24,8 +22,15 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.backend import bind_canvas
-from vllm_diffusion.canvas.cuda_graphs import MAX_CANVASES, Capture, cuda_capture
-from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
+from vllm_diffusion.canvas.cuda_graphs import (
+    BYTES_OF_A_GRAPH,
+    MAX_CANVASES,
+    MAX_EXACT,
+    Capture,
+    cuda_capture,
+)
+from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.model_state import runner_seam
 from vllm_diffusion.quantization.kernels import describe_kernels
@@ -36,7 +41,7 @@ from vllm_diffusion.requests.params import (
 )
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
-from vllm_diffusion.settings.compilation import compile_backend
+from vllm_diffusion.settings.compilation import compile_backend, launch_backend
 from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode, plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -78,14 +83,14 @@ class BlockDiffusionModelState(ModelState):
         self.canvas_length = spec.length
         self.slots = CanvasSlots(self.max_num_reqs, spec, self.vocab_size, device)
         self._slot_of_request: dict[str, int] = {}
-        # At fixed addresses, so that a replayed graph sees each step's values.
-        self._causal_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._causal_flags = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self.pass_rows = PassRows(self.slots, self.max_num_tokens, launch_backend(vllm_config))
         self._block_spans: Tensor | None = None
         if spec.is_block_causal:
             self._block_spans = torch.zeros(
                 self.max_num_tokens, 2, dtype=torch.int32, device=device
             )
+        # While vLLM measures what graphs take: only the largest of each is captured.
+        self.captures_sample = False
         self._log_who_serves()
 
     # What a family says of itself.
@@ -126,10 +131,12 @@ class BlockDiffusionModelState(ModelState):
         ours = DiffusionSampler(
             sampler,
             self.slots,
+            self.pass_rows,
             head=self.output_head(),
             store_soft_embeds=self.store_soft_embeds,
             vocab_size=self.vocab_size,
             max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
+            max_logprobs=self.model_config.max_logprobs,
             converge_at_end=self.settings.converge_at_end,
             emits_when_done=not commits_in_place(self.vllm_config),
             compile_backend=compile_backend(self.vllm_config),
@@ -141,8 +148,10 @@ class BlockDiffusionModelState(ModelState):
         """Called by the runner when it has captured the backbone."""
         from vllm.distributed.parallel_state import graph_capture
 
-        most = min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
+        most = self.most_captured()
         try:
+            # What captures allocate from here on they take from one another.
+            torch.accelerator.empty_cache()
             with graph_capture(device=self.device):
                 self.capture_graphs(cuda_capture(), most)
             # What the calls before each capture allocated is no part of a graph.
@@ -152,20 +161,36 @@ class BlockDiffusionModelState(ModelState):
                 "Capturing embedding and sampling as CUDA graphs failed; start with "
                 f"--enforce-eager to serve without graphs. The cause: {error}"
             ) from error
+        if self.captures_sample:
+            return
         logger.info_once(
-            "CUDA graphs: embedding with self-conditioning and sampling for 1 to %d canvases, the "
-            "backbone for passes of %s rows; batches with other sampling settings, narrow canvases "
-            "or larger passes launch kernels one by one. vLLM reports their memory below.",
+            "CUDA graphs: embedding with self-conditioning and sampling for 1 to %d canvases, with "
+            "other sampling settings for 1 to %d, the backbone for passes of %s rows; narrow canvases "
+            "and larger passes launch kernels one by one. vLLM reports their memory below.",
             most,
+            min(most, MAX_EXACT),
             self.vllm_config.compilation_config.cudagraph_capture_sizes,
         )
+
+    def most_captured(self) -> int:
+        """Canvases of the largest graph."""
+        return min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
+
+    def bytes_of_other_graphs(self) -> int:
+        """What the driver keeps of graphs that are captured, and are none of a sample.
+
+        Their tensors are those of the largest one.
+        """
+        most = self.most_captured()
+        sizes = 2 * (most - 1) + min(most, MAX_EXACT) - 1
+        return sizes * BYTES_OF_A_GRAPH
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         """Capture what a step does besides the backbone.
 
         Args:
             capture: Makes a graph of a call.
-            max_canvases: Captured are 1 to that many whole canvases.
+            max_canvases: Captured are 1 to that many whole canvases; of a sample, that many alone.
         """
         if self.sampler is None:
             return
@@ -175,12 +200,16 @@ class BlockDiffusionModelState(ModelState):
             dtype=self.dtype,
             device=self.device,
         )
-        self.sampler.capture(capture, max_canvases, hidden)
+        self.sampler.capture(capture, self.captured_counts(max_canvases), hidden)
+
+    def captured_counts(self, most: int) -> range:
+        """Numbers of canvases that are captured, the largest first."""
+        return range(most, most - 1 if self.captures_sample else 0, -1)
 
     def drop_graphs(self) -> None:
         """Give up what was captured."""
         if self.sampler is not None:
-            self.sampler.plain_step.drop()
+            self.sampler.drop_graphs()
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""
@@ -254,40 +283,15 @@ class BlockDiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Put the canvases, and the finished canvases before them, into the batch's token ids.
-
-        The runner leaves nothing of meaning in either. Pipeline stages behind the first are given hidden
-        states.
-        """
-        if not self.is_first_stage:
-            return {}
-        input_ids = input_batch.input_ids
-        if input_batch.num_draft_tokens > 0:
-            slot = input_batch.expanded_idx_mapping.long()
-            position = input_batch.expanded_local_pos.long()
-            canvas = self.slots.canvas[slot, position].to(input_ids.dtype)
-            input_ids[input_batch.logits_indices] = canvas
-        rows, slots = self._finished_rows(input_batch)
-        if rows.size > 0:
-            row = async_tensor_h2d(rows, device=self.device)
-            slot = async_tensor_h2d(slots, device=self.device)
-            known = req_states.all_token_ids.gpu[slot, input_batch.positions[row]]
-            input_ids[row] = known.to(input_ids.dtype)
+        """Put the pass's token ids into the batch; pipeline stages behind the first take hidden states."""
+        if self.is_first_stage:
+            self._fill_ids(input_batch, req_states)
         return {}
 
-    @staticmethod
-    def _finished_rows(input_batch: InputBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of emitted tokens that are encoded in this pass, and the slot of each."""
-        starts = input_batch.query_start_loc_np
-        num_canvas_rows = np.diff(input_batch.cu_num_logits_np)
-        rows, slots = [], []
-        for i in np.flatnonzero(~input_batch.is_prefilling_np[: input_batch.num_reqs]):
-            end = int(starts[i + 1]) - int(num_canvas_rows[i])
-            rows.append(np.arange(int(starts[i]), end))
-            slots.append(np.full(end - int(starts[i]), int(input_batch.idx_mapping_np[i])))
-        if not rows:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        return np.concatenate(rows), np.concatenate(slots)
+    def _fill_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
+        self.pass_rows.fill_ids(
+            input_batch, req_states.all_token_ids.gpu, req_states.num_computed_tokens.gpu
+        )
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {}
@@ -309,7 +313,8 @@ class BlockDiffusionModelState(ModelState):
         else:
             num_reqs = input_batch.num_reqs
             num_tokens = input_batch.num_tokens
-        causal_rows, causal_flags = self._causal(input_batch, num_reqs)
+        places = self.pass_rows
+        places.lay_out(input_batch)
         attn_metadata = build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=num_reqs,
@@ -322,38 +327,18 @@ class BlockDiffusionModelState(ModelState):
             max_seq_len=(
                 self.max_model_len
                 if for_capture
-                else int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+                else int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().max())
             ),
             block_tables=block_tables,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
             for_cudagraph_capture=for_capture,
-            causal=causal_flags,
+            causal=places.causal_flags[:num_reqs],
         )
         return bind_canvas(
-            attn_metadata, causal_rows, self.row_spans(input_batch), self.settings.window_anchor
+            attn_metadata,
+            places.causal_rows[:num_reqs],
+            self.row_spans(input_batch),
+            self.settings.window_anchor,
         )
-
-    def _causal(self, input_batch: InputBatch, num_reqs: int) -> tuple[Tensor, Tensor]:
-        """Leading causal rows of each request, and the same as a flag per request.
-
-        Rows of a canvas that is being denoised attend in both directions; prompt rows and rows of
-        a finished canvas are causal, apart from their spans. A flag says the same to back ends that
-        know only those: for them the scheduler never has a request do both in one pass.
-
-        Returns:
-            Two int32 tensors [num_reqs] at addresses that never change; padding rows are 0.
-        """
-        n = input_batch.num_reqs
-        query_lens = input_batch.query_start_loc[1 : n + 1] - input_batch.query_start_loc[:n]
-        cu_num_logits = input_batch.cu_num_logits
-        num_canvas_rows = cu_num_logits[1 : n + 1] - cu_num_logits[:n]
-        if not self.spec.is_block_causal:
-            is_committed = self.slots.phase[input_batch.idx_mapping] == int(Phase.COMMITTING)
-            num_canvas_rows = torch.where(is_committed, 0, num_canvas_rows)
-        self._causal_rows[:n] = query_lens - num_canvas_rows
-        self._causal_flags[:n] = num_canvas_rows == 0
-        self._causal_rows[n:num_reqs] = 0
-        self._causal_flags[n:num_reqs] = 0
-        return self._causal_rows[:num_reqs], self._causal_flags[:num_reqs]

@@ -41,8 +41,8 @@ def _sampling_hidden_rows(stock: Any) -> Any:
             return stock(self, hidden_states, input_batch, grammar_output)
         # Asked next for what leaves the device beside tokens.
         self.aux_output_connector = self.sampler.views
-        rows, batch, seeding = self.sampler.select_rows(hidden_states, input_batch)
-        output = self.sampler(rows, batch, grammar_output, seeding)
+        rows = self.sampler.select_rows(hidden_states)
+        output = self.sampler(rows, input_batch, grammar_output)
         return output, output.num_sampled, output.num_rejected
 
     return sample
@@ -61,11 +61,17 @@ def _profiling_hidden_rows(stock: Any) -> Any:
 
 def _dropping_profiled_graphs(stock: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
-        size: int = stock(self, profile_only=profile_only)
-        if profile_only and _has_canvases(self):
-            # vLLM has measured what graphs take and drops its own.
-            self.model_state.drop_graphs()
-        return size
+        if not (profile_only and _has_canvases(self)):
+            size: int = stock(self, profile_only=profile_only)
+            return size
+        state = self.model_state
+        state.captures_sample = True
+        try:
+            # vLLM measures what graphs take, of the largest of its own, and drops them.
+            return int(stock(self, profile_only=True)) + state.bytes_of_other_graphs()
+        finally:
+            state.captures_sample = False
+            state.drop_graphs()
 
     return capture_model
 

@@ -2,86 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_diffusion.canvas.constraints import CanvasConstraints
+from vllm_diffusion.canvas.pass_rows import PassRows
+
+_PIN, _MASK, _RESTART = range(3)
 
 
-@dataclass(frozen=True)
 class ConstraintTensors:
-    """Of one pass. R is the number of slots.
+    """Of the last pass, at addresses that never change; -1 where a row has none.
 
-    Attributes:
-        pin: [num_rows], int32: the only token of a row, or -1.
-        restart: [num_rows], bool: rows whose next step starts without a self-conditioning signal.
-        mask_idx: [num_rows], int32: which of ``masks`` says what may be drawn in a row, or -1.
-        masks: [num_masks, ceil(vocab_size / 32)], int32: a bit for each of those tokens.
-        num_valid: [R], int32: leading positions that a step must repeat to be the last; 0 where no
-            step may be the last yet, -1 without a constraint.
-        free_from: [R], int32: first position that becomes noise whatever the rule says.
-        free_to: [R], int32: the position after the last such one.
+    R is the number of slots, N the most rows of a pass.
     """
 
-    pin: Tensor
-    restart: Tensor
-    mask_idx: Tensor
-    masks: Tensor
-    num_valid: Tensor
-    free_from: Tensor
-    free_to: Tensor
+    def __init__(self, pass_rows: PassRows, vocab_size: int) -> None:
+        """Allocate for the largest pass.
 
-    @staticmethod
-    def build(
-        message: CanvasConstraints, input_batch: InputBatch, num_slots: int, device: torch.device
-    ) -> ConstraintTensors:
-        """Lay the constraints out over the batch's canvas rows and slots."""
-        starts = input_batch.cu_num_logits_np
-        num_rows = int(starts[input_batch.num_reqs])
-        pin, mask_idx = (np.full(num_rows, -1, dtype=np.int32) for _ in range(2))
-        restart = np.zeros(num_rows, dtype=bool)
-        num_valid = np.full(num_slots, -1, dtype=np.int32)
-        free_from, free_to = (np.zeros(num_slots, dtype=np.int32) for _ in range(2))
+        Args:
+            pass_rows: The rows of a pass.
+            vocab_size: Number of token ids.
+        """
+        self._pass_rows = pass_rows
+        index = pass_rows.index
+        R = len(pass_rows.of_slots.num_rows)
+        self._rows = torch.full((len(index), 3), -1, dtype=torch.int32, device=index.device)
+        # [R, ceil(vocab_size / 32)], int32: a bit for each token that may be drawn in a row.
+        self.masks = torch.zeros(R, -(-vocab_size // 32), dtype=torch.int32, device=index.device)
+        self._is_clear = True
+
+    def pin(self, rows: slice | Tensor) -> Tensor:
+        """[num_rows], int32: the only token of each of some rows, or -1."""
+        return self._rows[rows, _PIN].contiguous()
+
+    def mask_idx(self, rows: slice | Tensor) -> Tensor:
+        """[num_rows], int32: which of ``masks`` says what may be drawn in it, or -1."""
+        return self._rows[rows, _MASK].contiguous()
+
+    def restart(self, rows: slice | Tensor) -> Tensor:
+        """[num_rows], bool: rows whose next step starts without a self-conditioning signal."""
+        return self._rows[rows, _RESTART] > 0
+
+    def clear(self) -> None:
+        """There are none in this pass."""
+        if not self._is_clear:
+            self._rows.fill_(-1)
+            self._is_clear = True
+
+    def take(self, message: CanvasConstraints, req_ids: Sequence[str]) -> int:
+        """Lay constraints out over the pass's rows and slots.
+
+        Args:
+            message: The scheduler's.
+            req_ids: Of the batch, in its order.
+
+        Returns:
+            How many of ``masks`` are used.
+        """
+        places, starts = self._pass_rows, self._pass_rows.starts
+        rows = np.full((places.num_rows, 3), -1, dtype=np.int32)
+        num_valid, free_from, free_to = of_slots = np.zeros(
+            tuple(places.of_constraints.shape), dtype=np.int32
+        )
+        num_valid.fill(-1)
         masks: list[np.ndarray] = []
-        index = {req_id: i for i, req_id in enumerate(input_batch.req_ids)}
+        index = {req_id: i for i, req_id in enumerate(req_ids)}
         for req_id, constraint in zip(
             message.structured_output_request_ids, message.constraints, strict=True
         ):
             i = index.get(req_id)
             if i is None:
                 continue
-            slot = int(input_batch.idx_mapping_np[i])
+            slot = int(places.slots_np[i])
             start, end = int(starts[i]), int(starts[i + 1])
             first = start + constraint.num_given
             frontier = min(first + len(constraint.pinned), end)
-            pin[first:frontier] = constraint.pinned[: frontier - first]
+            rows[first:frontier, _PIN] = constraint.pinned[: frontier - first]
             if constraint.num_valid > 0:
                 num_valid[slot] = constraint.num_given + constraint.num_valid
             else:
                 num_valid[slot] = 0
             if constraint.frontier_mask is not None and frontier < end:
-                mask_idx[frontier] = len(masks)
+                rows[frontier, _MASK] = len(masks)
                 masks.append(constraint.frontier_mask)
                 # The frontier is noise until it is settled.
                 free_from[slot], free_to[slot] = frontier - start, frontier - start + 1
             if constraint.restart:
-                restart[frontier:end] = True
+                rows[frontier:end, _RESTART] = 1
                 free_from[slot], free_to[slot] = frontier - start, end - start
 
-        def to_device(array: np.ndarray) -> Tensor:
-            return async_tensor_h2d(array, device=device)
-
-        return ConstraintTensors(
-            to_device(pin),
-            to_device(restart),
-            to_device(mask_idx),
-            to_device(np.stack(masks) if masks else np.empty((0, 1), np.int32)),
-            to_device(num_valid),
-            to_device(free_from),
-            to_device(free_to),
-        )
+        async_tensor_h2d(rows, out=self._rows[: len(rows)])
+        async_tensor_h2d(of_slots, out=places.of_constraints)
+        if masks:
+            async_tensor_h2d(np.stack(masks), out=self.masks[: len(masks)])
+        self._is_clear = False
+        return len(masks)

@@ -9,20 +9,23 @@ work on whole rows; here they are tables that are read wherever a logit is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from attention_kernels.vocab_statistics import LogitAdjustments
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 
 _FORBIDDEN = float("-inf")
+# Rows of the offset table that graphs are captured with, a megabyte each at 262,144 ids: a request with
+# biases takes one, or two if it has a least number of tokens. Where more are needed at once, the table
+# moves, and batches with settings that read it run without graphs from then on.
+RESERVED_OFFSETS = 16
 
 
 class _OffsetTable:
@@ -32,12 +35,19 @@ class _OffsetTable:
         self.rows = torch.empty(0, vocab_size, device=device)
         self._free: list[int] = []
 
+    def reserve(self, num_rows: int) -> None:
+        """Hold at least so many."""
+        n = len(self.rows)
+        if num_rows > n:
+            self._free += range(n, num_rows)
+            self.rows = torch.cat(
+                [self.rows, self.rows.new_empty(num_rows - n, *self.rows.shape[1:])]
+            )
+
     def take(self, values: Tensor) -> int:
         """Store [vocab_size] float32 and return its row."""
         if not self._free:
-            n = len(self.rows)
-            self._free = list(range(n, max(2 * n, 1)))
-            self.rows = torch.cat([self.rows, self.rows.new_empty(len(self._free), len(values))])
+            self.reserve(max(2 * len(self.rows), 1))
         row = self._free.pop(0)
         self.rows[row].copy_(values)
         return row
@@ -68,19 +78,71 @@ class _Offsets:
         return {self.always, self.early, self.readable} - {-1}
 
 
-class RowAdjustments:
-    """Of all slots; :meth:`bind` gives those of a batch."""
+class Adjusting(NamedTuple):
+    """What a batch asks of logits, known on the host; the tables of nothing else are read.
 
-    def __init__(self, stock_sampler: Any, vocab_size: int, device: torch.device) -> None:
+    Attributes:
+        offsets: Some request has a bias, allowed tokens or a least number of tokens.
+        penalties: Some request has a penalty.
+        pins: There are constraints.
+        num_masks: So many of their masks are used.
+    """
+
+    offsets: bool
+    penalties: bool
+    pins: bool
+    num_masks: int
+
+
+class RowAdjustments:
+    """Of all slots; :meth:`bind` gives those of some rows."""
+
+    def __init__(
+        self,
+        stock_sampler: Any,
+        constraints: ConstraintTensors,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate for all slots.
+
+        Args:
+            stock_sampler: vLLM's.
+            constraints: Of the last pass.
+            num_slots: Of requests.
+            vocab_size: Number of token ids.
+            device: Of the tables.
+        """
         self._vocab_size = vocab_size
         self._device = device
+        self._constraints = constraints
         # vLLM's runner counts committed tokens in it.
-        self._penalties = stock_sampler.penalties_state
+        self._state = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
         self._table = _OffsetTable(vocab_size, device)
         # By slot.
         self._offsets: dict[int, _Offsets] = {}
         self._penalised: set[int] = set()
+        self._is_staged = False
+
+        # Rows of the table, the length from which on the first of them holds, and the slot itself or -1.
+        def of_slots(rows: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, num_slots, dtype=dtype, device=device)
+
+        self._numbers = of_slots(5, torch.int32)
+        # vLLM keeps these where the host writes them, in turn in one of several places.
+        self._penalties = of_slots(3, torch.float32)
+
+    @property
+    def offsets(self) -> Tensor:
+        """[num_offsets, vocab_size], float32: another tensor once more requests have offsets."""
+        return self._table.rows
+
+    def reserve(self) -> None:
+        """Make room before graphs are captured."""
+        self._table.reserve(min(RESERVED_OFFSETS, self._numbers.shape[1]))
 
     def add_request(
         self, slot: int, sampling_params: Any, readable: tuple[int, ...] | None = None
@@ -93,7 +155,8 @@ class RowAdjustments:
             readable: The only ids that a read-only canvas is asked about; ``None`` for all.
         """
         self.remove_request(slot)
-        if self._penalties.add_request(slot, sampling_params):
+        self._is_staged = True
+        if self._state.add_request(slot, sampling_params):
             self._penalised.add(slot)
         bias, allowed = sampling_params.logit_bias, sampling_params.allowed_token_ids
         ends: list[int] = []
@@ -121,100 +184,110 @@ class RowAdjustments:
         self._offsets[slot] = _Offsets(always, early, readable_row, min_length)
 
     def remove_request(self, slot: int) -> None:
-        """Forget ``slot``'s settings."""
+        """Forget ``slot``'s settings; nobody reads what the device has of them until it has an owner."""
         if offsets := self._offsets.pop(slot, None):
             for row in offsets.rows():
                 self._table.give_back(row)
         self._penalised.discard(slot)
 
     def apply_staged_writes(self) -> None:
-        self._penalties.apply_staged_writes()
+        """Copy to the device what new requests asked for, if there are any."""
+        if not self._is_staged:
+            return
+        self._is_staged = False
+        state, num_slots = self._state, self._numbers.shape[1]
+        state.apply_staged_writes()
+        numbers = np.full(tuple(self._numbers.shape), -1, dtype=np.int32)
+        for slot, own in self._offsets.items():
+            numbers[:4, slot] = own.always, own.early, own.readable, own.min_length
+        for slot in self._penalised:
+            numbers[4, slot] = slot
+        async_tensor_h2d(numbers, out=self._numbers)
+        values = (state.repetition_penalty, state.frequency_penalty, state.presence_penalty)
+        for held, given in zip(self._penalties, values, strict=True):
+            held.copy_(given.gpu[:num_slots])
 
-    def bind(
-        self,
-        input_batch: InputBatch,
-        constraints: ConstraintTensors | None,
-        drawn_at: Callable[[], Tensor] | None = None,
-    ) -> LogitAdjustments | None:
-        """Those of a batch's canvas rows; ``None`` if nobody asks for any.
+    def asked_by(self, slots: np.ndarray, num_masks: int | None) -> Adjusting | None:
+        """What some slots ask for; ``None`` if they ask for nothing.
 
         Args:
-            input_batch: The batch.
-            constraints: Of the scheduler.
-            drawn_at: Gives [num_rows], int64: the position in its sequence of the token that each row
-                draws; ``None`` if that is the row's own.
+            slots: [num_reqs], those that have rows.
+            num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
-        if not (self._penalised or self._offsets or constraints is not None):
-            return None
-        layout = _Layout(input_batch)
-        has_penalties = not self._penalised.isdisjoint(layout.slots)
-        has_offsets = not self._offsets.keys().isdisjoint(layout.slots)
-        if not (has_penalties or has_offsets or constraints is not None):
-            return None
-        late, early, min_length, penalty_idx = (layout.column(value) for value in (-1, -1, 0, -1))
-        for slot, rows in layout.slots.items():
-            if slot in self._penalised:
-                penalty_idx[rows] = slot
-            if own := self._offsets.get(slot):
-                late[rows], early[rows] = own.always, own.early
-                min_length[rows] = own.min_length
-        columns = layout.to_device(late, early, min_length, penalty_idx)
-        adjustments = self.none(layout.num_rows)
-        if has_offsets:
-            if drawn_at is None:
-                positions = input_batch.positions[input_batch.logits_indices]
-            else:
-                positions = drawn_at()
+        found = Adjusting(
+            not self._offsets.keys().isdisjoint(slots.tolist()),
+            not self._penalised.isdisjoint(slots.tolist()),
+            num_masks is not None,
+            num_masks or 0,
+        )
+        return found if any(found[:3]) else None
+
+    def everything(self) -> Adjusting:
+        """What a batch may ask for, for a graph of any."""
+        return Adjusting(True, True, True, len(self._constraints.masks))
+
+    def bind(
+        self, asked: Adjusting, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
+    ) -> LogitAdjustments:
+        """Those of some rows.
+
+        Args:
+            asked: What of them.
+            rows: Which rows of the pass: [num_rows].
+            slot: [num_rows], int64, theirs.
+            drawn_at: [num_rows], int64: where in its sequence the token stands that each row draws.
+        """
+        adjustments = self.none(len(slot))
+        if asked.offsets:
+            always, early, _, min_length, _ = self._numbers
             adjustments = adjustments._replace(
-                offset_idx=torch.where(positions < columns[2], columns[1], columns[0]),
-                offsets=self._table.rows,
+                offset_idx=torch.where(drawn_at < min_length[slot], early[slot], always[slot]),
+                offsets=self.offsets,
             )
-        if has_penalties:
-            state = self._penalties
+        if asked.penalties:
             adjustments = adjustments._replace(
-                penalty_idx=columns[3],
-                # vLLM keeps these where the host writes them: to be read once and not by each block.
-                repetition=state.repetition_penalty.gpu.clone(),
-                frequency=state.frequency_penalty.gpu.clone(),
-                presence=state.presence_penalty.gpu.clone(),
-                prompt_mask=state.prompt_bin_mask,
-                output_counts=state.output_bin_counts,
+                penalty_idx=self._numbers[4][slot],
+                prompt_mask=self._state.prompt_bin_mask,
+                output_counts=self._state.output_bin_counts,
             )
-        if constraints is not None:
-            adjustments = adjustments._replace(pin=constraints.pin)
-            if len(constraints.masks) > 0:
-                adjustments = adjustments._replace(
-                    mask_idx=constraints.mask_idx, masks=constraints.masks
-                )
+        if asked.pins:
+            adjustments = adjustments._replace(
+                pin=self._constraints.pin(rows),
+                mask_idx=self._constraints.mask_idx(rows),
+                masks=self._constraints.masks[: asked.num_masks],
+            )
         return adjustments
 
-    def bind_readable(self, input_batch: InputBatch) -> LogitAdjustments | None:
-        """What read-only canvases are asked about, which is part of what they report."""
-        layout = _Layout(input_batch)
-        index = layout.column(-1)
-        for slot, rows in layout.slots.items():
-            if own := self._offsets.get(slot):
-                index[rows] = own.readable
-        if (index < 0).all():
-            return None
-        (offset_idx,) = layout.to_device(index)
-        return self.none(layout.num_rows)._replace(offset_idx=offset_idx, offsets=self._table.rows)
+    def has_readable(self, slots: np.ndarray) -> bool:
+        """Whether some slots are asked about a few ids alone."""
+        return any(own.readable >= 0 for slot in slots if (own := self._offsets.get(int(slot))))
+
+    def bind_readable(self, slot: Tensor) -> LogitAdjustments:
+        """What read-only canvases are asked about, which is part of what they report.
+
+        Args:
+            slot: [num_rows], int64, of the rows that are reported.
+        """
+        return self.none(len(slot))._replace(
+            offset_idx=self._numbers[2][slot], offsets=self.offsets
+        )
 
     def none(self, num_rows: int) -> LogitAdjustments:
         """Rows that ask for nothing."""
         nobody = torch.full((num_rows,), -1, dtype=torch.int32, device=self._device)
-        state = self._penalties
+        repetition, frequency, presence = self._penalties
+        state = self._state
         return LogitAdjustments(
             offset_idx=nobody,
-            offsets=self._table.rows[:0],
+            offsets=self.offsets[:0],
             penalty_idx=nobody,
-            repetition=state.repetition_penalty.gpu,
-            frequency=state.frequency_penalty.gpu,
-            presence=state.presence_penalty.gpu,
+            repetition=repetition,
+            frequency=frequency,
+            presence=presence,
             prompt_mask=state.prompt_bin_mask[:0],
             output_counts=state.output_bin_counts[:0],
             mask_idx=nobody,
-            masks=state.prompt_bin_mask[:0],
+            masks=self._constraints.masks[:0],
             pin=nobody,
         )
 
@@ -225,32 +298,3 @@ class RowAdjustments:
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return async_tensor_h2d(np.array(list(ids), dtype=np.int64), device=self._device)
-
-
-class _Layout:
-    """Where the canvas rows of a batch are.
-
-    Attributes:
-        slots: Slots that have any, with their rows. A request at its prompt has none.
-        num_rows: Of all.
-    """
-
-    def __init__(self, input_batch: InputBatch) -> None:
-        starts = input_batch.cu_num_logits_np.tolist()
-        slots = input_batch.idx_mapping_np.tolist()
-        self.slots = {
-            slot: slice(first, end)
-            for slot, first, end in zip(slots, starts, starts[1:], strict=False)
-            if first < end
-        }
-        self.num_rows = starts[len(slots)]
-        self._device = input_batch.logits_indices.device
-
-    def column(self, value: int) -> np.ndarray:
-        """[num_rows], int32; longer in memory, so that each of several starts at a round address."""
-        return np.full(-(-self.num_rows // 4) * 4, value, dtype=np.int32)
-
-    def to_device(self, *columns: np.ndarray) -> list[Tensor]:
-        """All in one copy."""
-        on_device = async_tensor_h2d(np.stack(columns), device=self._device)
-        return [column[: self.num_rows] for column in on_device]

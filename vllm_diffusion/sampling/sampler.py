@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,26 +13,23 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from vllm_diffusion.canvas.constraints import CanvasConstraints
-from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
+from vllm_diffusion.canvas.cuda_graphs import MAX_EXACT, Capture, GraphedFunction
+from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.canvas.step import (
-    CanvasStep,
-    SlotPass,
-    SlotStatistics,
-    StepOutput,
-    temperatures,
-)
+from vllm_diffusion.canvas.step import CanvasStep, SlotStatistics, StepOutput, temperatures
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
-from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash
+from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_adjustments import RowAdjustments
+from vllm_diffusion.sampling.row_adjustments import Adjusting, RowAdjustments
 from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
-from vllm_diffusion.sampling.seed_rows import seeding_requests, with_seed_rows
-from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import draw_filtered, rows_in_float32, sample_rows
+
+# Log-probabilities that graphs report; a server that allows more has none of them.
+MAX_GRAPHED_LOGPROBS = 32
 
 
 class DiffusionSampler:
@@ -46,11 +42,13 @@ class DiffusionSampler:
         self,
         stock_sampler: Any,
         slots: CanvasSlots,
+        pass_rows: PassRows,
         *,
         head: OutputHead,
         store_soft_embeds: Callable[[Tensor, Tensor, Tensor], None],
         vocab_size: int,
         max_rows: int,
+        max_logprobs: int,
         converge_at_end: bool,
         emits_when_done: bool,
         compile_backend: str | None,
@@ -60,11 +58,13 @@ class DiffusionSampler:
         Args:
             stock_sampler: vLLM's sampler, whose per-request states are reused.
             slots: The canvases.
+            pass_rows: Laid out before each call.
             head: The projection onto the vocabulary.
             store_soft_embeds: (soft embeddings [num_rows, hidden_size] float32, slot [num_rows],
                 position [num_rows]), for self-conditioning; called if ``head`` has an embedding.
             vocab_size: Number of token ids.
             max_rows: Rows of the largest pass.
+            max_logprobs: Log-probabilities that a request may ask for; -1 for those of all tokens.
             converge_at_end: Judge a canvas by its positions up to its first end token.
             emits_when_done: Whether a canvas is emitted when it converges, to be encoded as known
                 tokens are.
@@ -74,10 +74,11 @@ class DiffusionSampler:
         self.logprob_token_ids_state = stock_sampler.logprob_token_ids_state
         # The runner counts committed tokens in it.
         self.penalties_state = stock_sampler.penalties_state
-        self.adjustments = RowAdjustments(stock_sampler, vocab_size, slots.device)
+        self.req_states = stock_sampler.req_states
         self.logits_mode = stock_sampler.logprobs_mode in ("raw_logits", "processed_logits")
         self.reports_raw = stock_sampler.logprobs_mode in ("raw_logits", "raw_logprobs")
         self.slots = slots
+        self.pass_rows = pass_rows
         self.spec = slots.spec
         self.head = head
         self.store_soft_embeds = store_soft_embeds
@@ -89,6 +90,12 @@ class DiffusionSampler:
             compile_backend=compile_backend,
         )
         self.plain_step = GraphedFunction(self._plain_step)
+        # A pass in which somebody asks for more, in parts.
+        self.adjusted_rows = GraphedFunction(self._adjusted_rows)
+        self.filtered_rows = GraphedFunction(self._filtered_rows)
+        self.reported_rows = GraphedFunction(self._reported_rows)
+        self.decide = GraphedFunction(self._decide)
+        self.max_logprobs = max_logprobs
         self.max_rows = min(max_rows, slots.num_slots * slots.canvas_length)
         R, C, device = slots.num_slots, slots.canvas_length, slots.device
 
@@ -109,12 +116,33 @@ class DiffusionSampler:
                 choices=torch.zeros(R, C, self.num_choices, dtype=torch.int64, device=device),
             )
         self._logprobs = LogprobsStash(R, C, device)
-        self._idle = SlotPass.idle(R, device)
-        # The compiled step sees the same tensors in every pass, so that it is compiled once.
-        self._slot_pass = SlotPass.idle(R, device)
-        self.views = CanvasViewConnector(slots, self._slot_pass.num_rows, self._statistics.entropy)
+        # Hidden rows that graphs read, and the reports that they write, where there are any.
+        self._hidden: Tensor | None = None
+        self._reports: LogprobsTensors | None = None
+        self.constraints = ConstraintTensors(pass_rows, vocab_size)
+        self.adjustments = RowAdjustments(
+            stock_sampler,
+            self.constraints,
+            num_slots=R,
+            vocab_size=vocab_size,
+            device=device,
+        )
+        self._graphed_offsets = self.adjustments.offsets
+        # vLLM keeps what requests ask for where the host writes it, in turn in one of several places.
+        # These are copied when a request comes, and stay where they are.
+        self._requested = torch.ones(R, dtype=torch.float32, device=device)
+        self._filters = CandidateFilters(
+            torch.full((R,), vocab_size, dtype=torch.int32, device=device),
+            torch.ones(R, dtype=torch.float32, device=device),
+            torch.zeros(R, dtype=torch.float32, device=device),
+        )
+        self._is_staged = False
+        self.views = CanvasViewConnector(
+            slots, pass_rows.of_slots.num_rows, self._statistics.entropy
+        )
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
+        self._is_staged = True
         self.sampling_states.add_request(slot, sampling_params)
         # The model state has seen the request before.
         readable = self.slots.allowed_ids.get(slot)
@@ -126,43 +154,32 @@ class DiffusionSampler:
         self.adjustments.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
-        self.sampling_states.apply_staged_writes()
+        """Copy to the device what new requests asked for, if there are any."""
+        if not self._is_staged:
+            return
+        self._is_staged = False
+        states = self.sampling_states
+        states.apply_staged_writes()
         self.adjustments.apply_staged_writes()
         self.logprob_token_ids_state.apply_staged_writes()
+        fixed = (self.pass_rows.of_slots.seed, self._requested, *self._filters)
+        given = (states.seeds, states.temperature, states.top_k, states.top_p, states.min_p)
+        for held, values in zip(fixed, given, strict=True):
+            assert held is not None
+            held.copy_(values.gpu[: self.slots.num_slots])
 
-    def select_rows(
-        self, hidden_states: Tensor, input_batch: InputBatch
-    ) -> tuple[Tensor, InputBatch, np.ndarray | None]:
-        """The hidden rows that are projected.
+    def select_rows(self, hidden_states: Tensor) -> Tensor:
+        """[num_rows, hidden_size]: the hidden rows that are projected.
 
         Args:
             hidden_states: [num_tokens, hidden_size], of the pass.
-            input_batch: The batch that ran.
-
-        Returns:
-            The rows, [num_rows, hidden_size]; the batch, as if these were its canvas rows; and
-            [num_reqs], bool, requests whose one row gives their next canvas's first token, ``None``
-            if there are none.
         """
-        seeding = seeding_requests(input_batch) if self.spec.is_seeded else None
-        index = input_batch.logits_indices
-        if self.spec.is_shifted:
-            # A row says what stands behind it. Nothing has to be said of a canvas's first position;
-            # its last row says what the next canvas begins with.
-            first = input_batch.expanded_local_pos == 0
-            index = torch.where(first, index + self.slots.canvas_length - 1, index - 1)
-        batch = input_batch
-        if seeding is not None:
-            batch = with_seed_rows(input_batch, index, seeding)
-            index = batch.logits_indices
-        return hidden_states[index], batch, seeding
+        n, held = self.pass_rows.num_rows, self._hidden
+        out = held[:n] if held is not None and n <= len(held) else None
+        return torch.index_select(hidden_states, 0, self.pass_rows.hidden_index[:n], out=out)
 
     def __call__(
-        self,
-        rows: Tensor,
-        input_batch: InputBatch,
-        message: CanvasConstraints | None = None,
-        seeding: np.ndarray | None = None,
+        self, rows: Tensor, input_batch: InputBatch, message: CanvasConstraints | None = None
     ) -> SamplerOutput:
         """Sample one pass of the whole batch.
 
@@ -170,153 +187,255 @@ class DiffusionSampler:
             rows: [num_rows, hidden_size], hidden states: see :meth:`select_rows`.
             input_batch: The batch that ran.
             message: Constraints of the scheduler.
-            seeding: [num_reqs], bool: see :meth:`select_rows`.
         """
         self.views.begin_pass()
-        num_reqs = input_batch.num_reqs
-        slots, states = self.slots, self.sampling_states
-        num_logits = (
-            input_batch.cu_num_logits[1 : num_reqs + 1] - input_batch.cu_num_logits[:num_reqs]
-        ).to(torch.int32)
-        slot_pass = self._idle._replace(
-            num_rows=torch.zeros(slots.num_slots, dtype=torch.int32, device=slots.device),
-            seed=states.seeds.gpu[: slots.num_slots],
-        )
-        if seeding is not None:
-            seeds = async_tensor_h2d(seeding, device=slots.device)
-            num_logits = torch.where(seeds, 0, num_logits)
-            slot_pass = slot_pass._replace(seeding=slot_pass.seeding.clone())
-            slot_pass.seeding[input_batch.idx_mapping] = seeds
-        slot_pass.num_rows[input_batch.idx_mapping] = num_logits
-        if rows.shape[0] == 0:
-            output = self._decide(slot_pass)
-            return self._engine_output(output, input_batch, num_logits, None)
+        if len(rows) == 0:
+            return self._engine_output(self.decide(), None)
+        places = self.pass_rows
+        num_masks = None if message is None else self.constraints.take(message, input_batch.req_ids)
+        slots = places.slots_np[np.diff(places.starts) > 0]
+        asked = self.adjustments.asked_by(slots, num_masks)
+        filtered, reported = self._rows_with_filters(), self._rows_with_reports()
+        if asked is None and filtered is None and reported is None:
+            return self._engine_output(self.plain_step(rows), None)
 
-        slot = input_batch.expanded_idx_mapping.long()
-        position = input_batch.expanded_local_pos.long()
-        row_at = input_batch.positions[input_batch.logits_indices]
-        requested = states.temperature.gpu[: slots.num_slots]
-        constraints = None
-        if message is not None:
-            constraints = ConstraintTensors.build(
-                message, input_batch, slots.num_slots, slots.device
-            )
-        drawn_at = partial(self._drawn_at, row_at, slot, slot_pass)
-        adjustments = self.adjustments.bind(input_batch, constraints, drawn_at)
-        filtered = self._filtered_rows(input_batch)
-        reported = self._reported_rows(input_batch, adjustments)
-        if adjustments is None and filtered is None and reported is None:
-            output = self.plain_step(
-                rows,
-                slot,
-                position,
-                row_at,
-                slot_pass.num_rows,
-                slot_pass.seed,
-                slot_pass.seeding,
-                requested,
-            )
-            return self._engine_output(output, input_batch, num_logits, None)
-
-        draws = self._draws(slot, position, row_at, slot_pass, requested)
-        requests = RowRequests(draws, adjustments, filtered, reported, self.num_choices)
-        logprobs = self._sample(rows, slot, position, requests, constraints)
-        if constraints is not None:
-            slot_pass = slot_pass._replace(
-                num_valid=constraints.num_valid,
-                free_from=constraints.free_from,
-                free_to=constraints.free_to,
-            )
-        committed = slots.phase == int(Phase.COMMITTING)
-        output = self._decide(slot_pass)
-        if logprobs is not None:
+        if message is None:
+            self.constraints.clear()
+        # Of the canvases as the pass found them.
+        committed = None if reported is None else self.slots.phase == int(Phase.COMMITTING)
+        if self._has_graphs(rows, reported):
+            self.adjusted_rows(rows)
+            logprobs = self._replay_kept(filtered, reported)
+        else:
+            requests = self._row_requests(len(rows), asked, filtered, reported)
+            logprobs = self._sample(rows, requests)
+        output = self.decide()
+        if logprobs is not None and committed is not None:
             verifies = self.spec.rule.commit_verifies
             exchange = self._verified_logprobs if verifies else self._exchange_logprobs
-            logprobs = exchange(logprobs, slot, position, output, committed, input_batch, seeding)
-        return self._engine_output(output, input_batch, num_logits, logprobs)
+            logprobs = exchange(logprobs, output, committed)
+        return self._engine_output(output, logprobs)
 
-    def capture(self, capture: Capture, max_canvases: int, hidden: Tensor) -> None:
-        """Capture the plain step for 1 to ``max_canvases`` whole canvases.
+    def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:
+        """Capture steps of some numbers of whole canvases, and the parts of adjusted ones.
 
         Args:
             capture: Makes a graph of a call.
-            max_canvases: At most the number of slots.
-            hidden: [max_canvases * canvas_length, hidden_size], rows that graphs read from.
+            canvas_counts: The numbers, the largest first.
+            hidden: [most canvases * canvas_length, hidden_size], rows that graphs read from.
         """
-        slots, device = self.slots, self.slots.device
-        indices = torch.zeros(3, hidden.shape[0], dtype=torch.int64, device=device)
-        fixed = (
-            # No slot has rows, so a capture changes nobody's canvas.
-            torch.zeros(slots.num_slots, dtype=torch.int32, device=device),
-            torch.zeros(slots.num_slots, dtype=torch.int64, device=device),
-            torch.zeros(slots.num_slots, dtype=torch.bool, device=device),
-            torch.ones(slots.num_slots, dtype=torch.float32, device=device),
-        )
-        for n in range(max_canvases, 0, -1):
-            rows = slice(n * slots.canvas_length)
-            self.plain_step.capture(
-                capture, hidden[rows], *(index[rows] for index in indices), *fixed
-            )
+        C = self.slots.canvas_length
+        self._hidden = hidden
+        self.adjustments.reserve()
+        self._graphed_offsets = self.adjustments.offsets
+        self.constraints.clear()
+        # No slot has rows, so a capture changes nobody's canvas.
+        self.pass_rows.clear()
+        for n in canvas_counts:
+            self.plain_step.capture(capture, hidden[: n * C])
+        for n in sorted({min(n, MAX_EXACT) for n in canvas_counts}, reverse=True):
+            self.adjusted_rows.capture(capture, hidden[: n * C])
+        some = torch.zeros(C, dtype=torch.int64, device=hidden.device)
+        self.filtered_rows.capture(capture, some)
+        if 0 <= self.max_logprobs <= MAX_GRAPHED_LOGPROBS:
+            self._reports = self._no_reports(len(hidden), 1 + self.max_logprobs)
+            self.reported_rows.capture(capture, some.clone())
+        self.decide.capture(capture)
 
-    def _plain_step(
-        self,
-        rows: Tensor,
-        slot: Tensor,
-        position: Tensor,
-        row_at: Tensor,
-        num_rows: Tensor,
-        seed: Tensor,
-        seeding: Tensor,
-        requested: Tensor,
-    ) -> StepOutput:
+    def drop_graphs(self) -> None:
+        """Give up what was captured."""
+        for function in (
+            self.plain_step,
+            self.adjusted_rows,
+            self.filtered_rows,
+            self.reported_rows,
+            self.decide,
+        ):
+            function.drop()
+        self._hidden = self._reports = None
+
+    def _plain_step(self, rows: Tensor) -> StepOutput:
         """A pass in which nobody asks for more than temperatures and seeds.
 
         Args:
             rows: [num_rows, hidden_size].
-            slot: [num_rows], int64.
-            position: [num_rows], int64.
-            row_at: [num_rows], int64, where each row is in its sequence.
-            num_rows: [R], int32: see :class:`SlotPass`, here and below.
-            seed: [R], int64.
-            seeding: [R], bool.
-            requested: [R], float32, temperatures of the requests.
         """
-        slot_pass = self._idle._replace(num_rows=num_rows, seed=seed, seeding=seeding)
-        draws = self._draws(slot, position, row_at, slot_pass, requested)
-        requests = RowRequests(draws, num_choices=self.num_choices)
-        self._sample(rows, slot, position, requests, None)
-        return self._decide(slot_pass)
+        self._sample(rows, self._row_requests(len(rows)))
+        return self._decide()
 
-    def _drawn_at(self, row_at: Tensor, slot: Tensor, slot_pass: SlotPass) -> Tensor:
+    def _adjusted_rows(self, rows: Tensor) -> None:
+        """Statistics of a pass in which somebody may have adjustments.
+
+        Args:
+            rows: [num_rows, hidden_size].
+        """
+        self._sample(rows, self._row_requests(len(rows), self.adjustments.everything()))
+
+    def _filtered_rows(self, index: Tensor) -> None:
+        """New candidates of rows with filters, once the statistics of all are known.
+
+        Args:
+            index: [num_rows], int64: which of the pass; the same one again is no harm.
+        """
+        slot, position = self._places(index)
+        projected, adjustments = self._project_again(index)
+        candidate, confidence = draw_filtered(
+            self.head,
+            projected,
+            self._draws(index),
+            adjustments,
+            self._filters.rows(slot),
+            self.vocab_size,
+        )
+        self._statistics.candidate[slot, position] = candidate
+        self._statistics.drawn_confidence[slot, position] = confidence
+
+    def _reported_rows(self, index: Tensor) -> None:
+        """Log-probabilities of rows, once their tokens are known.
+
+        Args:
+            index: [num_rows], int64: which of the pass; the same one again is no harm.
+        """
+        assert self._reports is not None
+        slot, position = self._places(index)
+        projected, adjustments = self._project_again(index)
+        num_top = self._reports.logprobs.shape[1] - 1
+        request = self._report_request(num_top, index[:, None][:, :0], torch.zeros_like(slot))
+        if self.reports_raw:
+            adjustments = self.adjustments.bind_readable(slot)
+        of_tokens = self._statistics.candidate if request.of_drawn else self._statistics.argmax
+        computed = row_logprobs(
+            RowLogits(projected, self.head.first_id, self.head.softcap, adjustments),
+            self._reported_temperature(slot),
+            of_tokens[slot, position],
+            request,
+            self.head,
+            rows_in_float32(self.head, len(index)),
+        )
+        for held, values in zip(_tensors(self._reports), _tensors(computed), strict=True):
+            held[index] = values.to(held.dtype)
+
+    def _project_again(self, index: Tensor) -> tuple[Tensor, LogitAdjustments]:
+        """Of rows of the pass: [num_rows, num_ids], logits of all ids; and their adjustments."""
+        assert self._hidden is not None
+        projected = self.head.project(self._hidden[index], slice(0, len(self.head.weight)))
+        slot, _ = self._places(index)
+        everything = self.adjustments.everything()
+        return projected, self.adjustments.bind(everything, index, slot, self._drawn_at(index))
+
+    def _has_graphs(self, rows: Tensor, reported: np.ndarray | None) -> bool:
+        """Whether a pass with settings is captured in parts."""
+        if not self.adjusted_rows.is_captured(rows):
+            return False
+        if self.adjustments.offsets is not self._graphed_offsets:
+            return False
+        if reported is None:
+            return True
+        asks_ids = self.logprob_token_ids_state.num_token_ids.np[self.pass_rows.slots_np].any()
+        return self._reports is not None and not asks_ids
+
+    def _replay_kept(
+        self, filtered: np.ndarray | None, reported: np.ndarray | None
+    ) -> LogprobsTensors | None:
+        """Look again at rows that ask for it, a canvas of them at a time.
+
+        Args:
+            filtered: [num_filtered], int64, ascending: rows with filters.
+            reported: [num_reported], int64, ascending: rows with log-probabilities.
+        """
+        for index in self._canvases_of(filtered):
+            self.filtered_rows(index)
+        if reported is None or self._reports is None:
+            return None
+        n = self.pass_rows.num_rows
+        ids, logprobs, ranks = (values[:n] for values in _tensors(self._reports))
+        ids.zero_()
+        logprobs.fill_(float("-inf"))
+        ranks.zero_()
+        for index in self._canvases_of(reported):
+            self.reported_rows(index)
+        # Of the others there is nothing, and some want fewer.
+        num_top = self.sampling_states.num_logprobs[self.pass_rows.slots_np].max()
+        num_columns = 1 + max(int(num_top), 0)
+        return LogprobsTensors(ids[:, :num_columns], logprobs[:, :num_columns], ranks)
+
+    def _canvases_of(self, index: np.ndarray | None) -> Sequence[Tensor]:
+        """``index`` on the device, in parts of a canvas's length, the last one filled up."""
+        if index is None:
+            return []
+        C = self.slots.canvas_length
+        parts = np.resize(index[-1:], (-(-len(index) // C), C))
+        parts.reshape(-1)[: len(index)] = index
+        return list(async_tensor_h2d(parts, device=self.slots.device))
+
+    def _row_requests(
+        self,
+        num_rows: int,
+        asked: Adjusting | None = None,
+        filtered: np.ndarray | None = None,
+        reported: np.ndarray | None = None,
+    ) -> RowRequests:
+        """What is asked of the rows of the pass.
+
+        Args:
+            num_rows: All of them.
+            asked: Of their logits.
+            filtered: [num_filtered], int64, ascending: rows with filters.
+            reported: [num_reported], int64, ascending: rows with log-probabilities.
+        """
+        rows = slice(num_rows)
+        adjustments = None
+        if asked is not None:
+            slot, _ = self._places(rows)
+            adjustments = self.adjustments.bind(asked, rows, slot, self._drawn_at(rows))
+        return RowRequests(
+            self._draws(rows),
+            adjustments,
+            None if filtered is None else self._filters_of(filtered),
+            None if reported is None else self._reports_of(reported, adjustments),
+            self.num_choices,
+        )
+
+    def _places(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Two int64 tensors [num_rows]: the slot and the position of rows of the pass."""
+        return self.pass_rows.slot[rows], self.pass_rows.position[rows]
+
+    def _drawn_at(self, rows: slice | Tensor) -> Tensor:
         """[num_rows], int64: where in its sequence the token stands that each row draws."""
+        slot = self.pass_rows.slot[rows]
+        row_at = self._num_computed()[slot] + self.pass_rows.offset[rows]
         if self.spec.is_shifted:
             return row_at + 1
         if self.spec.is_seeded:
-            return row_at + self._is_committed_or_seeding(slot, slot_pass).to(row_at.dtype)
+            return row_at + self._is_committed_or_seeding(slot).to(row_at.dtype)
         return row_at
 
-    def _is_committed_or_seeding(self, slot: Tensor, slot_pass: SlotPass) -> Tensor:
+    def _num_computed(self) -> Tensor:
+        """[R], int32: tokens of each slot that the KV cache held before the pass."""
+        computed: Tensor = self.req_states.num_computed_tokens.gpu
+        return computed
+
+    def _is_committed_or_seeding(self, slot: Tensor) -> Tensor:
         """[num_rows], bool: rows of known or decided tokens, that say what is behind them."""
         committed = self.slots.phase == int(Phase.COMMITTING)
-        return (committed | slot_pass.seeding)[slot]
+        return (committed | self.pass_rows.of_slots.seeding)[slot]
 
-    def _draws(
-        self, slot: Tensor, position: Tensor, row_at: Tensor, slot_pass: SlotPass, requested: Tensor
-    ) -> RowDraws:
+    def _draws(self, rows: slice | Tensor) -> RowDraws:
         """What rows are divided by, and what their draws are keyed by."""
         slots = self.slots
-        judged, drawn = temperatures(slots, requested)
+        slot, position = self._places(rows)
+        judged, drawn = temperatures(slots, self._requested)
         draws = RowDraws(
             judged[slot],
             drawn[slot],
-            slot_pass.seed[slot],
+            self.pass_rows.of_slots.seed[slot],
             slots.canvas_idx[slot],
             slots.step[slot],
             position.to(torch.int32),
         )
         if not self.spec.is_seeded:
             return draws
-        is_seed = self._is_committed_or_seeding(slot, slot_pass)
+        is_seed = self._is_committed_or_seeding(slot)
         scale = draws.request_temperature
         if self.spec.rule.commit_verifies:
             # However the answer was cut into canvases, a token is drawn with the same noise. Drafts
@@ -326,7 +445,7 @@ class DiffusionSampler:
                 request_temperature=torch.where(is_seed, scale, 0.0),
                 canvas_idx=zero,
                 step=zero,
-                position=self._drawn_at(row_at, slot, slot_pass).to(torch.int32),
+                position=self._drawn_at(rows).to(torch.int32),
             )
         # A canvas's first token is drawn before its first step, and where no position of it is.
         committed = slots.phase == int(Phase.COMMITTING)
@@ -339,15 +458,10 @@ class DiffusionSampler:
             position=torch.where(is_seed, self.slots.canvas_length, draws.position),
         )
 
-    def _sample(
-        self,
-        rows: Tensor,
-        slot: Tensor,
-        position: Tensor,
-        requests: RowRequests,
-        constraints: ConstraintTensors | None,
-    ) -> LogprobsTensors | None:
+    def _sample(self, rows: Tensor, requests: RowRequests) -> LogprobsTensors | None:
         """Sample the rows and scatter their statistics to (slot, position)."""
+        every = slice(len(rows))
+        slot, position = self._places(every)
         results = sample_rows(self.head, rows, requests, self.vocab_size)
         for target, values in (
             (self._statistics.argmax, results.argmax),
@@ -361,38 +475,28 @@ class DiffusionSampler:
                 target[slot, position] = values
         if results.soft_embeds is not None:
             soft_embeds = results.soft_embeds
-            if constraints is not None:
-                soft_embeds = torch.where(constraints.restart[:, None], 0.0, soft_embeds)
+            if requests.adjustments is not None:
+                restart = self.constraints.restart(every)
+                soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self.store_soft_embeds(soft_embeds, slot, position)
         return results.logprobs
 
-    def _decide(self, slot_pass: SlotPass) -> StepOutput:
+    def _decide(self) -> StepOutput:
         """What becomes of every canvas."""
-        for held, given in zip(self._slot_pass, slot_pass, strict=True):
-            held.copy_(given)
-        return self.canvas_step(self._statistics, self._slot_pass)
+        return self.canvas_step(self._statistics, self.pass_rows.of_slots)
 
     def _exchange_logprobs(
-        self,
-        computed: LogprobsTensors,
-        slot: Tensor,
-        position: Tensor,
-        step: StepOutput,
-        committed: Tensor,
-        input_batch: InputBatch,
-        seeding: np.ndarray | None,
+        self, computed: LogprobsTensors, step: StepOutput, committed: Tensor
     ) -> LogprobsTensors:
         """What each request may emit of its log-probabilities now.
 
         Args:
             computed: Of the rows.
-            slot: [num_rows], int64.
-            position: [num_rows], int64.
             step: What became of the canvases.
             committed: [R], bool, those that this pass committed.
-            input_batch: The batch, as :meth:`select_rows` returned it.
-            seeding: See :meth:`select_rows`.
         """
+        places = self.pass_rows
+        slot, position = self._places(slice(places.num_rows))
         spec = self.spec
         # A token is reported as it was when it was revealed, or rewritten; without a mask as it is
         # in the last step, but for who is told which step decided it.
@@ -400,11 +504,11 @@ class DiffusionSampler:
         if spec.mask_token_id is None:
             is_decided = is_decided & self.slots.maps_steps[slot]
         is_decided = is_decided | committed[slot]
-        num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
+        num_rows = np.diff(places.starts)
         reported = np.arange(len(slot))
-        if seeding is not None:
-            reported = np.flatnonzero(~np.repeat(seeding, num_rows))
-            num_rows = num_rows - seeding
+        if places.seeding is not None:
+            reported = np.flatnonzero(~np.repeat(places.seeding, num_rows))
+            num_rows = num_rows - places.seeding
         index = async_tensor_h2d(reported, device=slot.device)
         if spec.is_aligned:
             # The known tokens that a canvas begins with are not emitted.
@@ -413,27 +517,21 @@ class DiffusionSampler:
         output = self._logprobs.exchange(computed, slot, position, is_decided, index, starts)
         if spec.is_seeded:
             # What stands behind a canvas that is committed is the next one's first token.
-            ends = input_batch.cu_num_logits_np[1 : input_batch.num_reqs + 1]
-            last = ends - (num_rows if spec.is_shifted else 1)
+            last = places.starts[1:] - (num_rows if spec.is_shifted else 1)
             row = async_tensor_h2d(last[num_rows > 0].astype(np.int64), device=slot.device)
             self._logprobs.begin(computed, row, slot[row], committed[slot[row]])
         return output
 
     def _verified_logprobs(
-        self,
-        computed: LogprobsTensors,
-        slot: Tensor,
-        position: Tensor,
-        step: StepOutput,
-        committed: Tensor,
-        input_batch: InputBatch,
-        seeding: np.ndarray | None,
+        self, computed: LogprobsTensors, step: StepOutput, committed: Tensor
     ) -> LogprobsTensors:
         """As :meth:`_exchange_logprobs`, where each row of a commit says what is behind it.
 
         A canvas's first token waits for them since it was drawn; the others were drawn by the row
         before theirs.
         """
+        places = self.pass_rows
+        slot, position = self._places(slice(places.num_rows))
         row = torch.arange(len(slot), device=slot.device)
         is_first = position == 0
         before = torch.where(is_first, row, row - 1)
@@ -442,8 +540,10 @@ class DiffusionSampler:
             computed.logprobs[before],
             computed.selected_token_ranks[before],
         )
-        num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
-        is_seed = np.zeros(len(num_rows), dtype=bool) if seeding is None else seeding
+        num_rows = np.diff(places.starts)
+        is_seed = places.seeding
+        if is_seed is None:
+            is_seed = np.zeros(len(num_rows), dtype=bool)
         is_seed_row = async_tensor_h2d(np.repeat(is_seed, num_rows), device=slot.device)
         reported = async_tensor_h2d(
             np.flatnonzero(~np.repeat(is_seed, num_rows)), device=slot.device
@@ -453,88 +553,126 @@ class DiffusionSampler:
             of_tokens, slot, position, is_first & ~is_seed_row, reported, starts
         )
         has_canvas = (num_rows > 0) & ~is_seed
-        first = async_tensor_h2d(
-            input_batch.cu_num_logits_np[: len(num_rows)][has_canvas].astype(np.int64),
-            device=slot.device,
-        )
+        first = async_tensor_h2d(places.starts[:-1][has_canvas], device=slot.device)
         owner = slot[first]
         last = first + (step.num_finished[owner] - 1).clamp(min=0)
         self._logprobs.begin(computed, last, owner, committed[owner])
         return output
 
-    def _filtered_rows(self, input_batch: InputBatch) -> FilteredRows | None:
-        """Rows whose requests have top-k, top-p or min-p."""
-        states, slots_np = self.sampling_states, input_batch.idx_mapping_np
-        used = (
+    def _rows_with_filters(self) -> np.ndarray | None:
+        """[n], int64, ascending: rows whose requests have top-k, top-p or min-p; ``None`` for none."""
+        return self._rows_of(np.logical_or.reduce(self._used_filters()))
+
+    def _used_filters(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[num_reqs], bool: whether each request of the pass has top-k, top-p and min-p."""
+        states, slots_np = self.sampling_states, self.pass_rows.slots_np
+        return (
             states.top_k.np[slots_np] != self.vocab_size,
             states.top_p.np[slots_np] != 1.0,
             states.min_p.np[slots_np] != 0.0,
         )
-        index, slot = _rows_of(input_batch, np.logical_or.reduce(used))
-        if slot is None:
-            return None
-        values = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
-        filters = CandidateFilters(
-            *(value[slot] if use.any() else None for value, use in zip(values, used, strict=True))
-        )
-        return FilteredRows(index, filters)
 
-    def _reported_rows(
-        self, input_batch: InputBatch, adjustments: LogitAdjustments | None
-    ) -> ReportedRows | None:
-        """Rows whose requests want log-probabilities.
+    def _filters_of(self, index: np.ndarray) -> FilteredRows:
+        """Of rows with filters: [n], int64."""
+        slot = self._slots_of(index)
+        filters = (
+            values[slot] if use.any() else None
+            for values, use in zip(self._filters, self._used_filters(), strict=True)
+            if values is not None
+        )
+        return FilteredRows(index, CandidateFilters(*filters))
+
+    def _rows_with_reports(self) -> np.ndarray | None:
+        """[n], int64, ascending: rows whose requests want log-probabilities; ``None`` for none."""
+        slots_np = self.pass_rows.slots_np
+        num_ids = self.logprob_token_ids_state.num_token_ids.np[slots_np]
+        return self._rows_of((self.sampling_states.num_logprobs[slots_np] >= 0) | (num_ids > 0))
+
+    def _reports_of(self, index: np.ndarray, adjustments: LogitAdjustments | None) -> ReportedRows:
+        """Of rows with log-probabilities.
 
         Args:
-            input_batch: The batch.
+            index: [n], int64: which they are.
             adjustments: Of all rows.
         """
-        ids, slots_np = self.logprob_token_ids_state, input_batch.idx_mapping_np
-        num_top = self.sampling_states.num_logprobs[slots_np]
-        wanted = (num_top >= 0) | (ids.num_token_ids.np[slots_np] > 0)
-        index, slot = _rows_of(input_batch, wanted)
-        if slot is None:
-            return None
-        num_token_ids = ids.max_num_token_ids(slots_np)
-        request = LogprobsRequest(
-            num_top=max(int(num_top.max()), 0),
-            token_ids=ids.token_ids.gpu[slot, :num_token_ids].long(),
-            num_token_ids=ids.num_token_ids.gpu[slot],
+        ids, slots_np = self.logprob_token_ids_state, self.pass_rows.slots_np
+        num_top = max(int(self.sampling_states.num_logprobs[slots_np].max()), 0)
+        slot = self._slots_of(index)
+        token_ids = ids.token_ids.gpu[slot, : ids.max_num_token_ids(slots_np)].long()
+        if self.reports_raw:
+            adjustments = None
+            if self.adjustments.has_readable(slots_np):
+                adjustments = self.adjustments.bind_readable(slot)
+        elif adjustments is not None:
+            adjustments = adjustments.rows(async_tensor_h2d(index, device=slot.device))
+        return ReportedRows(
+            index,
+            self._report_request(num_top, token_ids, ids.num_token_ids.gpu[slot]),
+            adjustments,
+            self._reported_temperature(slot),
+        )
+
+    def _report_request(
+        self, num_top: int, token_ids: Tensor, num_token_ids: Tensor
+    ) -> LogprobsRequest:
+        return LogprobsRequest(
+            num_top=num_top,
+            token_ids=token_ids,
+            num_token_ids=num_token_ids,
             as_logits=self.logits_mode,
             # What a masked model commits is what it drew.
             of_drawn=self.spec.mask_token_id is not None,
         )
-        if self.reports_raw:
-            adjustments = self.adjustments.bind_readable(input_batch)
-        if adjustments is not None:
-            adjustments = adjustments.rows(async_tensor_h2d(index, device=self.slots.device))
-        # A read-only canvas reports the model's own distribution, at temperature 1.
-        requested = self.sampling_states.temperature.gpu[: self.slots.num_slots]
-        judged, _ = temperatures(self.slots, requested)
+
+    def _reported_temperature(self, slot: Tensor) -> Tensor:
+        """[n], float32: what reported logits are divided by.
+
+        A read-only canvas reports the model's own distribution, at temperature 1.
+        """
+        judged, _ = temperatures(self.slots, self._requested)
         is_plain = self.slots.read_only
         if self.spec.rule.commit_verifies and self.reports_raw:
             # As what draws one token after another reports it.
             is_plain = torch.ones_like(is_plain)
-        temperature = torch.where(is_plain[slot], 1.0, judged[slot])
-        return ReportedRows(index, request, adjustments, temperature)
+        return torch.where(is_plain[slot], 1.0, judged[slot])
 
-    def _engine_output(
-        self,
-        output: StepOutput,
-        input_batch: InputBatch,
-        num_logits: Tensor,
-        logprobs: LogprobsTensors | None,
-    ) -> SamplerOutput:
+    def _rows_of(self, chosen: np.ndarray) -> np.ndarray | None:
+        """[n], int64, ascending: rows of some requests of the pass.
+
+        Args:
+            chosen: [num_reqs], bool.
+
+        Returns:
+            ``None`` where there are no such requests or they are still at their prompts.
+        """
+        if not chosen.any():
+            return None
+        index = np.flatnonzero(np.repeat(chosen, np.diff(self.pass_rows.starts)))
+        return index if index.size > 0 else None
+
+    def _slots_of(self, index: np.ndarray) -> Tensor:
+        """[n], int64, on the device: of some rows."""
+        slots = np.repeat(self.pass_rows.slots_np, np.diff(self.pass_rows.starts))[index]
+        return async_tensor_h2d(slots, device=self.slots.device)
+
+    def _engine_output(self, output: StepOutput, logprobs: LogprobsTensors | None) -> SamplerOutput:
         self.views.keep(output)
-        batch_slots = input_batch.idx_mapping
-        num_sampled = output.num_emitted[batch_slots]
+        told = self.pass_rows.for_engine(output)
         return SamplerOutput(
-            sampled_token_ids=output.tokens[batch_slots].to(torch.int32),
+            sampled_token_ids=told.tokens,
             logprobs_tensors=logprobs,
             num_nans=None,
-            num_sampled=num_sampled,
-            # Rows that are not encoded do not advance the sequence: those of a step that emits its
-            # canvas are not, those of a pass whose keys and values are final are.
-            num_rejected=num_logits - output.num_finished[batch_slots],
+            num_sampled=told.num_sampled,
+            num_rejected=told.num_rejected,
+        )
+
+    def _no_reports(self, num_rows: int, num_columns: int) -> LogprobsTensors:
+        """Room for the log-probabilities of rows."""
+        device = self.slots.device
+        return LogprobsTensors(
+            torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, num_columns, device=device),
+            torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
 
     def profile(self, rows: Tensor) -> None:
@@ -562,21 +700,5 @@ class DiffusionSampler:
         sample_rows(self.head, rows, requests, self.vocab_size)
 
 
-def _rows_of(input_batch: InputBatch, chosen: np.ndarray) -> tuple[np.ndarray, Tensor | None]:
-    """Canvas rows of some requests of a batch: their indices and, on the device, their slots.
-
-    Args:
-        input_batch: The batch.
-        chosen: [num_reqs], bool.
-
-    Returns:
-        Nothing and ``None`` where there are no such requests or they are still at their prompts.
-    """
-    if not chosen.any():
-        return np.empty(0, dtype=np.int64), None
-    num_rows = np.diff(input_batch.cu_num_logits_np[: len(chosen) + 1])
-    index = np.flatnonzero(np.repeat(chosen, num_rows))
-    if index.size == 0:
-        return index, None
-    slots = np.repeat(input_batch.idx_mapping_np, num_rows)[index].astype(np.int64)
-    return index, async_tensor_h2d(slots, device=input_batch.logits_indices.device)
+def _tensors(report: LogprobsTensors) -> tuple[Tensor, Tensor, Tensor]:
+    return report.logprob_token_ids, report.logprobs, report.selected_token_ranks

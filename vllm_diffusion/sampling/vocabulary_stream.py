@@ -18,6 +18,8 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import (
+    LogitAdjustments,
+    RowDraws,
     RowLogits,
     RunningStatistics,
     draw,
@@ -90,8 +92,8 @@ def sample_rows(
     """
     num_rows = rows.shape[0]
     # Every rank cuts in the same places.
-    allowed = max(KEPT_BYTES_PER_LOGIT * num_rows * head.shard_size, MIN_KEPT_BYTES)
-    float32_rows = _whole_number(FLOAT32_SHARE * allowed / (4 * head.shard_size))
+    allowed = _kept_bytes(head, num_rows)
+    float32_rows = rows_in_float32(head, num_rows)
     at_once = _whole_number(allowed / (head.dtype.itemsize * head.shard_size))
     if head.dtype == torch.float32:
         at_once = float32_rows
@@ -106,6 +108,15 @@ def sample_rows(
         group = _RowGroup(head, rows[chunk], requests.within(chunk))
         parts.append(group.sample(vocab_size, tile_size, float32_rows))
     return parts[0] if len(parts) == 1 else _joined(parts, requests.reported)
+
+
+def _kept_bytes(head: OutputHead, num_rows: int) -> float:
+    return max(KEPT_BYTES_PER_LOGIT * num_rows * head.shard_size, MIN_KEPT_BYTES)
+
+
+def rows_in_float32(head: OutputHead, num_rows: int) -> int:
+    """Kept rows of a pass of ``num_rows`` that may be in float32 at the same time."""
+    return _whole_number(FLOAT32_SHARE * _kept_bytes(head, num_rows) / (4 * head.shard_size))
 
 
 def _whole_number(rows: float) -> int:
@@ -142,7 +153,14 @@ class _RowGroup:
         if kept is not None and projected is not None:
             if kept.filters is not None:
                 some = kept.rows[kept.filtered]
-                drawn = self._filtered(some, projected[kept.filtered], kept.filters, vocab_size)
+                drawn = draw_filtered(
+                    head,
+                    projected[kept.filtered],
+                    self.draws.rows(some),
+                    None if self.adjustments is None else self.adjustments.rows(some),
+                    kept.filters,
+                    vocab_size,
+                )
                 candidate = candidate.index_copy(0, some, drawn[0])
                 drawn_confidence = drawn_confidence.index_copy(0, some, drawn[1])
             if kept.request is not None:
@@ -202,37 +220,6 @@ class _RowGroup:
             soft_embeds = self.head.sum(soft_embeds * share[:, None])
         return running, soft_embeds
 
-    def _filtered(
-        self, some: Tensor, projected: Tensor, filters: CandidateFilters, vocab_size: int
-    ) -> tuple[Tensor, Tensor]:
-        """New draws for the rows with a filter.
-
-        Args:
-            some: [n], int64: which rows.
-            projected: [n, num_ids], their logits.
-            filters: One entry for each.
-            vocab_size: Number of ids, of all ranks.
-
-        Returns:
-            [n] int64, their candidates, and [n] float32, the probabilities of these within what is
-            kept, at the temperature of the draw; the schedule's where a request is greedy.
-        """
-        head = self.head
-        draws = self.draws.rows(some)
-        adjustments = None if self.adjustments is None else self.adjustments.rows(some)
-        logits = RowLogits(projected, head.first_id, head.softcap, adjustments)
-        divisor = draws.temperature * draws.rate
-        # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
-        maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
-        keys = thresholds(logits, divisor, maximum, filters, vocab_size, head.sum)
-        own = draw(logits, divisor, maximum, keys, draws)
-        # As with the running statistics, a float32 holds any id.
-        packed = torch.stack([own.best, own.candidate.float(), own.drawn, own.mass], dim=-1)
-        best, candidate, drawn, mass = head.gather(packed).unbind(-1)
-        winner = best.argmax(dim=0, keepdim=True)
-        share = drawn_share(drawn.gather(0, winner)[0], maximum, mass.sum(dim=0))
-        return candidate.gather(0, winner)[0].long(), share
-
     def _logprobs(
         self, selected: Tensor, projected: Tensor, kept: KeptRows, float32_rows: int
     ) -> LogprobsTensors:
@@ -254,6 +241,42 @@ class _RowGroup:
             nothing.logprobs.index_copy_(0, some, computed.logprobs),
             nothing.selected_token_ranks.index_copy_(0, some, computed.selected_token_ranks),
         )
+
+
+def draw_filtered(
+    head: OutputHead,
+    projected: Tensor,
+    draws: RowDraws,
+    adjustments: LogitAdjustments | None,
+    filters: CandidateFilters,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """New draws for rows with a filter; an entry for each in every argument.
+
+    Args:
+        head: This rank's ids.
+        projected: [n, num_ids], logits of the rows.
+        draws: Temperatures and keys.
+        adjustments: Of the logits; ``None`` if nobody asks for any.
+        filters: What is kept of each row.
+        vocab_size: Number of ids, of all ranks.
+
+    Returns:
+        [n] int64, their candidates, and [n] float32, the probabilities of these within what is kept,
+        at the temperature of the draw; the schedule's where a request is greedy.
+    """
+    logits = RowLogits(projected, head.first_id, head.softcap, adjustments)
+    divisor = draws.temperature * draws.rate
+    # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
+    maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
+    keys = thresholds(logits, divisor, maximum, filters, vocab_size, head.sum)
+    own = draw(logits, divisor, maximum, keys, draws)
+    # As with the running statistics, a float32 holds any id.
+    packed = torch.stack([own.best, own.candidate.float(), own.drawn, own.mass], dim=-1)
+    best, candidate, drawn, mass = head.gather(packed).unbind(-1)
+    winner = best.argmax(dim=0, keepdim=True)
+    share = drawn_share(drawn.gather(0, winner)[0], maximum, mass.sum(dim=0))
+    return candidate.gather(0, winner)[0].long(), share
 
 
 def _no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:

@@ -1,13 +1,19 @@
-"""Whether, and by what, the decision of a step is compiled."""
+"""What of a pass is compiled, and by what."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def compile_backend(vllm_config: VllmConfig) -> str | None:
@@ -22,6 +28,31 @@ def compile_backend(vllm_config: VllmConfig) -> str | None:
     if current_platform.is_cpu():
         return "inductor" if has_cpp_compiler() else None
     return str(current_platform.simple_compile_backend)
+
+
+def launch_backend(vllm_config: VllmConfig) -> str | None:
+    """The same for the small functions around a step, ``None`` on a CPU.
+
+    Each is a few numbers a request or row, which take a GPU one launch instead of twenty. A CPU has
+    no launches, and would compile for seconds what it does in microseconds.
+    """
+    from vllm.platforms import current_platform
+
+    return None if current_platform.is_cpu() else compile_backend(vllm_config)
+
+
+def compiled(
+    function: Callable[Arguments, Result], backend: str | None
+) -> Callable[Arguments, Result]:
+    """``function`` for the shapes that it is first called with, or as it is without a backend.
+
+    Args:
+        function: Of tensors, with the same shapes in every call.
+        backend: Of ``torch.compile``.
+    """
+    if backend is None:
+        return function
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
 def has_cpp_compiler() -> bool:

@@ -27,6 +27,10 @@ TYPICAL_CONTEXT = 4096
 # Stock's number. Short requests need less than the estimate, and a slot without a request costs
 # megabytes.
 FEWEST = 8
+# The part of a pass's tokens that running canvases leave to prompts: one in so many. Without it a prompt
+# beside a full house gets what one canvas leaves, 256 tokens a pass, and each pass in which there is a
+# prompt is slower for all of them.
+PROMPTS_SHARE = 4
 # The sampler's tiles (a byte for each logit of a pass at most: 2 GiB for 8,192 rows of 262,144 ids),
 # a pass's activations and captured graphs. Not measured.
 RESERVED_BYTES = 4 * 1024**3
@@ -84,10 +88,13 @@ def choose_max_num_seqs(
 
     Returns:
         At least 1; at least ``FEWEST`` where their slots fit and ``canvases_per_pass`` and ``most``
-        allow it.
+        allow it; no more canvases than leave prompts their share of a pass, where these are more.
     """
     fewest = min(FEWEST, max(memory.free, 0) // cost.state)
-    return max(1, min(most, canvases_per_pass, max(fewest, carried_requests(memory, cost))))
+    running = max(
+        min(FEWEST, canvases_per_pass), canvases_per_pass - canvases_per_pass // PROMPTS_SHARE
+    )
+    return max(1, min(most, running, max(fewest, carried_requests(memory, cost))))
 
 
 def slot_bytes(*, canvas_length: int, hidden_size: int, vocab_size: int, dtype_bytes: int) -> int:
@@ -204,8 +211,8 @@ def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
     scheduler_config.max_num_seqs = chosen
     logger.info(
         "max_num_seqs=%d: memory carries about %d requests of %d tokens (%.1f MiB of state and "
-        "%.1f MiB of KV cache each), and max_num_batched_tokens=%d holds %d canvases of %d; "
-        "--max-num-seqs sets another number.",
+        "%.1f MiB of KV cache each), and max_num_batched_tokens=%d holds %d canvases of %d, of which "
+        "prompts are left %d; --max-num-seqs sets another number.",
         chosen,
         carried_requests(memory, cost),
         _context(vllm_config),
@@ -214,6 +221,7 @@ def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
         budget,
         budget // canvas_length,
         canvas_length,
+        max(budget // canvas_length - chosen, 0),
     )
 
 

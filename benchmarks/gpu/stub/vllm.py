@@ -24,10 +24,15 @@ class LogprobsTensors(NamedTuple):
     selected_token_ranks: Tensor
 
 
-def async_tensor_h2d(array: np.ndarray, *, device: torch.device) -> Tensor:
+def async_tensor_h2d(
+    array: np.ndarray, device: torch.device | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """An array on the device, on its way from pinned memory where that is a GPU."""
     host = torch.from_numpy(array)
-    return (host.pin_memory() if torch.cuda.is_available() else host).to(device, non_blocking=True)
+    host = host.pin_memory() if torch.cuda.is_available() else host
+    if out is not None:
+        return out.copy_(host, non_blocking=True)
+    return host.to(device, non_blocking=True)
 
 
 class _Unused:

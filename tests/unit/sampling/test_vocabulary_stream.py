@@ -172,11 +172,9 @@ class Case:
         ):
             params = sampling_params(all_stop_token_ids=some[:3], **params)
             adjustments.add_request(slot, params, readable)
-        batch = batch_of([4, 4, 4])
-        everything, reported = adjustments.bind(batch, None), adjustments.bind_readable(batch)
-        assert everything is not None
-        assert reported is not None
-        return everything, reported
+        assert adjustments.has_readable(np.arange(3))
+        slot = torch.arange(3).repeat_interleave(4)
+        return bind(adjustments, [4, 4, 4]), adjustments.bind_readable(slot)
 
     def run(self, head: Any = None, tile: int = 4096) -> RowResults:
         head = head or output_head(self.weight, 5.0)
@@ -195,22 +193,29 @@ def sampling_params(**changes: Any) -> SimpleNamespace:
 
 
 def row_adjustments(penalties: Any, vocab: int, prompt_len: int = 5) -> RowAdjustments:
-    prompt_lens = SimpleNamespace(np=np.full(3, prompt_len))
+    num_slots, cpu = len(penalties.output_bin_counts), torch.device("cpu")
     sampler = SimpleNamespace(
-        penalties_state=penalties, req_states=SimpleNamespace(prompt_len=prompt_lens)
+        penalties_state=penalties,
+        req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.full(num_slots, prompt_len))),
     )
-    return RowAdjustments(sampler, vocab, torch.device("cpu"))
+    masks = torch.zeros(num_slots, -(-vocab // 32), dtype=torch.int32)
+    return RowAdjustments(
+        sampler,
+        SimpleNamespace(masks=masks),
+        num_slots=num_slots,
+        vocab_size=vocab,
+        device=cpu,
+    )
 
 
-def batch_of(rows: list[int]) -> Any:
-    """Requests with so many canvas rows each, in slots 0, 1, ..."""
-    n = sum(rows)
-    return SimpleNamespace(
-        cu_num_logits_np=np.cumsum([0, *rows]),
-        idx_mapping_np=np.arange(len(rows)),
-        positions=torch.arange(n),
-        logits_indices=torch.arange(n),
-    )
+def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:
+    """Of requests with so many canvas rows each, in slots 0, 1, ..., at positions 0, 1, ..."""
+    adjustments.apply_staged_writes()
+    slot = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+    asked = adjustments.asked_by(np.arange(len(rows)), None)
+    assert asked is not None
+    n = len(slot)
+    return adjustments.bind(asked, slice(n), slot, torch.arange(n))
 
 
 def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:
@@ -222,6 +227,7 @@ def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:
     words = rng.integers(-(2**31), 2**31, (slots, (vocab + 31) // 32))
     return SimpleNamespace(
         add_request=lambda slot, params: params.has_penalties,
+        apply_staged_writes=lambda: None,
         repetition_penalty=per_slot(1.7),
         frequency_penalty=per_slot(0.4),
         presence_penalty=per_slot(-0.6),
@@ -362,7 +368,7 @@ def test_peak_memory(monkeypatch, dtype, extras):
             wanted = LogprobsRequest(5, nothing, zeros, as_logits=False)
             requests = RowRequests(
                 draws,
-                adjustments.bind(batch_of([rows]), None),
+                bind(adjustments, [rows]),
                 filtered_rows(range(rows), filters),
                 reported_rows(range(rows), wanted),
             )
@@ -517,7 +523,7 @@ def test_nothing_possible_is_no_nan():
     params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3, 99})
     adjustments.add_request(0, params)
     # The second row is past the minimum.
-    requests = RowRequests(make_draws(2), adjustments.bind(batch_of([2]), None))
+    requests = RowRequests(make_draws(2), bind(adjustments, [2]))
     results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
     assert torch.isfinite(results.soft_embeds).all()
     assert results.entropy.tolist() == [0.0, 0.0]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.request_capacity import (
     FEWEST,
+    PROMPTS_SHARE,
     Memory,
     RequestCost,
     carried_requests,
@@ -56,8 +57,11 @@ def test_choose_max_num_seqs(memory, cost, canvases, most):
     assert chosen == 1 or chosen * cost.state <= memory.free
     carried = carried_requests(memory, cost)
     assert chosen <= max(carried, FEWEST)
-    if carried <= min(canvases, most):
+    if carried <= min(canvases - canvases // PROMPTS_SHARE, most):
         assert chosen >= carried
+    if chosen > FEWEST:
+        # So much of a pass is left to prompts, however many run.
+        assert canvases - chosen >= canvases // PROMPTS_SHARE
 
 
 @given(memory=memories, cost=costs)
@@ -111,9 +115,9 @@ def test_kv_bytes_of_stages():
 @pytest.mark.parametrize(
     ("device_gib", "weights_gb", "budget", "expected"),
     [
-        pytest.param(139, 27.2, 8192, 32, id="H200-FP8-server"),
-        pytest.param(139, 27.2, 16384, 64, id="H200-FP8-offline"),
-        pytest.param(79, 51.65, 8192, 32, id="H100-BF16-server"),
+        pytest.param(139, 27.2, 8192, 24, id="H200-FP8-server"),
+        pytest.param(139, 27.2, 16384, 48, id="H200-FP8-offline"),
+        pytest.param(79, 51.65, 8192, 24, id="H100-BF16-server"),
         pytest.param(31, 18.82, 2048, 8, id="32GB-NVFP4-server"),
     ],
 )

@@ -91,26 +91,18 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        super().prepare_inputs(input_batch, req_states)
         if not self.is_first_stage:
             return {}
-        num_tokens, num_rows = input_batch.num_tokens, input_batch.num_draft_tokens
+        places, num_rows = self.pass_rows, input_batch.num_draft_tokens
+        rows = places.index[:num_rows]
         if self._adapters is not None:
-            slot = input_batch.expanded_idx_mapping[:num_rows].long()
-            self._adapters.assign_rows(
-                input_batch.logits_indices[:num_rows].long(),
-                is_denoised=self.slots.phase[slot] != int(Phase.COMMITTING),
-            )
-        if num_rows < num_tokens:
+            phase = self.slots.phase[places.slot[:num_rows]]
+            self._adapters.assign_rows(rows, is_denoised=phase != int(Phase.COMMITTING))
+        if num_rows < input_batch.num_tokens:
+            self._fill_ids(input_batch, req_states)
             self._embed_known_tokens(input_batch)
         if num_rows > 0:
-            rows = input_batch.logits_indices.long()
-            self._embed_canvases(
-                rows,
-                input_batch.input_ids[rows],
-                input_batch.expanded_idx_mapping.long(),
-                input_batch.expanded_local_pos.long(),
-            )
+            self._embed_canvases(rows)
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
     def _embed_known_tokens(self, input_batch: InputBatch) -> None:
@@ -126,26 +118,22 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             )
         self._inputs_embeds[: input_batch.num_tokens] = embeds
 
-    def _condition_canvases(
-        self, rows: Tensor, input_ids: Tensor, slot: Tensor, position: Tensor
-    ) -> None:
+    def _condition_canvases(self, rows: Tensor) -> None:
         """Write self-conditioned embeddings of canvas rows into the pass's embeddings.
 
         Rows of a finished canvas that is being encoded have plain embeddings: the encoder has no
         such module.
 
         Args:
-            rows: [num_rows], int64, where in the pass they are.
-            input_ids: [num_rows].
-            slot: [num_rows], int64.
-            position: [num_rows], int64.
+            rows: [num_rows], int64, where in the pass they are: the beginning of ``pass_rows.index``.
         """
-        slots = self.slots
+        slots, places = self.slots, self.pass_rows
+        slot, position = places.slot[: len(rows)], places.position[: len(rows)]
         assert self.soft_embeds is not None
         # The first step of a canvas has nothing to go by; a pinned position is told nothing.
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
         signal = torch.where(has_signal[:, None], self.soft_embeds[slot, position], 0)
-        plain = self.model.embed_input_ids(input_ids)
+        plain = self.model.embed_input_ids(slots.canvas[slot, position])
         if self._adapters is not None:
             self._adapters.assign_canvas_rows(rows)
         conditioned = self.model.self_conditioning(plain, signal)
@@ -157,14 +145,9 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         super().capture_graphs(capture, max_canvases)
         if not self.is_first_stage:
             return
-        most = max_canvases * self.canvas_length
-        ids = torch.zeros(most, dtype=torch.int32, device=self.device)
-        indices = torch.zeros(3, most, dtype=torch.int64, device=self.device)
-        for n in range(max_canvases, 0, -1):
-            used = slice(n * self.canvas_length)
-            self._embed_canvases.capture(
-                capture, indices[0, used], ids[used], indices[1, used], indices[2, used]
-            )
+        self.pass_rows.clear()
+        for n in self.captured_counts(max_canvases):
+            self._embed_canvases.capture(capture, self.pass_rows.index[: n * self.canvas_length])
 
     def drop_graphs(self) -> None:
         super().drop_graphs()

@@ -1,0 +1,209 @@
+"""A batch in which one request has a setting of its own: the same canvases from graphs, and few launches.
+
+The sampler is the one that the campaign measures without an engine; graphs are emulated.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pass_launches import PassLaunches
+from plain_step import TOY, Server
+
+from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
+
+SLOTS, VOCAB, CANVAS = TOY.slots, TOY.vocab, TOY.canvas
+RUNNING, STEPS = 3, 3
+# Launches and copies of the sampler when such a batch had no graphs, at 262,144 ids: 64 tiles, each with
+# a product, a kernel and another product, and what kept rows took.
+WITHOUT_GRAPHS = {"filter": 615, "penalty": 269, "bias": 268, "logprobs": 612, "constraint": 274}
+
+
+def setting(value: float, dtype: torch.dtype) -> SimpleNamespace:
+    """As vLLM holds one, of all slots."""
+    values = torch.full((SLOTS,), value, dtype=dtype)
+    return SimpleNamespace(gpu=values, np=values.numpy())
+
+
+def params(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "min_tokens": 0,
+        "all_stop_token_ids": set(),
+        "repetition_penalty": 1.0,
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+class Kind:
+    """What slot 1 asks for.
+
+    Attributes:
+        key: In ``WITHOUT_GRAPHS``.
+        filters: Fields of vLLM's sampling states.
+        num_logprobs: Of each token; -1 for none.
+        params: Of the request.
+        is_constrained: Whether the scheduler holds it to tokens, but for the second step.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        num_logprobs: int = -1,
+        is_constrained: bool = False,
+        filters: dict[str, float] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.key = key
+        self.num_logprobs = num_logprobs
+        self.is_constrained = is_constrained
+        self.filters = filters or {}
+        self.params = params(**changes)
+
+    def message(self, i: int) -> CanvasConstraints | None:
+        """Of step ``i``."""
+        if not self.is_constrained or i == 1:
+            return None
+        mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+        mask[0] = 0b1110000
+        constraint = CanvasConstraint((7, 8), mask, restart=i == 0, num_valid=0)
+        return CanvasConstraints(["1"], None, constraints=[constraint])  # type: ignore[arg-type]
+
+
+KINDS = {
+    "top-p": Kind("filter", filters={"top_p": 0.7}),
+    "top-k": Kind("filter", filters={"top_k": 4}),
+    "min-p": Kind("filter", filters={"min_p": 0.1}),
+    "three filters": Kind("filter", filters={"top_p": 0.9, "top_k": 9, "min_p": 0.01}),
+    "penalty": Kind("penalty", repetition_penalty=1.5),
+    "bias": Kind("bias", logit_bias={5: 3.0}, min_tokens=5, all_stop_token_ids={9}),
+    "allowed": Kind("bias", allowed_token_ids=[3, 4, 5]),
+    "log-probabilities": Kind("logprobs", num_logprobs=3),
+    "several": Kind("logprobs", 2, filters={"top_p": 0.8}, repetition_penalty=1.5),
+    "constraint": Kind("constraint", is_constrained=True),
+}
+
+
+def server_of(kind: Kind) -> Server:
+    """With requests in all slots, of which slot 1 asks for something."""
+    server = Server(TOY)
+    sampler = server.sampler
+    sampler.sampling_states = SimpleNamespace(
+        temperature=setting(1.0, torch.float32),
+        seeds=SimpleNamespace(gpu=torch.arange(SLOTS) + 3),
+        top_k=setting(VOCAB, torch.int32),
+        top_p=setting(1.0, torch.float32),
+        min_p=setting(0.0, torch.float32),
+        num_logprobs=np.full(SLOTS, -1),
+        add_request=lambda slot, params: None,
+        apply_staged_writes=lambda: None,
+    )
+    sampler.logprob_token_ids_state = SimpleNamespace(
+        num_token_ids=setting(0, torch.int32),
+        token_ids=SimpleNamespace(gpu=torch.zeros(SLOTS, 4, dtype=torch.int32)),
+        max_num_token_ids=lambda slots: 0,
+        add_request=lambda slot, params: None,
+        apply_staged_writes=lambda: None,
+    )
+    penalties = sampler.adjustments._state
+    penalties.add_request = lambda slot, params: params.repetition_penalty != 1.0
+    penalties.apply_staged_writes = lambda: None
+    penalties.repetition_penalty = setting(1.5, torch.float32)
+    penalties.frequency_penalty = setting(0.3, torch.float32)
+    penalties.presence_penalty = setting(0.2, torch.float32)
+    penalties.output_bin_counts.random_(0, 3, generator=torch.Generator().manual_seed(0))
+    sampler.adjustments._prompt_len = SimpleNamespace(np=np.full(SLOTS, 7))
+    for slot in range(SLOTS):
+        sampler.add_request(slot, kind.params if slot == 1 else params())
+    for name, value in kind.filters.items():
+        getattr(sampler.sampling_states, name).np[1] = value
+    sampler.sampling_states.num_logprobs[1] = kind.num_logprobs
+    sampler.apply_staged_writes()
+    return server
+
+
+def run(server: Server, kind: Kind, launches: PassLaunches) -> list[dict[str, torch.Tensor]]:
+    """State and outputs of some steps of three requests."""
+    generator = torch.Generator().manual_seed(5)
+    batch = SimpleNamespace(req_ids=[str(i) for i in range(RUNNING)])
+    server.begin(RUNNING)
+    found = []
+    for i in range(STEPS):
+        server.lay_out(RUNNING)
+        hidden = torch.randn(RUNNING * CANVAS, TOY.hidden, generator=generator)
+        launches.end_pass()
+        rows = server.sampler.select_rows(hidden)
+        output = server.sampler(rows, batch, kind.message(i))
+        reports = output.logprobs_tensors
+        told = {"tokens": output.sampled_token_ids, "emitted": output.num_sampled}
+        if reports is not None:
+            # Of the others nobody asks.
+            own = slice(CANVAS, 2 * CANVAS)
+            told |= {name: getattr(reports, name)[own] for name in reports._fields[:3]}
+        found.append({name: value.clone() for name, value in told.items()} | server.state())
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, torch.Tensor]]:
+    nothing = Kind("plain")
+    with torch.inference_mode():
+        return run(server_of(nothing), nothing, PassLaunches())
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@torch.inference_mode()
+def test_settings_in_graphs(monkeypatch, plain, kind):
+    """Every tensor as without graphs, and others' canvases as without the setting."""
+    expected = run(server_of(kind), kind, PassLaunches())
+    launches = PassLaunches()
+    server = server_of(kind)
+    # Two kernels, where it is compiled: see test_pass_launches.py.
+    server.pass_rows._select = launches.as_one(server.pass_rows._select, "compiled", 2)
+    hidden = torch.zeros(RUNNING * CANVAS, TOY.hidden)
+    server.sampler.capture(launches.capture, range(RUNNING, 0, -1), hidden)
+    launches.watch(server.sampler, "select_rows")
+    # A call of an instance is looked up in its class.
+    watched = SimpleNamespace(call=server.sampler.__call__)
+    launches.watch(watched, "call")
+    monkeypatch.setattr(type(server.sampler), "__call__", lambda _, *args: watched.call(*args))
+    with launches.installed():
+        found = run(server, kind, launches)
+    for before, after, without in zip(expected, found, plain, strict=True):
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            if value.is_floating_point():
+                torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(after[name], value), name
+        assert torch.equal(after["canvas"][0], without["canvas"][0])
+        assert torch.equal(after["canvas"][2], without["canvas"][2])
+    total = sum(launches.counts.values())
+    print(f"\n{kind.key}: {total} launches and copies, {WITHOUT_GRAPHS[kind.key]} without graphs")
+    assert total <= WITHOUT_GRAPHS[kind.key] / 4
+    assert launches.counts["graph of _adjusted_rows"] == 1
+    assert "_plain_step" not in str(launches.counts)
+
+
+@torch.inference_mode()
+def test_more_biases_than_graphs_were_captured_with(monkeypatch):
+    """The table moves, and batches with settings run without graphs, which read the old one."""
+    from vllm_diffusion.sampling import row_adjustments
+
+    monkeypatch.setattr(row_adjustments, "RESERVED_OFFSETS", 1)
+    kind = KINDS["bias"]
+    expected = run(server_of(kind), kind, PassLaunches())
+    server = server_of(Kind("plain"))
+    hidden = torch.zeros(RUNNING * CANVAS, TOY.hidden)
+    server.sampler.capture(PassLaunches().capture, range(RUNNING, 0, -1), hidden)
+    assert server.sampler._has_graphs(hidden, None)
+    server.sampler.add_request(1, kind.params)
+    server.sampler.apply_staged_writes()
+    assert not server.sampler._has_graphs(hidden, None)
+    found = run(server, kind, PassLaunches())
+    assert torch.equal(found[-1]["canvas"], expected[-1]["canvas"])
