@@ -2,6 +2,7 @@
 
 from attention_kernels.vocab_statistics.api import (
     Impl,
+    add_product,
     draw,
     largest_logit,
     scaled_logits,
@@ -16,14 +17,17 @@ from attention_kernels.vocab_statistics.logits import (
     ordered_keys,
 )
 from attention_kernels.vocab_statistics.running import (
+    CHUNK,
     FilteredDraw,
     RowDraws,
     RunningStatistics,
     drawn_share,
+    least_weight,
 )
 from attention_kernels.vocab_statistics.search import LEAST_KEY, largest_key
 
 __all__ = [
+    "CHUNK",
     "LAST_RESORT",
     "LEAST_KEY",
     "MASS_SCALE",
@@ -33,10 +37,12 @@ __all__ = [
     "RowDraws",
     "RowLogits",
     "RunningStatistics",
+    "add_product",
     "draw",
     "drawn_share",
     "largest_key",
     "largest_logit",
+    "least_weight",
     "ordered_keys",
     "scaled_logits",
     "update_statistics",

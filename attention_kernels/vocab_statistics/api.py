@@ -9,7 +9,12 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics import reference
 from attention_kernels.vocab_statistics.logits import RowLogits
-from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws, RunningStatistics
+from attention_kernels.vocab_statistics.running import (
+    CHUNK,
+    FilteredDraw,
+    RowDraws,
+    RunningStatistics,
+)
 
 Impl = Literal["auto", "reference", "triton"]
 
@@ -20,6 +25,8 @@ def update_statistics(
     draws: RowDraws,
     *,
     weights: Tensor | None = None,
+    occupied: Tensor | None = None,
+    least: float = 0.0,
     product: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
@@ -35,6 +42,9 @@ def update_statistics(
         draws: Temperatures and keys of the rows.
         weights: [num_rows, num_ids], floating point: filled with exp(x - maximum), x being the
             logits over the schedule's temperature and the maximum that after this tile.
+        occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: filled with 1 where a chunk of ``weights`` has
+            one that is not 0, and with 0 elsewhere.
+        least: Where ``occupied`` is asked for, smaller weights become 0 (:func:`least_weight`).
         product: [num_rows, any], float32: sums of the weights of earlier tiles times something,
             brought down to the new maximum in place.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``. Only ``"auto"`` chooses: Triton for
@@ -51,6 +61,8 @@ def update_statistics(
         raise ValueError(
             f"weights is {list(weights.shape)}; it must be {list(rows.projected.shape)}."
         )
+    if occupied is not None:
+        _check_occupied(occupied, weights)
     if product is not None and (product.shape[0] != num_rows or product.dtype != torch.float32):
         raise ValueError(
             f"product is {product.dtype} {list(product.shape)}; it must be float32 and have "
@@ -58,7 +70,39 @@ def update_statistics(
         )
     implementation = _implementation(impl, rows)
     if rows.projected.numel() > 0:
-        implementation.update_statistics(running, rows, draws, weights, product)
+        implementation.update_statistics(running, rows, draws, weights, occupied, least, product)
+
+
+def add_product(
+    product: Tensor, weights: Tensor, embedding: Tensor, occupied: Tensor, *, impl: Impl = "auto"
+) -> None:
+    """``product += weights @ embedding``, without the chunks of ids that have no weights.
+
+    What is left out adds zeros: a row's sum does not depend on which rows it is computed with.
+
+    Args:
+        product: [num_rows, hidden_size], float32.
+        weights: [num_rows, num_ids], in the dtype of ``embedding``.
+        embedding: [num_ids, hidden_size].
+        occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: see :func:`update_statistics`.
+        impl: As for :func:`update_statistics`; ``"reference"`` waits for the device.
+
+    Raises:
+        ValueError: If shapes, dtypes or ``impl`` are wrong.
+    """
+    shape = [weights.shape[0], embedding.shape[1]]
+    if list(product.shape) != shape or product.dtype != torch.float32:
+        raise ValueError(
+            f"product is {product.dtype} {list(product.shape)}; it must be float32 {shape}."
+        )
+    if embedding.shape[0] != weights.shape[1] or embedding.dtype != weights.dtype:
+        raise ValueError(
+            f"embedding is {embedding.dtype} {list(embedding.shape)}; it must be {weights.dtype} "
+            f"and have {weights.shape[1]} rows."
+        )
+    _check_occupied(occupied, weights)
+    if weights.numel() > 0:
+        _implementation(impl, weights).add_product(product, weights, embedding, occupied)
 
 
 def scaled_logits(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> Tensor:
@@ -182,11 +226,23 @@ def _check(rows: RowLogits, num_rows: int) -> None:
         raise ValueError(f"first_id={rows.first_id} must be a multiple of 4.")
 
 
-def _implementation(impl: Impl, rows: RowLogits) -> Any:
+def _check_occupied(occupied: Tensor, weights: Tensor | None) -> None:
+    if weights is None:
+        raise ValueError("occupied says something of weights; give these too.")
+    shape = [weights.shape[0], -(-weights.shape[1] // CHUNK)]
+    if list(occupied.shape) != shape or occupied.dtype != torch.uint8:
+        raise ValueError(
+            f"occupied is {occupied.dtype} {list(occupied.shape)}; it must be uint8 {shape}."
+        )
+
+
+def _implementation(impl: Impl, rows: RowLogits | Tensor) -> Any:
     """The module that holds it."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}.")
-    if impl == "triton" or (impl == "auto" and rows.projected.is_cuda):
+    if impl == "triton" or (
+        impl == "auto" and (rows if isinstance(rows, Tensor) else rows.projected).is_cuda
+    ):
         from attention_kernels.vocab_statistics import triton
 
         return triton

@@ -26,12 +26,15 @@ from attention_kernels.testing import (
     make_draws,
 )
 from attention_kernels.vocab_statistics import (
+    CHUNK,
     LogitAdjustments,
     RowDraws,
     RowLogits,
     RunningStatistics,
+    add_product,
     draw,
     largest_logit,
+    least_weight,
     ordered_keys,
     update_statistics,
     weigh,
@@ -141,16 +144,29 @@ def statistics(
     rows, vocab = logits.shape
     embedding = torch.randn(vocab, 16, device=DEVICE).to(logits.dtype)
     found = {}
-    for impl in ("reference", "triton"):
+    least = least_weight(logits.dtype, vocab)
+    for which in ("reference", "triton", "skipping"):
+        impl = "reference" if which == "reference" else "triton"
         running = RunningStatistics.empty(rows, DEVICE)
         soft = torch.zeros(rows, 16, device=DEVICE)
         for first in range(0, vocab, tile):
             some = logits[:, first : first + tile]
             weights = torch.empty(some.shape, dtype=logits.dtype, device=DEVICE)
             of_tile = RowLogits(some, first, SOFTCAP, adjustments)
-            update_statistics(running, of_tile, draws, weights=weights, product=soft, impl=impl)
-            soft += weights.float() @ embedding[first : first + tile].float()
-        found[impl] = running, soft / running.total[:, None]
+            flags = {}
+            if which == "skipping":
+                chunks = -(-some.shape[1] // CHUNK)
+                occupied = torch.empty(rows, chunks, dtype=torch.uint8, device=DEVICE)
+                flags = {"occupied": occupied, "least": least}
+            update_statistics(
+                running, of_tile, draws, weights=weights, product=soft, **flags, impl=impl
+            )
+            some_embeds = embedding[first : first + tile]
+            if flags:
+                add_product(soft, weights, some_embeds, flags["occupied"], impl=impl)
+            else:
+                soft += weights.float() @ some_embeds.float()
+        found[which] = running, soft / running.total[:, None]
     exact = SOFTCAP * torch.tanh(logits.double() / SOFTCAP)
     if adjustments is not None:
         exact = adjustments.apply(exact, torch.arange(vocab, device=DEVICE)).double()
@@ -170,6 +186,11 @@ def statistics(
         rounding = EPS * (max(1.0, truth.abs().max().item()) + SOFTCAP)
         budget = 4 * (theirs + rounding)
         assert error <= budget, f"{name}: error {error:.2e} exceeds {budget:.2e}"
+    skipped = (found["skipping"][1].double() - truth_soft).abs().max().item()
+    bound = torch.finfo(logits.dtype).eps / 2 * embedding.abs().max().item()
+    unskipped = (ours_soft.double() - truth_soft).abs().max().item()
+    budget = 2 * unskipped + bound + 16 * EPS
+    assert skipped <= budget, f"skipping: error {skipped:.2e} exceeds {budget:.2e}"
     # Equal up to what rounding decides: a logit at most a bit below the largest.
     bit = 1e-5 * exact.where(exact.isfinite(), 0.0).abs().amax(-1).clamp(min=1.0)
     largest = exact.gather(1, ours.argmax[:, None])[:, 0]

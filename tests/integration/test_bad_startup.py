@@ -16,6 +16,7 @@ import pydantic
 import pytest
 
 from tests.support.checkpoints import copy_checkpoint
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -427,6 +428,20 @@ def test_keep_last_canvas_refused(options: Any, words: list[str], tmp_path: Path
     message = refusal(copy_checkpoint(tmp_path), **KEEP, **options)
     for word in [*words, "keep_last_canvas"]:
         assert word in message
+
+
+SKIP = {"additional_config": {"diffusion": {"skip_unlikely": True}}}
+
+
+def test_skip_unlikely_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no soft embeddings, and where a row's sums must be a certain kernel's."""
+    message = refusal(shipped_checkpoint("sdar"), **SKIP)
+    assert "skip_unlikely" in message
+    assert "leave it out" in message
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    message = refusal(copy_checkpoint(tmp_path), **SKIP)
+    assert "skip_unlikely" in message
+    assert "VLLM_BATCH_INVARIANT" in message
 
 
 def test_keep_last_canvas_retention(tmp_path: Path) -> None:

@@ -35,15 +35,27 @@ def assert_same_steps(steps: list[StepRecord], run: OracleRun) -> None:
         assert error <= LOGIT_TOLERANCE, f"step {i}: logits differ by {error:.2e}"
 
 
+SETTINGS = {
+    "reference": {"attention": "reference"},
+    "triton": {"attention": "triton"},
+    "skipping": {"skip_unlikely": True},
+}
+
+
 @pytest.fixture(
-    scope="module", params=["reference", pytest.param("triton", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "reference",
+        pytest.param("triton", marks=pytest.mark.slow),
+        pytest.param("skipping", marks=pytest.mark.slow),
+    ],
 )
 def engine(checkpoint, request):
-    """With either implementation of the attention kernel.
+    """With either implementation of the attention kernel, and without what is unlikely.
 
     Triton's interpreter takes seconds a pass: of its tests, CI runs the sample below.
     """
-    engine = TracedEngine(checkpoint, additional_config={"diffusion": {"attention": request.param}})
+    engine = TracedEngine(checkpoint, additional_config={"diffusion": SETTINGS[request.param]})
     yield engine
     engine.close()
 

@@ -10,13 +10,15 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
+import triton.language as tl
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.noise import gumbel_noise, random_words
 from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import RowLogits, RunningStatistics, update_statistics
 from attention_kernels.vocab_statistics.triton import update as triton_update
+from attention_kernels.vocab_statistics.triton.logits import gumbel_bound
 
 EPS = torch.finfo(torch.float32).eps
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -43,19 +45,23 @@ def stream(logits, draws, tile, impl, softcap=None, embedding=None, adjustments=
     return running, None if soft is None else soft / running.total[:, None]
 
 
-def scaled(logits, draws, softcap, dtype):
-    x = logits.to(dtype)
+def scaled(logits, draws, softcap, impl):
+    """As each implementation divides, in float32: what that rounds is nobody's error.
+
+    The kernel multiplies by an inverse: a division on a GPU is no closer unless it costs much more.
+    """
+    x = logits.float()
     if softcap is not None:
         x = torch.tanh(x / softcap) * softcap
-    return x / draws.temperature.to(dtype)[:, None]
+    temperature = draws.temperature[:, None]
+    return x / temperature if impl == "reference" else x * (1 / temperature)
 
 
 def check(logits, draws, tile, impl, softcap):
     rows, vocab = logits.shape
     embedding = torch.randn(vocab, 8, generator=torch.Generator().manual_seed(1))
     running, soft = stream(logits, draws, tile, impl, softcap, embedding)
-    plain = scaled(logits, draws, softcap, torch.float32)
-    # Every implementation divides in float32: what that rounds is nobody's error.
+    plain = scaled(logits, draws, softcap, impl)
     exact = plain.double()
     probs = exact.softmax(-1)
     candidate = running.candidate[:, None]
@@ -246,7 +252,11 @@ def test_adjustments_are_applied_to_each_tile(impl, vocab, tile, seed):
 
 def without_skipping():
     """The kernel that makes noise for every block, whatever it holds."""
-    return mock.patch.object(triton_update, "_LARGEST_NOISE", triton.language.constexpr(math.inf))
+    return mock.patch.multiple(
+        triton_update,
+        _LARGEST_NOISE=tl.constexpr(math.inf),
+        gumbel_bound=lambda v: v + float("inf"),
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -275,23 +285,55 @@ def test_noise_that_cannot_decide_is_not_made(vocab, tile, scale, peaks, seed):
 
 
 def test_blocks_without_noise():
-    """Of a peaked row one block needs noise, of a flat one all, wherever the peak is."""
+    """Of a peaked row one block needs random words, wherever the peak is, of a flat one all.
+
+    And few of those need noise: the higher the best score so far, the fewer words can beat it.
+    """
     logits = torch.zeros(3, 8192)
     logits[1, 5000], logits[2, 10] = 40.0, 40.0
     draws = make_draws(3, torch.Generator().manual_seed(0))._replace(
         temperature=torch.ones(3), request_temperature=torch.ones(3)
     )
-    made = []
+    drawn, made = [], []
+    load_uniform, gumbel = triton_update.load_uniform, triton_update.gumbel
 
     def counting(draws, row, *args, **kwargs):
-        made.append(int(row.handle.data.item()))
-        return load_noise(draws, row, *args, **kwargs)
+        drawn.append(int(row.handle.data.item()))
+        return load_uniform(draws, row, *args, **kwargs)
 
-    load_noise = triton_update.load_noise
-    with mock.patch.object(triton_update, "load_noise", counting):
+    def counting_noise(v):
+        made.append(drawn[-1])
+        return gumbel(v)
+
+    with mock.patch.multiple(triton_update, load_uniform=counting, gumbel=counting_noise):
         stream(logits, draws, 4096, "triton")
     # The first tile of row 1 knows nothing of the peak in the second.
-    assert [made.count(row) for row in range(3)] == [8, 4 + 1, 1]
+    assert [drawn.count(row) for row in range(3)] == [8, 4 + 1, 1]
+    # Of a flat row's 8 blocks those that hold a new best, and no other that is not close to one.
+    assert made.count(0) <= 5
+    assert made.count(2) == 1
+
+
+@triton.jit
+def bound_kernel(v_ptr, out_ptr):
+    at = tl.arange(0, 64)
+    tl.store(out_ptr + at, gumbel_bound(tl.load(v_ptr + at)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(words=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+@example(words=[0, 1, 2**24, 2**25 + 1, 2**26 - 1, 2**26, 2**31, 2**32 - 1])
+def test_noise_is_below_its_bound(words):
+    """And not by much where it is large."""
+    v = ((torch.tensor(words, dtype=torch.int64).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    noise = gumbel_noise(torch.tensor(words, dtype=torch.int64))
+    v = v.repeat(64)[:64].contiguous()
+    bound = torch.empty(64)
+
+    bound_kernel[(1,)](v, bound)
+    bound = bound[: len(words)]
+    assert (noise < bound).all()
+    assert (noise > bound - 0.07)[noise > 5].all()
 
 
 def test_both_implementations_draw_the_same():

@@ -26,7 +26,8 @@ LOGITS = [
     (torch.float32, None, True),
     (torch.float16, 30.0, False),
 ]
-KERNELS = ["update", "plain update", "scaled", "largest", "count", "mass", "one mass", "draw"]
+KERNELS = ["update", "skipping update", "plain update", "product", "product of many rows"]
+KERNELS += ["scaled", "largest", "count", "mass", "one mass", "draw"]
 
 
 def empty(*shape, dtype=torch.float32):
@@ -48,10 +49,16 @@ def row_logits(dtype, softcap, adjusted):
     return RowLogits(empty(ROWS, IDS, dtype=dtype), 4096, softcap, adjustments)
 
 
+def kernels_of(logits):
+    """A product does not depend on caps and adjustments: it is compiled once for each type."""
+    is_new = logits.adjustments is None or logits.projected.dtype == torch.float32
+    return [name for name in KERNELS if is_new or not name.startswith("product")]
+
+
 def recorded_launches(logits):
     """Each kernel with its arguments, by name."""
-    from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
-    from attention_kernels.vocab_statistics.triton import kept_rows, update
+    from attention_kernels.vocab_statistics.running import CHUNK, RowDraws, RunningStatistics
+    from attention_kernels.vocab_statistics.triton import add_product, kept_rows, update
 
     device = torch.device("meta")
     number, integer = empty(ROWS), empty(ROWS, dtype=torch.int32)
@@ -59,12 +66,25 @@ def recorded_launches(logits):
     draws = RowDraws(number, number, keys, integer, integer, integer)
     running = RunningStatistics.empty(ROWS, device)
     weights = empty(ROWS, IDS, dtype=logits.projected.dtype)
+    occupied = empty(ROWS, IDS // CHUNK, dtype=torch.uint8)
+    product, embedding = empty(ROWS, 2816), empty(IDS, 2816, dtype=weights.dtype)
     pivots, bounds = keys[:, None].expand(ROWS, 16), keys[:, None].expand(ROWS, 2)
     calls = {
         "update": lambda: update.update_statistics(
-            running, logits, draws, weights, empty(ROWS, 2816)
+            running, logits, draws, weights, None, 0.0, product
         ),
-        "plain update": lambda: update.update_statistics(running, logits, draws, None, None),
+        "skipping update": lambda: update.update_statistics(
+            running, logits, draws, weights, occupied, 2.0**-26, product
+        ),
+        "plain update": lambda: update.update_statistics(
+            running, logits, draws, None, None, 0.0, None
+        ),
+        "product": lambda: add_product(product, weights, embedding, occupied),
+        "product of many rows": lambda: add_product(
+            *(many.expand(8 * ROWS, -1) for many in (product[:1], weights[:1])),
+            embedding,
+            occupied[:1].expand(8 * ROWS, -1),
+        ),
         "scaled": lambda: kept_rows.scaled_logits(logits, number),
         "largest": lambda: kept_rows.largest_logit(logits, number),
         "count": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, False),
@@ -78,9 +98,10 @@ def recorded_launches(logits):
         "__getitem__",
         lambda kernel, grid: lambda *args, **kwargs: launches.append((kernel, args, kwargs)),
     ):
-        for name in KERNELS:
+        names = kernels_of(logits)
+        for name in names:
             calls[name]()
-    return zip(KERNELS, launches, strict=True)
+    return zip(names, launches, strict=True)
 
 
 @pytest.mark.parametrize("chip", SHARED_MEMORY)
@@ -95,7 +116,7 @@ def test_vocab_statistics_ahead_of_time(chip):
         check=True,
     )
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == len(LOGITS) * len(KERNELS)
+    assert len(lines) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
     for line in lines:
         assert line["spilled_bytes"] == 0, line
         assert line["shared_memory"] <= SHARED_MEMORY[chip], line

@@ -119,39 +119,57 @@ def told_of(tool: str, option: str, *, cubin: bytes) -> str:
 
 
 def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
-    """Of each loop without another inside: its instructions, and those for tensor cores.
+    """Of each loop without another inside, in order: its instructions, and those for tensor cores.
 
     An instruction here is one of the machine's, whatever the program was written in; a loop is what
-    lies between a label and a branch back to it.
+    lies between a label and a branch back to it. ``least`` are those of the shortest way through it,
+    by the branches forward.
     """
     text = told_of("nvdisasm", "-c", cubin=cubin)
     labels: dict[str, int] = {}
     names: list[str] = []
-    loops: list[tuple[int, int]] = []
+    # Of instructions that branch: where to, and whether always.
+    branches: dict[int, tuple[str, bool]] = {}
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label.group(1)] = len(names)
             continue
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", line)
+        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)(\.U\s)?", line)
         if found is None:
             continue
-        names.append(found.group(1))
-        target = re.search(r"`\((\.L_x_\d+)\)", line)
-        # The last branch of a program jumps to itself, so that nothing behind it runs.
-        if (
-            found.group(1) == "BRA"
-            and target
-            and labels.get(target.group(1), len(names)) < len(names) - 1
-        ):
-            loops.append((labels[target.group(1)], len(names)))
+        if found.group(2) == "BRA" and (target := re.search(r"`\((\.L_x_\d+)\)", line)):
+            branches[len(names)] = target.group(1), not (found.group(1) or found.group(3))
+        names.append(found.group(2))
+    # The last branch of a program jumps to itself, so that nothing behind it runs.
+    loops = [
+        (labels[target], at + 1)
+        for at, (target, _) in branches.items()
+        if labels[target] <= at < len(names) and labels[target] < at
+    ]
     inner = [
         (a, b)
         for a, b in loops
         if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)
     ]
+
+    def least(first: int, end: int) -> int:
+        steps = {first: 0}
+        for at in range(first, end):
+            if at not in steps:
+                continue
+            target, always = branches.get(at, ("", False))
+            # The last one branches back, or goes on.
+            following = [] if always and at < end - 1 else [at + 1]
+            if at < labels.get(target, -1) <= end:
+                following.append(labels[target])
+            for then in following:
+                steps[then] = min(steps.get(then, end), steps[at] + 1)
+        return steps.get(end, end - first)
+
     return [
         {
             "instructions": b - a,
+            "least": least(a, b),
             "tensor": sum("MMA" in name for name in names[a:b]),
         }
         for a, b in inner

@@ -42,6 +42,8 @@ class OutputHead:
         never_drawn: Ids of the whole vocabulary whose logits :meth:`project` overwrites with the
             lowest that ``dtype`` has, or -1e30: a mask token, which no answer may hold. In float16,
             which ends at -65504, that is low enough up to a temperature of 1000.
+        skips_unlikely: Whether soft embeddings leave out what is too unlikely for their dtype
+            (``attention_kernels.vocab_statistics.least_weight``).
     """
 
     weight: Tensor
@@ -53,6 +55,7 @@ class OutputHead:
     num_shards: int
     shard_size: int
     never_drawn: tuple[int, ...] = ()
+    skips_unlikely: bool = False
 
     def __post_init__(self) -> None:
         if self.never_drawn and self.softcap is not None:
@@ -69,6 +72,7 @@ class OutputHead:
         softcap: float | None,
         dtype: torch.dtype | None,
         never_drawn: tuple[int, ...] = (),
+        skips_unlikely: bool = False,
     ) -> OutputHead:
         """Of a model's layers.
 
@@ -103,6 +107,7 @@ class OutputHead:
             num_shards=get_tensor_model_parallel_world_size(),
             shard_size=lm_head.num_embeddings_per_partition,
             never_drawn=never_drawn,
+            skips_unlikely=skips_unlikely,
         )
 
     def tiles(self, size: int) -> Iterator[slice]:

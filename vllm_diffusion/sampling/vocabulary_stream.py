@@ -18,13 +18,16 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import (
+    CHUNK,
     LogitAdjustments,
     RowDraws,
     RowLogits,
     RunningStatistics,
+    add_product,
     draw,
     drawn_share,
     largest_logit,
+    least_weight,
     update_statistics,
 )
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
@@ -32,11 +35,16 @@ from vllm_diffusion.sampling.choices import RunningChoices
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_requests import KeptRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.tile_walk import Walk, one_ahead, one_by_one
 
-# Ids of a tile. On a GPU the embedding rows of one (23 MB at a hidden size of 2816 in bf16) stay in
-# the cache between the two products that read them; with many rows the products are bound by
-# arithmetic, and wider tiles pass over the accumulated embedding less often. Not measured yet.
-TILE, FEW_ROWS, TILE_OF_MANY_ROWS = 4096, 1024, 8192
+# Ids of a tile, on a CPU and on a GPU. Not measured on a GPU yet; by arithmetic, of one canvas of 256 rows
+# at a hidden size of 2816 in bf16 on an H200 (132 multiprocessors, 128 x 128 entries of a product each):
+# a tile of 4096 is projected by 64 of them, and its three kernels take some 15, 6 and 22 us and a gap
+# each, 2.9 ms in all. One of 8192 is projected by 128 of them at once, in 20, 8 and 25 to 44 us: 1.8 to
+# 2.5 ms in half the launches; its embedding rows, 46 MB, stay in the cache (50 MB) between the two
+# products that read them. Those of 16384 do not, which costs 0.3 ms for less than 0.3 ms of gaps. With
+# more rows the products are bound by arithmetic at either size.
+TILE, TILE_ON_GPU = 4096, 8192
 # Kept logits hold at most this many bytes for each logit of the pass, and rows go through the
 # vocabulary in groups where that is less than all of those that are kept. One canvas of 256 in bf16
 # is below the second bound: cutting it would read the head's weights again for each group.
@@ -80,6 +88,7 @@ def sample_rows(
     requests: RowRequests,
     vocab_size: int,
     tile_size: int | None = None,
+    overlap: bool = False,
 ) -> RowResults:
     """Project rows to the vocabulary and take from it what the step needs.
 
@@ -88,7 +97,8 @@ def sample_rows(
         rows: [num_rows, hidden_size].
         requests: What is asked of them.
         vocab_size: Number of ids, of all ranks.
-        tile_size: Ids of a tile, a multiple of 4; chosen by the number of rows if ``None``.
+        tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
+        overlap: Project each tile on a second stream beside the work on the one before, on a GPU.
     """
     num_rows = rows.shape[0]
     # Every rank cuts in the same places.
@@ -99,14 +109,13 @@ def sample_rows(
         at_once = float32_rows
     cuts = [0, *requests.kept()[at_once::at_once].tolist(), num_rows]
     if tile_size is None:
-        # Where the tiles are cut changes the last bit of a sum.
-        may_vary = rows.is_cuda and not envs.VLLM_BATCH_INVARIANT
-        largest = max(b - a for a, b in pairwise(cuts))
-        tile_size = TILE_OF_MANY_ROWS if may_vary and largest > FEW_ROWS else TILE
+        # Whatever the rows: where tiles are cut changes the last bit of a sum.
+        tile_size = TILE_ON_GPU if rows.is_cuda else TILE
+    walk = one_ahead if overlap else one_by_one
     parts = []
     for chunk in (slice(a, b) for a, b in pairwise(cuts)):
         group = _RowGroup(head, rows[chunk], requests.within(chunk))
-        parts.append(group.sample(vocab_size, tile_size, float32_rows))
+        parts.append(group.sample(vocab_size, tile_size, float32_rows, walk))
     return parts[0] if len(parts) == 1 else _joined(parts, requests.reported)
 
 
@@ -139,14 +148,16 @@ class _RowGroup:
         if requests.filtered is not None or requests.reported is not None:
             self.kept = KeptRows(requests.filtered, requests.reported, rows.device)
 
-    def sample(self, vocab_size: int, tile_size: int, float32_rows: int) -> RowResults:
+    def sample(
+        self, vocab_size: int, tile_size: int, float32_rows: int, walk: Walk = one_by_one
+    ) -> RowResults:
         head, kept = self.head, self.kept
         projected = None
         if kept is not None:
             projected = torch.empty(
                 len(kept.rows), len(head.weight), dtype=head.dtype, device=self.rows.device
             )
-        running, soft_embeds = self._stream(tile_size, projected)
+        running, soft_embeds = self._stream(vocab_size, tile_size, walk, projected)
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
         candidate, drawn_confidence = running.candidate, running.drawn_confidence()
         logprobs = None
@@ -178,12 +189,14 @@ class _RowGroup:
         )
 
     def _stream(
-        self, tile_size: int, projected: Tensor | None
+        self, vocab_size: int, tile_size: int, walk: Walk, projected: Tensor | None
     ) -> tuple[RunningStatistics, Tensor | None]:
         """Statistics and unnormalised soft embeddings of this rank's ids.
 
         Args:
+            vocab_size: Number of ids, of all ranks.
             tile_size: Ids of a tile.
+            walk: Goes over the tiles.
             projected: [num_kept, num_ids], filled with the logits of rows that are kept.
         """
         head = self.head
@@ -192,19 +205,39 @@ class _RowGroup:
         embedding, soft_embeds = head.embedding, None
         if embedding is not None:
             soft_embeds = torch.zeros(num_rows, embedding.shape[1], device=device)
-        for tile in head.tiles(tile_size):
-            logits = head.project(self.rows, tile)
+        least = None
+        if embedding is not None and head.skips_unlikely:
+            least = least_weight(embedding.dtype, vocab_size)
+
+        def take(tile: slice, logits: Tensor) -> None:
             if projected is not None and self.kept is not None:
                 projected[:, tile] = logits[self.kept.rows]
-            weights = None
+            weights, occupied = None, None
             if embedding is not None:
                 weights = torch.empty(logits.shape, dtype=embedding.dtype, device=device)
+            if least is not None:
+                chunks = -(-logits.shape[1] // CHUNK)
+                occupied = torch.empty(num_rows, chunks, dtype=torch.uint8, device=device)
             of_tile = RowLogits(logits, head.first_id + tile.start, head.softcap, self.adjustments)
-            update_statistics(running, of_tile, self.draws, weights=weights, product=soft_embeds)
+            update_statistics(
+                running,
+                of_tile,
+                self.draws,
+                weights=weights,
+                occupied=occupied,
+                least=least or 0.0,
+                product=soft_embeds,
+            )
             if self.choices is not None:
                 self.choices.update(of_tile, self.draws.temperature)
-            if soft_embeds is not None and weights is not None and embedding is not None:
+            if soft_embeds is None or weights is None or embedding is None:
+                return
+            if occupied is None:
                 _add_product(soft_embeds, weights, embedding[tile], head)
+            else:
+                add_product(soft_embeds, weights, embedding[tile], occupied)
+
+        walk(head.tiles(tile_size), lambda tile: head.project(self.rows, tile), take)
         return running, soft_embeds
 
     def _combine_ranks(

@@ -37,6 +37,8 @@ class PluginSettings:
             canvas's first step; ``None`` where it can be.
         keep_last_canvas: Encode the last canvas of a request behind its answer, and keep in the
             prefix cache what the next turn of a chat needs of it.
+        skip_unlikely: Leave out of the soft embeddings what is too unlikely for their dtype, where a
+            block of tokens is for a block of rows.
         of_rule: Everything else: what the model's decoding rule is to know, and check.
     """
 
@@ -48,6 +50,7 @@ class PluginSettings:
     converge_at_end: bool = False
     fused_encode: bool | None = None
     keep_last_canvas: bool = False
+    skip_unlikely: bool = False
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class PluginSettings:
             if value not in known:
                 names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
-        for name in ("converge_at_end", "fused_encode", "keep_last_canvas"):
+        for name in ("converge_at_end", "fused_encode", "keep_last_canvas", "skip_unlikely"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "fused_encode"):
                 raise ValueError(f"{name}={value!r} must be true or false.")

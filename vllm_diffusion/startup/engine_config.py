@@ -77,6 +77,8 @@ class BlockDiffusionEngineConfig:
     rules: ClassVar[Mapping[str, PublishedRule]]
     # Whether its weights are those of an ordinary causal model too, which `AUTOREGRESSIVE` asks for.
     has_autoregressive_mode: ClassVar[bool] = False
+    # Whether a step reads the soft embeddings of the one before.
+    is_self_conditioned: ClassVar[bool] = False
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
@@ -173,10 +175,29 @@ class BlockDiffusionEngineConfig:
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
+        cls._check_skipping(vllm_config)
         refused_fields.install()
         read_together.install()
         delivery.install()
         http.install()
+
+    @classmethod
+    def _check_skipping(cls, vllm_config: VllmConfig) -> None:
+        """Refuse ``skip_unlikely`` where it does nothing, or not what was promised."""
+        from vllm import envs
+
+        if not plugin_settings(vllm_config).skip_unlikely:
+            return
+        if not cls.is_self_conditioned:
+            raise ValueError(
+                f"{OPTION}: skip_unlikely is of soft embeddings, which this model has none of; leave "
+                "it out."
+            )
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError(
+                f"{OPTION}: skip_unlikely does not go with VLLM_BATCH_INVARIANT, which has a kernel of "
+                "vLLM's multiply soft embeddings; leave one of them out."
+            )
 
 
 def _serve_autoregressively(vllm_config: VllmConfig) -> None:

@@ -42,10 +42,10 @@ def _scaled_logits_kernel(
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
-    divisor = tl.load(divisor_ptr + row)
+    inverse = 1.0 / tl.load(divisor_ptr + row)
     ids = tl.arange(0, B)
     for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
-        x = load_x(rows, row, start + ids, divisor)
+        x = load_x(rows, row, start + ids, inverse)
         tl.store(out_ptr + row * out_stride + start + ids, x, mask=start + ids < rows.num_ids)
 
 
@@ -58,11 +58,11 @@ def _largest_logit_kernel(
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
-    divisor = tl.load(divisor_ptr + row)
+    inverse = 1.0 / tl.load(divisor_ptr + row)
     ids = tl.arange(0, B)
     top = tl.full([B], float("-inf"), tl.float32)
     for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
-        x = load_x(rows, row, start + ids, divisor)
+        x = load_x(rows, row, start + ids, inverse)
         top = tl.maximum(top, x)
     tl.store(out_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(top, axis=0))
 
@@ -86,11 +86,11 @@ def _weigh_kernel(
     # A row that is settled is not read again.
     if high - low > 1:
         first, end = low.to(tl.int32), high.to(tl.int32)
-        divisor, maximum = tl.load(divisor_ptr + row), tl.load(maximum_ptr + row)
+        inverse, maximum = 1.0 / tl.load(divisor_ptr + row), tl.load(maximum_ptr + row)
         pivots = tl.load(pivots_ptr + row * P + tl.arange(0, P)).to(tl.int32)
         ids = tl.arange(0, B)
         for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
-            x = load_x(rows, row, start + ids, divisor)
+            x = load_x(rows, row, start + ids, inverse)
             key = ordered_key(x)
             counted = (start + ids < rows.num_ids) & (key >= first) & (key < end)
             # After the first sweep most blocks hold nothing between the bounds.
@@ -121,7 +121,7 @@ def _draw_kernel(
     B: tl.constexpr,
 ):
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
-    divisor, least = tl.load(divisor_ptr + row), tl.load(keys_ptr + row).to(tl.int32)
+    inverse, least = 1.0 / tl.load(divisor_ptr + row), tl.load(keys_ptr + row).to(tl.int32)
     maximum = tl.load(maximum_ptr + row)
     ids = tl.arange(0, B)
     best = tl.full([B], float("-inf"), tl.float32)
@@ -129,7 +129,7 @@ def _draw_kernel(
     best_x = tl.full([B], float("-inf"), tl.float32)
     mass = tl.zeros([B], tl.float32)
     for start in range(span, tl.minimum(span + SPAN, rows.num_ids), B):
-        x = load_x(rows, row, start + ids, divisor)
+        x = load_x(rows, row, start + ids, inverse)
         kept = ordered_key(x) >= least
         # Most blocks hold nothing that a filter keeps, and need no noise.
         if tl.max(kept.to(tl.int32), axis=0) > 0:

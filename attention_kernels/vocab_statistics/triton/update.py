@@ -10,17 +10,22 @@ earlier tiles are brought down to it, among them the row of ``product``.
 # Device code is typed by its DSL: only its compile-time arguments carry annotations.
 # mypy: allow-incomplete-defs
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
 from attention_kernels.vocab_statistics.logits import RowLogits
-from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
+from attention_kernels.vocab_statistics.running import CHUNK, RowDraws, RunningStatistics
 from attention_kernels.vocab_statistics.triton.logits import (
     aligned_draws,
+    capped,
+    gumbel,
+    gumbel_bound,
     kernel_rows,
-    load_noise,
+    load_uniform,
     load_x,
 )
 
@@ -30,7 +35,13 @@ from attention_kernels.vocab_statistics.triton.logits import (
 # not change how a row is summed.
 BLOCK, NUM_WARPS = 1024, 8
 REGISTERS, REGISTERS_OF_ADJUSTED = 64, 80
+# Blocks that are read together where only a maximum is kept of an id.
+WIDER = 4
+_WIDER = tl.constexpr(WIDER)
 _NO_ID = tl.constexpr(2**31 - 1)
+# exp(-104) is 0 in float32.
+_ONE_OVER_LOG_2 = tl.constexpr(1 / math.log(2))
+_NOWHERE = tl.constexpr(-200.0)
 _LARGEST_NOISE, _SMALLEST_NOISE = tl.constexpr(LARGEST_NOISE), tl.constexpr(SMALLEST_NOISE)
 
 
@@ -47,28 +58,36 @@ def _update_statistics_kernel(
     drawn_ptr,
     weights_ptr,
     weights_stride,
+    occupied_ptr,
+    occupied_stride,
+    least,
     product_ptr,
     product_stride,
     hidden_size,
     B: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(draws.temperature + row)
+    inverse = 1.0 / tl.load(draws.temperature + row)
     ids = tl.arange(0, B)
 
-    top = tl.full([B], float("-inf"), tl.float32)
-    top_id = tl.full([B], _NO_ID, tl.int32)
-    for start in range(0, rows.num_ids, B):
-        x = load_x(rows, row, start + ids, temperature)
-        higher = x > top
-        top = tl.where(higher, x, top)
-        top_id = tl.where(higher, start + ids, top_id)
+    WIDE: tl.constexpr = B if rows.tables is not None else _WIDER * B
+    wide_ids = tl.arange(0, WIDE)
+    top = tl.full([WIDE], float("-inf"), tl.float32)
+    for start in range(0, rows.num_ids, WIDE):
+        if rows.tables is not None:
+            x = load_x(rows, row, start + wide_ids, inverse)
+        else:
+            offset = start + wide_ids
+            at = rows.projected + row * rows.stride + offset
+            x = tl.load(at, mask=offset < rows.num_ids, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, x)
     tile_maximum = tl.max(top, axis=0)
-    tile_argmax = tl.min(tl.where(top == tile_maximum, top_id, _NO_ID), axis=0)
+    if rows.tables is None:
+        # The largest before the cap is the largest after it.
+        tile_maximum = capped(tile_maximum, rows.softcap) * inverse
 
     before = tl.load(maximum_ptr + row)
-    if tile_maximum > before:
-        tl.store(argmax_ptr + row, (rows.first_id + tile_argmax).to(tl.int64))
     maximum = tl.maximum(before, tile_maximum)
     # As long as nothing is possible, anything finite will do.
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
@@ -76,37 +95,60 @@ def _update_statistics_kernel(
     rescale = tl.exp(fall)
 
     request_temperature = tl.load(draws.request_temperature + row)
-    rate = tl.where(request_temperature == 0.0, 1.0, request_temperature)
-    total = tl.zeros([B], tl.float32)
-    weighted = tl.zeros([B], tl.float32)
-    # A score that some id has reached for certain, and the most that noise adds to one.
     is_greedy = request_temperature == 0.0
+    inverse_rate = 1.0 / tl.where(is_greedy, 1.0, request_temperature)
     most_noise = tl.where(is_greedy, 0.0, _LARGEST_NOISE)
     least_noise = tl.where(is_greedy, 0.0, _SMALLEST_NOISE)
-    reached = tl.maximum(tl.load(best_ptr + row), tile_maximum / rate + least_noise)
-    best = tl.full([B], float("-inf"), tl.float32)
-    best_id = tl.full([B], _NO_ID, tl.int32)
-    best_x = tl.full([B], float("-inf"), tl.float32)
+    highest, best = before, tl.load(best_ptr + row)
+    # A score that some id has reached for certain.
+    reached = tl.maximum(best, tile_maximum * inverse_rate + least_noise)
+    total = tl.zeros([B], tl.float32)
+    weighted = tl.zeros([B], tl.float32)
     for start in range(0, rows.num_ids, B):
-        x = load_x(rows, row, start + ids, temperature)
-        distance = x - shift
-        exponential = tl.exp(distance)
+        x = load_x(rows, row, start + ids, inverse)
+        # 0 * -inf is not a number, where the limit is 0: below this every exponential is 0.
+        distance = tl.maximum(x - shift, _NOWHERE)
+        exponential = tl.exp2(distance * _ONE_OVER_LOG_2)
         total += exponential
-        # 0 * -inf is not a number, where the limit is 0.
-        weighted += tl.where(exponential > 0.0, exponential * distance, 0.0)
+        weighted += exponential * distance
         if weights_ptr is not None:
+            weight = exponential.to(weights_ptr.dtype.element_ty)
+            if occupied_ptr is not None:
+                weight = tl.where(exponential < least, 0.0, weight)
+                chunk = start // CHUNK + tl.arange(0, B // CHUNK)
+                is_occupied = tl.max(
+                    tl.reshape((weight != 0.0).to(tl.int32), [B // CHUNK, CHUNK]), 1
+                )
+                tl.store(
+                    occupied_ptr + row * occupied_stride + chunk,
+                    is_occupied.to(tl.uint8),
+                    mask=chunk * CHUNK < rows.num_ids,
+                )
             tl.store(
                 weights_ptr + row * weights_stride + start + ids,
-                exponential.to(weights_ptr.dtype.element_ty),
+                weight,
                 mask=start + ids < rows.num_ids,
             )
-        # Noise is most of the work here, and most blocks of a peaked row cannot win with any.
-        if tl.max(x, axis=0) / rate + most_noise >= reached:
-            score = x / rate + load_noise(draws, row, rows.first_id + start, B)
-            higher = score > best
-            best = tl.where(higher, score, best)
-            best_id = tl.where(higher, start + ids, best_id)
-            best_x = tl.where(higher, x, best_x)
+        block_maximum = tl.max(x, axis=0)
+        if block_maximum > highest:
+            highest = block_maximum
+            first = tl.min(tl.where(x == block_maximum, start + ids, _NO_ID), axis=0)
+            tl.store(argmax_ptr + row, (rows.first_id + first).to(tl.int64))
+        # Noise is most of the work here. Most blocks of a peaked row cannot win with any, and most of
+        # a flat one not with theirs, which its random numbers tell before their logarithms.
+        if block_maximum * inverse_rate + most_noise >= reached:
+            v = load_uniform(draws, row, rows.first_id + start, B)
+            bound = x * inverse_rate + tl.where(is_greedy, 0.0, gumbel_bound(v))
+            if tl.max(bound, axis=0) >= reached:
+                score = x * inverse_rate + tl.where(is_greedy, 0.0, gumbel(v))
+                block_best = tl.max(score, axis=0)
+                reached = tl.maximum(reached, block_best)
+                if block_best > best:
+                    best = block_best
+                    winner = tl.min(tl.where(score == block_best, start + ids, _NO_ID), axis=0)
+                    drawn = tl.max(tl.where(start + ids == winner, x, float("-inf")), axis=0)
+                    tl.store(candidate_ptr + row, (rows.first_id + winner).to(tl.int64))
+                    tl.store(drawn_ptr + row, drawn)
 
     old_total = tl.load(total_ptr + row)
     old_weighted = tl.load(weighted_ptr + row)
@@ -116,13 +158,7 @@ def _update_statistics_kernel(
     )
     tl.store(total_ptr + row, rescale * old_total + tl.sum(total, axis=0))
     tl.store(maximum_ptr + row, maximum)
-    tile_best = tl.max(best, axis=0)
-    if tile_best > tl.load(best_ptr + row):
-        winner = tl.min(tl.where(best == tile_best, best_id, _NO_ID), axis=0)
-        tl.store(best_ptr + row, tile_best)
-        tl.store(candidate_ptr + row, (rows.first_id + winner).to(tl.int64))
-        drawn = tl.max(tl.where(best_id == winner, best_x, float("-inf")), axis=0)
-        tl.store(drawn_ptr + row, drawn)
+    tl.store(best_ptr + row, best)
     # The first of these is decided when the kernel is compiled, the second when it runs.
     if product_ptr is not None:  # noqa: SIM102
         if rescale != 1.0:
@@ -137,6 +173,8 @@ def update_statistics(
     rows: RowLogits,
     draws: RowDraws,
     weights: Tensor | None,
+    occupied: Tensor | None,
+    least: float,
     product: Tensor | None,
 ) -> None:
     for name, tensor in (("weights", weights), ("product", product)):
@@ -154,10 +192,14 @@ def update_statistics(
         running.drawn,
         weights,
         0 if weights is None else weights.stride(0),
+        occupied,
+        0 if occupied is None else occupied.stride(0),
+        least,
         product,
         0 if product is None else product.stride(0),
         0 if product is None else product.shape[1],
         B=BLOCK,
+        CHUNK=CHUNK,
         num_warps=NUM_WARPS,
         maxnreg=REGISTERS if rows.adjustments is None else REGISTERS_OF_ADJUSTED,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -569,3 +570,40 @@ def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):
         counts.append(everything.count - plain.count)
     # Of one, two and four tiles; in each some rows are copied.
     assert counts[2] - counts[0] <= 3 * 6
+
+
+@pytest.mark.parametrize("borders", [[], [64], [100, 164]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_skipping_the_unlikely_is_bounded(borders, dtype):
+    """On one to three ranks, each with its own maximum; nothing but soft embeddings changes."""
+    vocab, hidden, n = 300, 16, 90
+    generator = torch.Generator().manual_seed(len(borders))
+    weight = torch.randn(vocab, hidden, generator=generator).to(dtype)
+    # Rows of all kinds: flat, and peaked on some id.
+    rows = weight[torch.randint(0, vocab, (n,), generator=generator)].float()
+    rows = (rows * torch.linspace(0.0, 3.0, n)[:, None]).to(dtype)
+    requests = RowRequests(random_draws(n, generator)._replace(temperature=torch.full((n,), 0.4)))
+    skipped = []
+
+    def run(head: Any) -> tuple[RowResults, RowResults]:
+        plain = sample_rows(head, rows, requests, vocab, 128)
+        with mock.patch.object(vocabulary_stream, "add_product", counting):
+            skips = sample_rows(replace(head, skips_unlikely=True), rows, requests, vocab, 128)
+        return plain, skips
+
+    def counting(product: Any, weights: Any, embedding: Any, occupied: torch.Tensor) -> None:
+        skipped.append((occupied == 0).float().mean())
+        api.add_product(product, weights, embedding, occupied)
+
+    logits = (rows.float() @ weight.float().T).to(dtype).double()
+    exact = (logits / 0.4).softmax(-1) @ weight.double()
+    for plain, skips in on_shards(weight, borders, None, run):
+        for name, values in vars(plain).items():
+            if values is not None and name != "soft_embeds":
+                assert torch.equal(values, getattr(skips, name)), name
+        error, unskipped = (
+            (each.soft_embeds.double() - exact).abs().max().item() for each in (skips, plain)
+        )
+        bound = (torch.finfo(dtype).eps / 2 + 1e-6) * weight.abs().max().item()
+        assert error <= unskipped + bound
+    assert 0.1 < torch.stack(skipped).mean() < 0.95

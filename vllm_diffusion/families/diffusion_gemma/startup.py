@@ -23,6 +23,7 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
     """The entry of ``DiffusionGemmaForBlockDiffusion``."""
 
     rules = {"entropy_bound": PublishedRule(EntropyBound)}
+    is_self_conditioned = True
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
