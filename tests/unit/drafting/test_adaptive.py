@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from vllm_diffusion.drafting.adaptive import AdaptiveDraft
+from vllm_diffusion.drafting.adaptive import Acceptance, AdaptiveDraft
 
 LEVELS = (1, 3, 7)
 KNOWN, UNKNOWN, HALF = 0.95, 0.05, 0.6
@@ -214,6 +214,23 @@ def test_busy_machine(rate: float) -> None:
         )
 
     assert mean(None) <= 1.1 * min(mean(level) for level in (0, *LEVELS))
+
+
+def test_acceptance_of_requests() -> None:
+    """Of each by its own drafts, of one that has just come by all; one that is gone is forgotten."""
+
+    def tokens(*askings: list[str]) -> list[float]:
+        acceptance = Acceptance(7)
+        for _ in range(20):
+            acceptance.observe(7, {"known": 7, "unknown": 0})
+        return [acceptance.tokens(requests) for requests in askings][-1]
+
+    known, fresh, unknown = tokens(["known"]), tokens(["fresh"]), tokens(["unknown"])
+    assert unknown[7] < 1.2 < 4 < fresh[7] < 4.2 < 6.9 < known[7]
+    assert known[0] == fresh[0] == unknown[0] == 1
+    mean = [(one + other) / 2 for one, other in zip(known, unknown, strict=True)]
+    assert tokens(["known", "unknown"]) == pytest.approx(mean)
+    assert tokens(["known"], ["unknown"]) == fresh == tokens([])
 
 
 def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:
