@@ -18,16 +18,14 @@ import httpx
 import pytest
 import torch
 
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import Server, start_server, stop_server
+from tests.support.tiny_pair import greedy_answer, greedy_answers
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-QUESTIONS = [
-    f"Count from {first} to {last}." for first, last in ((3, 12), (1, 9), (20, 33), (5, 17))
-] + [f"Reverse {word}." for word in ("cat", "table", "horse", "window")]
 _PLUGINS = (
     "vllm_diffusion",
     "vllm_diffusion_cpu",
@@ -37,8 +35,6 @@ _PLUGINS = (
 _ACCEPTED = re.compile(
     r'^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)".*\} (\S+)$', re.M
 )
-# No two requests share a block of the cache.
-_salts = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -54,37 +50,11 @@ def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    """What ``transformers`` says, greedily."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = shipped_checkpoint("qwen3")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = {}
-    for question in QUESTIONS:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
-        )["input_ids"]
-        output = model.generate(prompt, max_new_tokens=64, do_sample=False)
-        found[question] = output[0, prompt.shape[1] :].tolist()
-    return found
+    return greedy_answers()
 
 
 def ask(server: Server, question: str) -> list[int]:
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": 64,
-        "return_token_ids": True,
-        "cache_salt": str(next(_salts)),
-    }
-    answer = httpx.post(
-        f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=300
-    )
-    assert answer.status_code == 200, answer.text
-    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
-    return tokens
+    return greedy_answer(server, question, **HEADERS)
 
 
 def counted(server: Server, expected: dict[str, list[int]]) -> list[float]:

@@ -96,6 +96,7 @@ def extract(
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: {out} is not empty; name a new folder.")
+    # Asked first: vLLM would refuse it together with the method of extraction, which nobody asked for.
     if engine_args.create_model_config().is_diffusion:
         raise ValueError(
             f"{engine_args.model} is a diffusion model, which takes no draft; name the autoregressive target "

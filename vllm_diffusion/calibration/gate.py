@@ -13,11 +13,11 @@ from pathlib import Path
 from vllm_diffusion.calibration.calibrate import check_samples, load_ends, split_samples
 from vllm_diffusion.calibration.replay import replay
 from vllm_diffusion.calibration.samples import read_extraction, read_sample
-from vllm_diffusion.drafting.accepted import AcceptedLengths
+from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.reference import load_draft
 
 
-def compare(samples: Path, target: str, drafts: Sequence[Path]) -> list[AcceptedLengths]:
+def compare(samples: Path, target: str, drafts: Sequence[Path]) -> list[Verifications]:
     """What each draft keeps of the answers that are held out of training.
 
     Args:
@@ -45,9 +45,9 @@ def main(samples: str, target: str, new: str, old: str) -> None:
     print(
         json.dumps(
             {
-                "new": ours.tokens_per_verification,
-                "old": theirs.tokens_per_verification,
-                "verifications": [ours.num_verifications, theirs.num_verifications],
+                "new": ours.tokens,
+                "old": theirs.tokens,
+                "verifications": [ours.number, theirs.number],
                 "is_better": ours.is_better_than(theirs),
             }
         )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_diffusion.calibration.samples import Sample
-from vllm_diffusion.drafting.accepted import AcceptedLengths
+from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.reference import ReferenceDraft
 from vllm_diffusion.drafting.reveal import without_mask_token
 
@@ -21,7 +21,7 @@ from vllm_diffusion.drafting.reveal import without_mask_token
 @torch.no_grad()
 def replay(
     draft: ReferenceDraft, embed: nn.Module, head: nn.Module, samples: Iterable[Sample]
-) -> AcceptedLengths:
+) -> Verifications:
     """Verify a draft, in one pass over each block, along each answer.
 
     Args:
@@ -51,4 +51,4 @@ def replay(
             kept = int((proposed[: len(said)] == said).long().cumprod(0).sum())
             lengths.append(kept)
             anchor += kept + 1
-    return AcceptedLengths.of(lengths)
+    return Verifications.of(lengths, draft.block_size - 1)

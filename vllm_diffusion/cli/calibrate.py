@@ -16,7 +16,7 @@ from vllm_diffusion.calibration.settings import TrainSettings
 from vllm_diffusion.cli import recalibrate
 from vllm_diffusion.cli.bench_drafts import VLLM_OPTIONS, add_run_options, compare, dflash_options
 from vllm_diffusion.cli.console import fail, say
-from vllm_diffusion.cli.draft_runs import Contender, Result, accepted_lengths
+from vllm_diffusion.cli.draft_runs import Contender, Result, verifications
 from vllm_diffusion.cli.prompt_sets import Prompt
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
@@ -361,8 +361,8 @@ def _decision(results: Sequence[Result]) -> str:
     _, old, new = results
     if old.failure or new.failure:
         return ""
-    was, found = accepted_lengths(old.rounds), accepted_lengths(new.rounds)
-    figures = f"{found.tokens_per_verification:.2f} tokens a verification, {was.tokens_per_verification:.2f} of the old one"
+    was, found = verifications(old.rounds), verifications(new.rounds)
+    figures = f"{found.tokens:.2f} tokens a verification, {was.tokens:.2f} of the old one"
     if found.is_better_than(was):
         return f"The new draft is better: {figures}."
     if was.is_better_than(found):

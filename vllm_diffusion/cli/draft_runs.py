@@ -17,7 +17,7 @@ import psutil
 from vllm_diffusion.cli.answer import AnswerError, client_of, reason
 from vllm_diffusion.cli.prompt_sets import Prompt
 from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
-from vllm_diffusion.drafting.accepted import AcceptedLengths
+from vllm_diffusion.drafting.accepted import Verifications
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -166,11 +166,11 @@ def ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
     return [ours / theirs for ours, theirs in pairs]
 
 
-def accepted_lengths(rounds: Iterable[Round]) -> AcceptedLengths:
-    """What all of their verifications kept."""
-    total = AcceptedLengths()
+def verifications(rounds: Iterable[Round]) -> Verifications:
+    """All of theirs."""
+    total = Verifications()
     for each in rounds:
-        total += AcceptedLengths.from_counters(each.counted.verifications, each.counted.kept)
+        total += Verifications.from_counters(each.counted.verifications, each.counted.kept)
     return total
 
 

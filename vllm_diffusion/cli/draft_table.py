@@ -11,10 +11,10 @@ from vllm_diffusion.cli.draft_runs import (
     Plan,
     Result,
     Round,
-    accepted_lengths,
     first_token_seconds,
     ratios,
     tokens_per_second,
+    verifications,
 )
 
 _MIB = 2**20
@@ -29,7 +29,7 @@ def tables(results: Sequence[Result], plan: Plan) -> str:
         plan: What was asked.
     """
     parts = [_speeds(results, plan, concurrency) for concurrency in plan.concurrencies]
-    drafted = [r for r in results if accepted_lengths(r.rounds).num_verifications]
+    drafted = [r for r in results if verifications(r.rounds).number]
     parts += [_ratios_by_task(results, plan, concurrency) for concurrency in plan.concurrencies]
     if drafted:
         parts += [_by_position(drafted), _lengths(drafted), _by_task(drafted, plan)]
@@ -49,7 +49,7 @@ def _speeds(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
         if result.failure or not rounds:
             rows.append([result.contender.name, "no figures: see below"])
             continue
-        lengths = accepted_lengths(rounds)
+        verified = verifications(rounds)
         times = ratios(rounds, baseline.of(concurrency)) if not baseline.failure else []
         row = [
             result.contender.name,
@@ -62,9 +62,7 @@ def _speeds(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
         if has_devices:
             used = result.device_bytes
             row.append(_NOT_KNOWN if used is None else f"{used / _MIB:.0f}")
-        row.append(
-            f"{lengths.tokens_per_verification:.2f}" if lengths.num_verifications else _NOT_KNOWN
-        )
+        row.append(f"{verified.tokens:.2f}" if verified.number else _NOT_KNOWN)
         if plan.temperature == 0:
             row.append("yes" if result.says_as(baseline) else "NO")
         rows.append(row)
@@ -101,17 +99,17 @@ def _requests(concurrency: int) -> str:
 
 
 def _by_position(results: Sequence[Result]) -> str:
-    shares = [accepted_lengths(result.rounds).by_position for result in results]
+    shares = [verifications(result.rounds).by_position for result in results]
     head = ["position", *(str(at) for at in range(1, 1 + max(map(len, shares))))]
     rows = [_percentages(r.contender.name, each) for r, each in zip(results, shares, strict=True)]
     return f"Percent of verifications that kept the token at a position\n{_aligned([head, *rows])}"
 
 
 def _lengths(results: Sequence[Result]) -> str:
-    found = [accepted_lengths(result.rounds) for result in results]
-    head = ["tokens kept", *(str(kept) for kept in range(max(len(each.counts) for each in found)))]
+    found = [verifications(result.rounds) for result in results]
+    head = ["tokens kept", *(str(kept) for kept in range(max(len(each.lengths) for each in found)))]
     rows = [
-        _percentages(r.contender.name, [count / each.num_verifications for count in each.counts])
+        _percentages(r.contender.name, [count / each.number for count in each.lengths])
         for r, each in zip(results, found, strict=True)
     ]
     return f"Percent of verifications that kept as many tokens\n{_aligned([head, *rows])}"
@@ -121,11 +119,8 @@ def _by_task(results: Sequence[Result], plan: Plan) -> str:
     tasks = list(plan.tasks())
     rows = []
     for result in results:
-        lengths = [accepted_lengths(_of_task(result, task)) for task in tasks]
-        values = (
-            f"{each.tokens_per_verification:.2f}" if each.num_verifications else _NOT_KNOWN
-            for each in lengths
-        )
+        by_task = [verifications(_of_task(result, task)) for task in tasks]
+        values = (f"{each.tokens:.2f}" if each.number else _NOT_KNOWN for each in by_task)
         rows.append([result.contender.name, *values])
     return f"Tokens a verification by task\n{_aligned([['task', *tasks], *rows])}"
 
@@ -231,12 +226,12 @@ def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> dic
 
 
 def _acceptance(rounds: Sequence[Round]) -> dict[str, Any]:
-    lengths = accepted_lengths(rounds)
+    verified = verifications(rounds)
     return {
         "seconds": sum(each.seconds for each in rounds),
         "tokens": sum(each.counted.tokens for each in rounds),
-        "verifications": lengths.num_verifications,
-        "tokens_per_verification": lengths.tokens_per_verification,
-        "accepted_lengths": lengths.counts,
-        "acceptance_by_position": lengths.by_position,
+        "verifications": verified.number,
+        "tokens_per_verification": verified.tokens,
+        "accepted_lengths": verified.lengths,
+        "acceptance_by_position": verified.by_position,
     }

@@ -10,8 +10,10 @@ of acceptance, so from time to time a level is probed, for no more than :data:`P
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 # By how much more tokens a second another level must promise.
 MARGIN = 0.03
@@ -22,6 +24,8 @@ PROBING = 0.01
 SAVED_STEPS = 8
 # Verifying steps after which half of what was seen before has gone.
 HALF_LIFE = 8.0
+# Drafts of a request that weigh as much as what is believed before it has any; of the first ones, too.
+BELIEF = 4.0
 # Steps at one level and load whose quickest is its cost: a start, a pause, and whatever else a machine
 # is busy with only make steps longer.
 NUM_COSTS = 5
@@ -31,49 +35,75 @@ PROBE_STEPS = 2
 FIRST_STEPS = PROBE_STEPS + 1
 
 
-@dataclass
 class Acceptance:
-    """How often a drafted token is accepted whose predecessors were.
+    """How often a drafted token is accepted whose predecessors were: of each request, and of all.
 
-    Attributes:
+    Traffic changes with its requests: what one says is known or unknown to the draft, and the next one's
+    may be the other. So a request is believed to be like all others until its own drafts tell, and what
+    one of them lost does not count against another.
+
+    Args:
         num_positions: Of the longest draft.
     """
 
-    num_positions: int
-    _accepted: list[float] = field(init=False)
-    _tested: list[float] = field(init=False)
+    def __init__(self, num_positions: int) -> None:
+        self._positions = np.arange(num_positions)
+        # [accepted or tested, position]. One token of two, until more is known: what the longest draft is
+        # tried on, and a few drafts of bad luck do not end.
+        self._of_all = np.stack(
+            [np.full(num_positions, 0.5 * BELIEF), np.full(num_positions, BELIEF)]
+        )
+        # The same of each request that is running.
+        self._of_request: dict[str, Any] = {}
 
-    def __post_init__(self) -> None:
-        # One token of two, until more is known: what the longest draft is tried on.
-        self._accepted = [0.5] * self.num_positions
-        self._tested = [1.0] * self.num_positions
-
-    def observe(self, num_drafted: int, accepted: Sequence[int]) -> None:
-        """Take in a step that verified drafts of a length, and how much of each it accepted."""
+    def observe(self, num_drafted: int, accepted: Mapping[str, int]) -> None:
+        """Take in a step that verified drafts of a length, and how much of each request's it accepted."""
+        lengths = np.fromiter(accepted.values(), dtype=np.int64, count=len(accepted))[:, None]
+        # Where nobody got, or what was not drafted, is forgotten as well: it is then taken to be as the
+        # position before it.
+        is_drafted = self._positions < num_drafted
+        # [request, accepted or tested, position]
+        seen = (
+            np.stack([lengths > self._positions, lengths >= self._positions], axis=1) & is_drafted
+        )
         kept = 0.5 ** (1 / HALF_LIFE)
-        for position in range(self.num_positions):
-            # Where nobody got, or what was not drafted, is forgotten as well: it is then taken to be as
-            # the position before it.
-            is_drafted = position < num_drafted
-            num_accepted = sum(count > position for count in accepted)
-            num_tested = sum(count >= position for count in accepted) if is_drafted else 0
-            self._accepted[position] = self._accepted[position] * kept + num_accepted
-            self._tested[position] = self._tested[position] * kept + num_tested
+        self._of_all = kept * self._of_all + seen.sum(axis=0)
+        for request, of_request in zip(accepted, seen, strict=True):
+            before = self._of_request.get(request, 0.0)
+            self._of_request[request] = kept * before + of_request
 
-    def tokens(self, num_drafted: int) -> float:
-        """Expected tokens of a verification: the accepted ones, and the target's own."""
-        total = reached = 1.0
-        for rate in list(self._rates())[:num_drafted]:
-            reached *= rate
-            total += reached
-        return total
+    def tokens(self, requests: Sequence[str]) -> list[float]:
+        """Expected tokens of a verification, by the drafted ones: the accepted and the target's own.
 
-    def _rates(self) -> Iterator[float]:
+        Args:
+            requests: That are running, of which it is the mean; others are forgotten.
+        """
+        self._of_request = {
+            request: self._of_request[request]
+            for request in requests
+            if request in self._of_request
+        }
+        rates = self._rates()
+        unknown = np.zeros_like(self._of_all)
+        counts = np.stack([self._of_request.get(request, unknown) for request in requests or [""]])
+        # A request's position that was seldom reached is to the one before it as it is with all requests.
+        reached = np.ones(len(counts))
+        rate, of_all = reached, 1.0
+        expected = [1.0]
+        for position, rate_of_all in enumerate(rates):
+            likely = np.minimum(rate * (rate_of_all / of_all), 1.0)
+            rate = (counts[:, 0, position] + BELIEF * likely) / (counts[:, 1, position] + BELIEF)
+            reached = reached * rate
+            expected.append(expected[-1] + float(reached.mean()))
+            of_all = rate_of_all
+        return expected
+
+    def _rates(self) -> list[float]:
         # A position that was seldom reached is taken to be as the one before it.
-        before = 0.5
-        for accepted, tested in zip(self._accepted, self._tested, strict=True):
-            before = (accepted + before) / (tested + 1)
-            yield before
+        rates = [0.5]
+        for accepted, tested in self._of_all.T.tolist():
+            rates.append((accepted + rates[-1]) / (tested + 1))
+        return rates[1:]
 
 
 # Requests and their mean tokens, to the power of two above.
@@ -151,6 +181,8 @@ class AdaptiveDraft:
         self.forget_acceptance()
         # The longest draft and none, to begin with: what lies between is estimated.
         self._probed.extend([0] * FIRST_STEPS)
+        # Of a verification with this step's requests, by level.
+        self._tokens: list[float] = []
         # Seconds that probes may still cost.
         self._credit = 0.0
 
@@ -160,14 +192,15 @@ class AdaptiveDraft:
         self._level = self.levels[-1]
         self._probed = deque([self._level] * FIRST_STEPS)
 
-    def choose(self, num_reqs: int, mean_tokens: float) -> int:
+    def choose(self, requests: Sequence[str], mean_tokens: float) -> int:
         """Tokens to draft in a step for the next one, one number for all of its requests.
 
         Args:
-            num_reqs: Requests of the step.
+            requests: Of the step.
             mean_tokens: Of a request, prompt and answer.
         """
-        load = load_of(num_reqs, mean_tokens)
+        load = load_of(len(requests), mean_tokens)
+        self._tokens = self.acceptance.tokens(requests)
         # A long prompt may take more steps than are measured first, and those of prompts are not.
         if not self._probed and self.costs.is_any_measured:
             self._settle(load)
@@ -181,17 +214,17 @@ class AdaptiveDraft:
         num_reqs: int,
         mean_tokens: float,
         seconds: float,
-        accepted: Sequence[int],
+        accepted: Mapping[str, int],
     ) -> None:
         """Take in a step.
 
         Args:
             verified: Level of what it verified.
             drafted: Level that it drafted for the next one.
-            num_reqs: As :meth:`choose` takes it.
-            mean_tokens: The same.
+            num_reqs: Requests of the step.
+            mean_tokens: As :meth:`choose` takes it.
             seconds: Of the step.
-            accepted: Tokens accepted of each draft that it verified.
+            accepted: Tokens accepted of each request's draft that it verified.
         """
         load = load_of(num_reqs, mean_tokens)
         if accepted:
@@ -201,7 +234,7 @@ class AdaptiveDraft:
         self._credit = min(self._credit + PROBING * seconds, SAVED_STEPS * seconds)
         if not self._level:
             # What a probe gains it may spend: one that goes well is followed by the next.
-            self._credit += sum(accepted) / num_reqs * self.costs.estimate(0, load)
+            self._credit += sum(accepted.values()) / num_reqs * self.costs.estimate(0, load)
 
     def _settle(self, load: Load) -> None:
         speeds = {level: self._speed(level, load) for level in self.levels}
@@ -210,7 +243,7 @@ class AdaptiveDraft:
             self._level = best
 
     def _speed(self, level: int, load: Load) -> float:
-        return self.acceptance.tokens(level) / self.costs.estimate(level, load)
+        return self._tokens[level] / self.costs.estimate(level, load)
 
     def _probe(self, load: Load) -> list[int]:
         """Levels of the next steps, beside the settled one: to learn costs, or acceptance."""
@@ -231,7 +264,7 @@ class AdaptiveDraft:
                 return []
         # A probe may give no token but the target's own.
         seconds = self.costs.estimate(probed, load)
-        loss = PROBE_STEPS * (seconds - ours / self.acceptance.tokens(self._level))
+        loss = PROBE_STEPS * (seconds - ours / self._tokens[self._level])
         needed = loss
         if not probed and self.costs.is_measured(0, load):
             # Once more, lest a cost stand that was measured on a bad day: at the price of a step at

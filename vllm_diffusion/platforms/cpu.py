@@ -158,8 +158,13 @@ class DiffusionCpuPlatform(CpuPlatform):
 
             use_cpu_connector(vllm_config.kv_transfer_config)
         parallel_config = vllm_config.parallel_config
-        if vllm_config.diffusion_config is None and parallel_config.pipeline_parallel_size > 1:
-            # Stages of vLLM's own models have been run synchronously only.
+        is_staged = parallel_config.pipeline_parallel_size > 1
+        if (
+            is_staged
+            and vllm_config.diffusion_config is None
+            and not vllm_config.speculative_config
+        ):
+            # Stages of vLLM's own models have been run synchronously only, but for those with drafts.
             vllm_config.scheduler_config.async_scheduling = False
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
@@ -203,6 +208,14 @@ def check_verification(vllm_config: VllmConfig) -> None:
         raise ValueError(
             '--speculative-config: rejection_sample_method "fly" accepts what the model would not say, '
             'and does not run on the CPU platform of vllm-diffusion; leave it out, or set it to "block".'
+        )
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if is_staged and not vllm_config.scheduler_config.async_scheduling:
+        # vLLM's synchronous scheduler is told of the drafts of a step before it knows what that step said, and
+        # asks the first stage for fewer tokens than it verifies.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
+            "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
         )
     if vllm_config.watermark_config is not None:
         raise ValueError(

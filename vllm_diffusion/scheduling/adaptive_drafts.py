@@ -30,15 +30,14 @@ class AdaptiveDraftsMixin(Scheduler):
         # Of each step under way: when it was scheduled, and its requests' mean tokens.
         self._steps: deque[tuple[SchedulerOutput, float, float]] = deque()
         self._last_update = 0.0
-        self._accepted: list[int] = []
+        self._accepted: dict[str, int] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As vLLM's, with the level that was chosen for requests as many as these."""
         start = time.perf_counter()
         running = self.running
-        num_reqs = max(len(running), 1)
-        mean_tokens = sum(request.num_tokens for request in running) / num_reqs
-        level = self.draft.choose(num_reqs, mean_tokens)
+        mean_tokens = sum(request.num_tokens for request in running) / max(len(running), 1)
+        level = self.draft.choose([request.request_id for request in running], mean_tokens)
         self.dynamic_sd_lookup = [level] * len(self.dynamic_sd_lookup)
         output = super().schedule(*args, **kwargs)
         self._steps.append((output, start, mean_tokens))
@@ -53,12 +52,12 @@ class AdaptiveDraftsMixin(Scheduler):
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, which asks once for each request that had drafts verified."""
-        self._accepted.append(kwargs["num_accepted_tokens"])
+        self._accepted[kwargs["request_id"]] = kwargs["num_accepted_tokens"]
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
         """As vLLM's, and take in what the step accepted and cost."""
-        self._accepted = []
+        self._accepted = {}
         outputs = super().update_from_output(scheduler_output, *args)
         now = time.perf_counter()
         while self._steps:

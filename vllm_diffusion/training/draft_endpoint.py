@@ -20,19 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vllm_diffusion.drafting.accepted import LEAST, NUM_ERRORS, Verifications, places_of_both
 from vllm_diffusion.training import WEIGHT_TRANSFER
-from vllm_diffusion.training.draft_trial import (
-    KEPT,
-    LEAST,
-    PATH,
-    PENDING,
-    ROLLED_BACK,
-    STANDARD_ERRORS,
-    Verifications,
-    is_worse,
-    places_of_both,
-    yield_of,
-)
+from vllm_diffusion.training.draft_trial import KEPT, PATH, PENDING, ROLLED_BACK
 from vllm_diffusion.training.new_draft import check_new_draft, check_replaceable
 from vllm_diffusion.training.served_draft import DROP, RESTORE
 
@@ -92,7 +82,7 @@ class Swap:
 
 
 def _figures(counts: Verifications, places: int) -> dict[str, Any]:
-    found = yield_of(counts, places)
+    found = counts.yield_of(places)
     return {
         "verifications": counts.number,
         "tokens_per_verification": round(found.tokens, 4) if counts.number else None,
@@ -231,11 +221,11 @@ class DraftSwaps:
             if swap is not self._swap or swap.state != PENDING:
                 return
             try:
-                if is_worse(swap.after, swap.before):
+                if swap.after.is_worse_than(swap.before):
                     await self._roll_back(
                         swap,
                         "it gave fewer tokens a verification, by more than "
-                        f"{STANDARD_ERRORS:g} standard errors",
+                        f"{NUM_ERRORS:g} standard errors",
                     )
                 else:
                     # Nothing stands still for it: no weight of the model is touched.

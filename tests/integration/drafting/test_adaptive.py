@@ -70,7 +70,7 @@ def test_levels(engine: TracedEngine, models: Any, monkeypatch: pytest.MonkeyPat
     # Probes are left.
     num_steps = 2 * 30
     assert metric(engine, "num_drafts") - before[1] < num_steps
-    assert draft.choose(2, 100) in draft.levels
+    assert draft.choose(["a", "b"], 100) in draft.levels
 
 
 @pytest.mark.parametrize("max_num_seqs", [8, 1])

@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 from vllm_diffusion.calibration.replay import replay
 from vllm_diffusion.calibration.samples import Sample
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
-from vllm_diffusion.drafting.accepted import AcceptedLengths
+from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.layers import context_rows
 from vllm_diffusion.drafting.reference import (
     ReferenceDraft,
@@ -46,6 +46,6 @@ def test_replay() -> None:
             expected += whole
             expected.append(min(last, 39 - sum(kept + 1 for kept in whole)))
         found[draft] = replay(draft, *parts, samples)
-        assert found[draft] == AcceptedLengths.of(expected)
+        assert found[draft] == Verifications.of(expected, draft.block_size - 1)
     assert found[trained].is_better_than(found[random])
     assert not found[random].is_better_than(found[trained])

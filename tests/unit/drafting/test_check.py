@@ -49,7 +49,11 @@ def configured(
     )
     additional = {} if drafting is None else {"drafting": drafting}
     return SimpleNamespace(
-        speculative_config=spec, additional_config=additional, watermark_config=None
+        speculative_config=spec,
+        additional_config=additional,
+        watermark_config=None,
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
     )
 
 
@@ -124,6 +128,19 @@ def test_what_the_cpu_does_not_verify() -> None:
     with pytest.raises(ValueError, match='rejection_sample_method "fly"'):
         check_verification(config)
     config.speculative_config = None
+    check_verification(config)
+
+
+def test_stages_in_step() -> None:
+    """vLLM's synchronous scheduler does not know the drafts of stages in time; its asynchronous one does."""
+    config = configured()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ValueError, match="leave --no-async-scheduling out"):
+        check_verification(config)
+    config.scheduler_config.async_scheduling = True
+    check_verification(config)
+    config.speculative_config = None
+    config.scheduler_config.async_scheduling = False
     check_verification(config)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.training.test_draft_trial import PLACES, step
+from tests.unit.drafting.test_accepted import PLACES, step
 
 pytestmark = pytest.mark.engine
 
