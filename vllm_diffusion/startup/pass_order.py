@@ -107,5 +107,7 @@ def choose_order(vllm_config: VllmConfig) -> None:
         steps,
         steps + extra * (not pays),
         times.synchronous if pays else times.asynchronous,
-        "measured" if current_platform.is_cpu() else "estimated from the weights' bytes",
+        "measured with the shipped checkpoint"
+        if current_platform.is_cpu()
+        else "estimated from the weights' bytes",
     )
