@@ -52,13 +52,15 @@ def test_replayed_steps_change_no_token(engine):
         [{}, {"top_p": 0.8}],
     ]
 
+    # Few steps a canvas do: every kind of pass is among them.
+    few = {"diffusion_max_steps": 6}
+    defaults = {"max_tokens": 2 * CANVAS, "ignore_eos": True, "extra_args": few}
+
     def answers() -> list[tuple[list[int], Any]]:
         found = []
         for options in batches:
             params = [
-                engine.sampling_params(
-                    **({"seed": i, "max_tokens": 2 * CANVAS, "ignore_eos": True} | option)
-                )
+                engine.sampling_params(**(defaults | {"seed": i} | option))
                 for i, option in enumerate(options)
             ]
             outputs = engine.llm.generate(

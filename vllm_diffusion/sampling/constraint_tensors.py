@@ -34,7 +34,6 @@ class ConstraintTensors:
         self._rows = torch.full((len(index), 3), -1, dtype=torch.int32, device=index.device)
         # [R, ceil(vocab_size / 32)], int32: a bit for each token that may be drawn in a row.
         self.masks = torch.zeros(R, -(-vocab_size // 32), dtype=torch.int32, device=index.device)
-        self._is_clear = True
 
     def pin(self, rows: slice | Tensor) -> Tensor:
         """[num_rows], int32: the only token of each of some rows, or -1."""
@@ -50,9 +49,7 @@ class ConstraintTensors:
 
     def clear(self) -> None:
         """There are none in this pass."""
-        if not self._is_clear:
-            self._rows.fill_(-1)
-            self._is_clear = True
+        self._rows.fill_(-1)
 
     def take(self, message: CanvasConstraints, req_ids: Sequence[str]) -> int:
         """Lay constraints out over the pass's rows and slots.
@@ -100,5 +97,4 @@ class ConstraintTensors:
         async_tensor_h2d(of_slots, out=places.of_constraints)
         if masks:
             async_tensor_h2d(np.stack(masks), out=self.masks[: len(masks)])
-        self._is_clear = False
         return len(masks)
