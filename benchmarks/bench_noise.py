@@ -1,4 +1,4 @@
-"""How much of the candidates' noise a trained model's logits make superfluous, by denoise step.
+"""How much noise, and how much of the soft embeddings, a trained model's logits make superfluous.
 
     python benchmarks/bench_noise.py
     python benchmarks/bench_noise.py --block 64 --prompts 60
@@ -7,6 +7,9 @@ The shipped checkpoint answers held-out prompts of its tasks through the engine.
 ids are counted that cannot become its candidate whatever noise they get, and blocks of ids of which none
 can: those the Triton kernel leaves out. Its blocks have 1,024 ids, of 262,144; the vocabulary here
 is smaller than one of them, so blocks are smaller too.
+
+Ids are counted as well whose weight a soft embedding in float32, or in bfloat16, cannot hold, and pairs
+of a block of ids with a canvas's rows that have no other: the work that ``skip_unlikely`` leaves out.
 """
 
 from __future__ import annotations
@@ -31,8 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tiny_tasks import FAMILIES, draw_question
 
 from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
-from attention_kernels.vocab_statistics import RowDraws, RowLogits, RunningStatistics, reference
+from attention_kernels.vocab_statistics import (
+    RowDraws,
+    RowLogits,
+    RunningStatistics,
+    least_weight,
+    reference,
+)
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
+# Rows of a canvas of the shipped checkpoint.
+CANVAS = 32
 
 
 def hopeless(rows: RowLogits, draws: RowDraws) -> Tensor:
@@ -43,6 +55,12 @@ def hopeless(rows: RowLogits, draws: RowDraws) -> Tensor:
     return scores + is_random * LARGEST_NOISE < reached
 
 
+def unlikely(rows: RowLogits, draws: RowDraws, dtype: torch.dtype) -> Tensor:
+    """[num_rows, num_ids], bool: whether an id's weight is below what a sum in ``dtype`` is to know of."""
+    x = rows.scaled(draws.temperature)
+    return (x - x.amax(-1, keepdim=True)).exp() < least_weight(dtype, x.shape[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--prompts", type=int, default=30)
@@ -51,20 +69,30 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
-    counted: dict[int, Tensor] = defaultdict(lambda: torch.zeros(3))
+    counted: dict[int, Tensor] = defaultdict(lambda: torch.zeros(7))
     update = reference.update_statistics
 
     def counting(
         running: RunningStatistics, rows: RowLogits, draws: RowDraws, *products: Tensor | None
     ) -> None:
         out = hopeless(rows, draws)
-        whole = out[:, : out.shape[1] // args.block * args.block]
-        blocks = whole.unflatten(1, (-1, args.block)).all(-1)
+        shares = [out.float().mean(-1), in_blocks(out).float().mean(-1)]
+        for dtype in (torch.float32, torch.bfloat16):
+            light = unlikely(rows, draws, dtype)
+            pairs = in_blocks(light).unflatten(0, (-1, CANVAS)).all(1, keepdim=True)
+            shares += [
+                light.float().mean(-1),
+                pairs.expand(-1, CANVAS, -1).flatten(0, 1).float().mean(-1),
+            ]
+        each = torch.stack([torch.ones(len(out)), *shares], dim=-1)
         for step in draws.step.unique().tolist():
-            at = draws.step == step
-            shares = [out[at].float().mean(-1).sum(), blocks[at].float().mean(-1).sum()]
-            counted[step] += torch.stack([at.sum().float(), *shares])
+            counted[step] += each[draws.step == step].sum(0)
         update(running, rows, draws, *products)
+
+    def in_blocks(ids: Tensor) -> Tensor:
+        """[num_rows, num_blocks], bool: blocks of which all ids are."""
+        whole = ids[:, : ids.shape[1] // args.block * args.block]
+        return whole.unflatten(1, (-1, args.block)).all(-1)
 
     rng = random.Random(0)
     questions = [
@@ -79,11 +107,15 @@ def main() -> None:
             [[{"role": "user", "content": question}] for question in questions],
             [SamplingParams(seed=i, max_tokens=64) for i in range(args.prompts)],
         )
-    print(f"step     rows  ids without noise  blocks of {args.block} without")
-    for step, (rows, ids, blocks) in sorted(counted.items()):
-        print(f"{step:4} {int(rows):8} {ids / rows:17.1%} {blocks / rows:20.1%}")
-    rows, ids, blocks = torch.stack(list(counted.values())).sum(0)
-    print(f" all {int(rows):8} {ids / rows:17.1%} {blocks / rows:20.1%}")
+    names = ("no noise: ids", f"blocks of {args.block}")
+    for dtype in ("float32", "bfloat16"):
+        names += (f"no weight, {dtype}: ids", "blocks by canvases")
+    print(f"| step | rows | {' | '.join(names)} |")
+    print("|---" * (2 + len(names)) + "|")
+    everything = torch.stack(list(counted.values())).sum(0)
+    for step, (rows, *shares) in [*sorted(counted.items()), ("all", everything)]:
+        cells = [f"{100 * share / rows:.1f} %" for share in shares]
+        print(f"| {step} | {int(rows)} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

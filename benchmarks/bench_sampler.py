@@ -4,6 +4,8 @@
     python benchmarks/bench_sampler.py --canvases 1 --vocab 262144 --hidden 2816
     python benchmarks/bench_sampler.py --settings           # what sampling settings add
     python benchmarks/bench_sampler.py --tiles 4096 16384   # ours, at other widths of a tile
+    python benchmarks/bench_sampler.py --two-streams        # a tile projected beside the one before
+    python benchmarks/bench_sampler.py --settled 0 0.5 1    # soft embeddings of what is likely alone
 
 Stock vLLM projects all rows, caps them in float32, reads them for its statistics and multiplies the
 probabilities with the embedding; ours streams the vocabulary (docs/architecture.md). Both get the
@@ -13,6 +15,10 @@ timed. Peak memory is what a call adds: of the allocator on a GPU, counted from 
 On a GPU serving replays ours as a graph where nobody asks for settings: "ms, graph" is that replay's
 time, "ms" the eager call's, in which the host may be what is measured. Without vLLM, stock's column
 is empty and ours is compared with the same written plainly.
+
+``--settled`` takes the share of rows that are certain of a token, as those of a late step are; the
+others are flat, so that nothing of theirs may be left out. Ours is timed with them as it is and with
+``skip_unlikely``, whose own kernel multiplies no faster than cuBLAS what it does not leave out.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +97,7 @@ def ours(
     head: OutputHead,
     *settings: FilteredRows | ReportedRows | None,
     tile: int | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by this package."""
     n, device = rows.shape[0], rows.device
@@ -97,9 +105,19 @@ def ours(
     zeros = torch.zeros(n, dtype=torch.int32, device=device)
     draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
     requests = RowRequests(draws, None, *settings)
-    results = sample_rows(head, rows, requests, head.weight.shape[0], tile)
+    results = sample_rows(head, rows, requests, head.weight.shape[0], tile, overlap)
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds
+
+
+def settled_rows(rows: Tensor, head: OutputHead, share: float) -> Tensor:
+    """The first of them made certain of a token each."""
+    n = round(share * len(rows))
+    ids = torch.arange(n, device=rows.device) * 7919 % head.weight.shape[0]
+    certain = head.weight[ids].float()
+    # Three times the cap's own scale: its token is at the cap, and others are near 0.
+    certain *= 3 * SOFTCAP / certain.square().sum(dim=-1, keepdim=True)
+    return torch.cat([certain.to(rows.dtype), rows[n:]])
 
 
 def sampling_settings(
@@ -166,6 +184,10 @@ def main() -> int:
         "--settings", action="store_true", help="also top-k, top-p and log-probabilities"
     )
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="ids, multiples of 4")
+    parser.add_argument(
+        "--two-streams", action="store_true", help="also on two streams, at every width of a tile"
+    )
+    parser.add_argument("--settled", type=float, nargs="*", default=[], help="shares of the rows")
     parser.add_argument("--repeats", type=int, default=20 if on_gpu else 3)
     parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
@@ -181,6 +203,7 @@ def main() -> int:
     shape = (options.vocab, options.hidden)
     weight = torch.randn(shape, generator=generator, device=device).to(dtype) * 0.1
     head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
+    skipping = replace(head, skips_unlikely=True)
     print("| canvases | which | ms | ms, graph | peak MiB | bytes a logit | of stock's 8 |")
     print("|---|---|---|---|---|---|---|")
     failures = []
@@ -193,7 +216,22 @@ def main() -> int:
             graphed[f"ours, tiles of {tile}"] = lambda rows=rows, tile=tile: ours(
                 rows, head, tile=tile
             )
-        calls = dict(graphed)
+        if options.two_streams and on_gpu:
+            for tile in [None, *options.tiles]:
+                width = "" if tile is None else f", tiles of {tile}"
+                graphed[f"ours, two streams{width}"] = lambda rows=rows, tile=tile: ours(
+                    rows, head, tile=tile, overlap=True
+                )
+        settled: dict[str, Callable[[], object]] = {}
+        for share in options.settled:
+            some = settled_rows(rows, head, share)
+            kind = f"{share:.0%} of the rows settled"
+            settled[f"ours, {kind}"] = lambda some=some: ours(some, head)
+            settled[f"ours, skipping, {kind}"] = lambda some=some: ours(some, skipping)
+            problem = disagreement(ours(some, skipping), ours(some, head))
+            if problem:
+                failures.append(f"{canvases} canvases, skipping, {kind}: {problem}")
+        calls = graphed | settled
         if has_stock():
             calls["stock"] = lambda rows=rows: stock(rows, weight, options.canvas)
         if options.settings:
@@ -209,7 +247,8 @@ def main() -> int:
             peak = peak_bytes(call, device)
             per_logit = peak / (n * options.vocab)
             eager, low, high = milliseconds(call, options.repeats)
-            graph = replayed(call, options.repeats) if which in graphed else None
+            is_graphed = which in graphed or which in settled
+            graph = replayed(call, options.repeats) if is_graphed else None
             print(
                 f"| {canvases} | {which} | {eager:.2f} | {'' if graph is None else f'{graph:.2f}'} "
                 f"| {peak / 2**20:.1f} | {per_logit:.2f} "

@@ -15,6 +15,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +34,7 @@ from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
-from vllm_diffusion.sampling.vocabulary_stream import TILE, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU, sample_rows
 
 # What it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -175,12 +176,32 @@ def sampling_calls(
     return calls
 
 
+def sampling_variants(
+    canvas: int, hidden: int, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
+    """The plain pass of one canvas as the campaign tries it too; a second stream launches the same."""
+    weight = torch.zeros(VOCAB, hidden, dtype=dtype, device="cuda")
+    head = OutputHead(weight, weight, 0, 30.0, dtype, F.linear, 1, VOCAB)
+    skipping = replace(head, skips_unlikely=True)
+    rows = torch.zeros(canvas, hidden, dtype=dtype, device="cuda")
+    ones = torch.ones(canvas, device="cuda")
+    integers = torch.zeros(canvas, dtype=torch.int32, device="cuda")
+    requests = RowRequests(RowDraws(ones, ones, integers.long(), integers, integers, integers))
+    calls: dict[str, Callable[[], object]] = {
+        f"tiles of {tile}": lambda tile=tile: sample_rows(head, rows, requests, VOCAB, tile)
+        for tile in (4096, 16384, 32768)
+    }
+    calls["skipping the unlikely"] = lambda: sample_rows(skipping, rows, requests, VOCAB)
+    return {f"sampling, 1 x canvas, {name}": call for name, call in calls.items()}
+
+
 def counted() -> dict[str, dict[str, int]]:
     """Launches and other operations of each call, and the most that its tensors hold, as on a GPU."""
     found = {}
     with FakeTensorMode(), launches() as kernels:
         calls = attention_calls("cuda")
         calls |= sampling_calls("cuda", CANVAS, HIDDEN, torch.bfloat16)
+        calls |= sampling_variants(CANVAS, HIDDEN, torch.bfloat16)
         for name, call in calls.items():
             kernels.clear()
             with TensorMemory() as memory, Operations() as operations:
@@ -206,7 +227,7 @@ def host_costs() -> dict[str, float]:
             torch.add(a, b, out=c)
 
     # As many tiles, of rows so few and so short that arithmetic costs nothing.
-    tile = VOCAB // TILE
+    tile = VOCAB // TILE_ON_GPU
     calls = {
         name: call
         for name, call in sampling_calls("cpu", 1, 1, torch.float32, tile * tile, tile).items()

@@ -147,13 +147,29 @@ EXPERIMENTS = (
     Experiment(
         "sampler",
         "sampling in graphs beside stock's, and how wide a tile should be",
-        _script("bench_sampler.py", "--settings", "--tiles", "4096", "8192", "16384", "32768"),
+        _script("bench_sampler.py", "--settings", "--tiles", "4096", "16384", "32768"),
         _script(
             "bench_sampler.py",
             *("--canvases", "1", "--hidden", "16", "--repeats", "1", "--tiles", "8192"),
         ),
-        expected=2.5,
+        expected=1.5,
         limit=6,
+    ),
+    Experiment(
+        "sampler-variants",
+        "what a second stream gains, and what leaving out the unlikely does as rows settle",
+        _script(
+            "bench_sampler.py",
+            *("--canvases", "1", "2", "8", "--tiles", "16384", "--two-streams"),
+            *("--settled", "0", "0.5", "0.9", "1", "--repeats", "10"),
+        ),
+        _script(
+            "bench_sampler.py",
+            *("--canvases", "1", "--vocab", "20000", "--hidden", "16", "--repeats", "1"),
+            *("--two-streams", "--settled", "0", "1"),
+        ),
+        expected=1,
+        limit=5,
     ),
     Experiment(
         "pass",

@@ -117,6 +117,18 @@ def _sampler(canvases: int) -> Callable[[Rows], float | None]:
     return value
 
 
+def _variant(canvases: int, over: str, which: str) -> Callable[[Rows], float | None]:
+    """One way's time as a graph over another's; both are ours."""
+
+    def value(rows: Rows) -> float | None:
+        one = {"table": "sampler", "canvases": canvases}
+        return _ratio(
+            _pick(rows, "ms_graph", which=over, **one), _pick(rows, "ms_graph", which=which, **one)
+        )
+
+    return value
+
+
 def _setting(name: str) -> Callable[[Rows], float | None]:
     """What a setting of one canvas makes of the eager call's time."""
 
@@ -227,6 +239,31 @@ FIGURES = (
             form="{:.2f}",
         )
         for setting in ("top_p", "top_k and top_p", "logprobs")
+    ),
+    *(
+        Figure(
+            f"sampling, {_count(canvases, 'canvas')}: one stream over two, graphs",
+            "",
+            ("sampler-variants",),
+            _variant(canvases, "ours", "ours, two streams"),
+            form="{:.2f}",
+        )
+        for canvases in (1, 2, 8)
+    ),
+    *(
+        Figure(
+            f"sampling, {_count(canvases, 'canvas')}, {share} of the rows settled: `skip_unlikely` false over true",
+            "",
+            ("sampler-variants",),
+            _variant(
+                canvases,
+                f"ours, {share} of the rows settled",
+                f"ours, skipping, {share} of the rows settled",
+            ),
+            form="{:.2f}",
+        )
+        for canvases in (1, 8)
+        for share in ("0%", "50%", "90%", "100%")
     ),
     Figure(
         "peak memory of sampling, bytes a logit",
