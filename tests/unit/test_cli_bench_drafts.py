@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -417,6 +418,14 @@ def test_refusal() -> None:
     assert refusal(log) == "a.ValidationError: 1 validation error for Config method No such one"
 
 
+def test_processor_seconds() -> None:
+    """They grow with work, and who has ended has none."""
+    before = draft_runs.processor_seconds([os.getpid()])
+    while draft_runs.processor_seconds([os.getpid(), 2**22 + 1]) < before + 0.05:
+        sum(range(10_000))
+    assert draft_runs.processor_seconds([2**22 + 1]) == 0
+
+
 def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the most that a process had; on GPUs what the server's own have, where that is told."""
     block = bytearray(64 * 2**20)
@@ -446,7 +455,7 @@ def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def rounds_of(speeds: list[float], task: str = "a") -> list[Round]:
     said = ((1, 2),)
     return [
-        Round(task, 1, index, 1 / speed, Look(1, 1, 0.1), said)
+        Round(task, 1, index, 1 / speed, 2 / speed, Look(1, 1, 0.1), said)
         for index, speed in enumerate(speeds, start=1)
     ]
 
@@ -457,6 +466,9 @@ def test_ratio(speeds: list[float], times: float) -> None:
     slow, fast = rounds_of(speeds), rounds_of([speed * times for speed in speeds])
     assert draft_runs.tokens_per_second(slow) == pytest.approx(speeds)
     assert draft_runs.ratios(fast, slow) == pytest.approx([times] * len(speeds))
+    assert draft_runs.processor_ratios(fast, slow) == pytest.approx([times] * len(speeds))
+    idle = [replace(each, processor_seconds=0.0) for each in slow]
+    assert draft_runs.processor_ratios(fast, idle) == []
 
 
 @pytest.mark.parametrize(("one", "several"), [(2.0, 1.5), (2.0, 3.0), (0.5, 0.4)])

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -107,6 +107,7 @@ class Round:
         concurrency: Requests at a time.
         index: Of the round.
         seconds: From the first request to the last answer.
+        processor_seconds: Of the server's processes, meanwhile: what else a machine does is not in it.
         counted: By the server, in these seconds.
         said: Token ids of every answer, in the order of the prompts.
     """
@@ -115,6 +116,7 @@ class Round:
     concurrency: int
     index: int
     seconds: float
+    processor_seconds: float
     counted: Look
     said: tuple[tuple[int, ...], ...]
 
@@ -151,19 +153,34 @@ class Result:
         return all(theirs.get((r.task, r.concurrency, r.index)) == r.said for r in self.rounds)
 
 
-def tokens_per_second(rounds: Sequence[Round]) -> list[float]:
-    """Of each round, over its tasks."""
+def tokens_per_second(
+    rounds: Sequence[Round], seconds: Callable[[Round], float] = lambda r: r.seconds
+) -> list[float]:
+    """Of each round, over its tasks; of whichever seconds."""
     rates = []
     for _, group in groupby(sorted(rounds, key=lambda r: r.index), key=lambda r: r.index):
         theirs = list(group)
-        rates.append(sum(r.counted.tokens for r in theirs) / sum(r.seconds for r in theirs))
+        rates.append(sum(r.counted.tokens for r in theirs) / sum(map(seconds, theirs)))
     return rates
 
 
-def ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
+def ratios(
+    rounds: Sequence[Round],
+    baseline: Sequence[Round],
+    seconds: Callable[[Round], float] = lambda r: r.seconds,
+) -> list[float]:
     """Tokens a second as multiples of the baseline's in the same round."""
-    pairs = zip(tokens_per_second(rounds), tokens_per_second(baseline), strict=True)
+    pairs = zip(
+        tokens_per_second(rounds, seconds), tokens_per_second(baseline, seconds), strict=True
+    )
     return [ours / theirs for ours, theirs in pairs]
+
+
+def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
+    """The same of processor seconds; nothing where a round is too short for the system's clock of them."""
+    if not all(each.processor_seconds for each in (*rounds, *baseline)):
+        return []
+    return ratios(rounds, baseline, lambda r: r.processor_seconds)
 
 
 def verifications(rounds: Iterable[Round]) -> Verifications:
@@ -293,10 +310,12 @@ def _ask(
 ) -> Round:
     client = client_of(server.url, server.api_key)
     before = Look.at(server)
+    used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         answers = list(pool.map(lambda prompt: _answers(client, prompt, plan), prompts))
     seconds = time.perf_counter() - start
+    used = processor_seconds(server.processes()) - used
     said = tuple(tokens for each in answers for tokens in each)
     deadline = time.monotonic() + _COUNTERS_SECONDS
     while (counted := Look.at(server).since(before)).requests < len(said):
@@ -305,7 +324,7 @@ def _ask(
                 f"The server counts {counted.requests:.0f} of {len(said)} requests on /metrics."
             )
         time.sleep(0.02)
-    return Round(task, concurrency, index, seconds, counted, said)
+    return Round(task, concurrency, index, seconds, used, counted, said)
 
 
 def _answers(client: OpenAI, prompt: Prompt, plan: Plan) -> list[tuple[int, ...]]:
@@ -361,6 +380,16 @@ def peak_resident_bytes(process: int) -> int:
         return 0
     found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
+
+
+def processor_seconds(processes: Sequence[int]) -> float:
+    """What processes have used of all cores since they began; those that have ended count nothing."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            times = psutil.Process(process).cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def device_bytes(processes: Sequence[int]) -> int | None:

@@ -12,6 +12,7 @@ from vllm_diffusion.cli.draft_runs import (
     Result,
     Round,
     first_token_seconds,
+    processor_ratios,
     ratios,
     tokens_per_second,
     verifications,
@@ -40,7 +41,7 @@ def tables(results: Sequence[Result], plan: Plan) -> str:
 def _speeds(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
     baseline = results[0]
     has_devices = any(result.device_bytes is not None for result in results)
-    head = ["draft", "tokens/s", "ratio", "from..to", "first token ms", "memory MiB"]
+    head = ["draft", "tokens/s", "ratio", "from..to", "processor", "first token ms", "memory MiB"]
     head += ["GPU MiB"] * has_devices + ["tokens/verification"]
     head += ["same tokens"] * (plan.temperature == 0)
     rows = []
@@ -50,18 +51,21 @@ def _speeds(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
             rows.append([result.contender.name, "no figures: see below"])
             continue
         verified = verifications(rounds)
-        times = ratios(rounds, baseline.of(concurrency)) if not baseline.failure else []
+        others = [] if baseline.failure else baseline.of(concurrency)
+        times = ratios(rounds, others) if others else []
+        used = processor_ratios(rounds, others) if others else []
         row = [
             result.contender.name,
             f"{median(tokens_per_second(rounds)):.1f}",
             f"{median(times):.2f}" if times else _NOT_KNOWN,
             f"{min(times):.2f}..{max(times):.2f}" if times else _NOT_KNOWN,
+            f"{median(used):.2f}" if used else _NOT_KNOWN,
             f"{1000 * first_token_seconds(rounds):.1f}",
             f"{result.resident_bytes / _MIB:.0f}" if result.resident_bytes else _NOT_KNOWN,
         ]
         if has_devices:
-            used = result.device_bytes
-            row.append(_NOT_KNOWN if used is None else f"{used / _MIB:.0f}")
+            on_devices = result.device_bytes
+            row.append(_NOT_KNOWN if on_devices is None else f"{on_devices / _MIB:.0f}")
         row.append(f"{verified.tokens:.2f}" if verified.number else _NOT_KNOWN)
         if plan.temperature == 0:
             row.append("yes" if result.says_as(baseline) else "NO")
@@ -212,12 +216,16 @@ def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> dic
         "concurrency": concurrency,
         "tokens_per_second": tokens_per_second(rounds),
         "ratios": ratios(rounds, baseline.of(concurrency)) if is_whole else None,
+        "processor_ratios": processor_ratios(rounds, baseline.of(concurrency))
+        if is_whole
+        else None,
         "first_token_seconds": first_token_seconds(rounds),
         "same_tokens": result.says_as(baseline) if plan.temperature == 0 and is_whole else None,
         **_acceptance(rounds),
         "tasks": {
             task: {
                 "ratio": _median_ratio(result, baseline, concurrency, task) if is_whole else None,
+                "processor_seconds": [r.processor_seconds for r in result.of(concurrency, task)],
                 **_acceptance(result.of(concurrency, task)),
             }
             for task in plan.tasks()
