@@ -13,7 +13,7 @@ import argparse
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -120,6 +120,42 @@ def ours(shape: Shape, impl: Impl = "triton") -> Callable[[], Tensor]:
         max_query_len=shape.max_query_len,
         max_seq_len=shape.max_seq_len,
     )
+
+
+def cut(shape: Shape, num_splits: int | None = None, **changes: int) -> Callable[[], Tensor] | None:
+    """Our Triton kernel with its work cut in another way than it would choose."""
+    from attention_kernels.canvas_attention.triton.launch import CanvasLaunch, choose_config
+
+    batch, out = shape.batch, torch.empty_like(shape.batch.query)
+    chosen = choose_config(batch.query, batch.key_cache.dtype)
+    config = replace(chosen, **changes)
+    if changes and config == chosen:
+        return None
+    launch = CanvasLaunch(
+        batch.query,
+        batch.key_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.causal_rows,
+        None,
+        shape.layer.head_dim**-0.5,
+        1.0,
+        0.0,
+        shape.layer.window,
+        shape.layer.window if shape.anchor == "query" else -1,
+        shape.anchor == "canvas",
+        shape.max_query_len,
+        shape.max_seq_len,
+        config=config,
+        num_splits=num_splits,
+    )
+
+    def call() -> Tensor:
+        launch(batch.query, batch.key_cache, batch.value_cache, out, None, None)
+        return out
+
+    return call
 
 
 def causal_flags(shape: Shape) -> Tensor:
@@ -235,6 +271,12 @@ def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
 IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
     "ours": ours,
     "cute": lambda shape: ours(shape, "cute"),
+    "unsplit": lambda shape: cut(shape, 1),
+    "split-2": lambda shape: cut(shape, 2),
+    "split-4": lambda shape: cut(shape, 4),
+    "rows-64": lambda shape: cut(shape, block_m=64, parts=1),
+    "keys-16": lambda shape: cut(shape, block_n=16) if shape.layer.window < 0 else None,
+    "keys-64": lambda shape: cut(shape, block_m=64, block_n=64, num_stages=1, parts=1),
     "stock-triton": stock_triton,
     "stock-fa4": lambda shape: flash_attention(shape, 4),
     "stock-fa3": lambda shape: flash_attention(shape, 3),

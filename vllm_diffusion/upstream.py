@@ -388,6 +388,18 @@ TABLE: tuple[Symbol, ...] = (
         Use.CALLED,
         "Builds each layer's attention metadata from the batch.",
     ),
+    *(
+        Symbol(
+            f"vllm.model_executor.warmup.jit_warmup:{name}",
+            use,
+            "Compiles our attention kernels with vLLM's own, before it captures graphs.",
+        )
+        for name, use in (
+            ("VllmJitKernel", Use.SUBCLASSED),
+            ("VllmJitKernel.register_warmup", Use.CALLED),
+            ("JitWarmupRegistry.warmup", Use.CALLED),
+        )
+    ),
     Symbol(
         "vllm.v1.worker.gpu.input_batch:InputBatch",
         Use.CALLED,

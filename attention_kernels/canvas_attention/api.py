@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def canvas_attention(
     impl: Impl = "auto",
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    batch_invariant: bool = False,
     check_values: bool = False,
 ) -> Tensor:
     """Paged attention of sequences whose head is causal and whose tail is a canvas.
@@ -51,9 +52,8 @@ def canvas_attention(
     - a canvas row (r >= c) if ``s - window_left <= j < L`` with ``window_anchor="canvas"``, or
       ``p - window_left <= j <= p + window_right`` (and j < L) with ``window_anchor="query"``.
 
-    A window of -1 leaves that side open. A row that sees nothing gives zeros, and the output of a
-    sequence is the same bits whoever shares its batch. The new keys and values must be in the
-    cache before the call.
+    A window of -1 leaves that side open. A row that sees nothing gives zeros. The new keys and
+    values must be in the cache before the call.
 
     Args:
         query: [num_tokens, num_q_heads, head_dim], bf16, fp16, fp32, or fp64 (reference only);
@@ -85,8 +85,11 @@ def canvas_attention(
             (head_dim 256 and 512) and 10.x (256), compiles for both, and has run on neither. It
             takes bf16 and fp16 without ``row_spans``.
         max_query_len: At least the longest query of the batch, if the caller knows it on the host.
-            A launch bound only: it never changes a result. Defaults to what the shapes allow.
+            Sizes a launch; a result may be rounded in another order. Defaults to what the shapes
+            allow.
         max_seq_len: As ``max_query_len``, for keys.
+        batch_invariant: The output of a sequence is the same bits whoever shares its batch. Costs
+            a few sequences with many keys the programs that would fill a GPU.
         check_values: Also check values that lie on the device, and wait for it. For debugging.
 
     Returns:
@@ -100,8 +103,7 @@ def canvas_attention(
     _check_tensors(query, key_cache, value_cache, row_spans, out)
     _check_batch(query, block_table, query_start_loc, seq_lens, causal_rows)
     _check_scales(key_cache, query.device, key_scale, value_scale)
-    _check_bound("max_query_len", max_query_len)
-    _check_bound("max_seq_len", max_seq_len)
+    _check_bounds(max_query_len, max_seq_len)
     if check_values:
         _check_values(
             query, key_cache, block_table, query_start_loc, seq_lens, causal_rows, row_spans
@@ -131,8 +133,155 @@ def canvas_attention(
         out=out,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        batch_invariant=batch_invariant,
     )
     return out
+
+
+class Planned(Protocol):
+    """One layer's attention in a step that was planned."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> None:
+        """Write the attention of the step's rows into ``out``; rows behind them are padding.
+
+        Nothing is checked: the tensors are like those of the plan, and the scales are those of
+        :func:`canvas_attention`, as tensors.
+        """
+
+
+def plan_canvas_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    window_anchor: WindowAnchor = "canvas",
+    row_spans: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    impl: Impl = "auto",
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    batch_invariant: bool = False,
+) -> Planned:
+    """Check once what the layers of a kind share in a step, and keep what it comes to.
+
+    Arguments are those of :func:`canvas_attention` for one layer. Nothing is computed on the device
+    and no memory of it is held but the tensors of the batch, whose values are read when a layer
+    runs: the plan may be older than a graph that is captured with it.
+
+    Returns:
+        What runs each layer whose tensors have the shapes, dtypes and devices of these.
+
+    Raises:
+        ValueError: If shapes, dtypes, devices or options disagree.
+        NotImplementedError: If ``impl`` cannot run these inputs.
+    """
+    _check_options(softcap, window_left, window_right, window_anchor, impl)
+    _check_tensors(query, key_cache, value_cache, row_spans, out)
+    _check_batch(query, block_table, query_start_loc, seq_lens, causal_rows)
+    _check_scales(key_cache, query.device, key_scale, value_scale)
+    _check_bounds(max_query_len, max_seq_len)
+    chosen = _choose(query) if impl == "auto" else impl
+    batch = (block_table, query_start_loc, seq_lens, causal_rows)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "window_left": window_left,
+        "window_right": window_right,
+        "window_anchor": window_anchor,
+        "row_spans": row_spans,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "batch_invariant": batch_invariant,
+    }
+    implementation = _implementation(chosen)
+    if chosen == "triton":
+        from attention_kernels.canvas_attention.triton.launch import plan
+
+        return plan(query, key_cache, *batch, **options)
+    num_tokens = query.shape[0]
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> None:
+        implementation(
+            query[:num_tokens],
+            key_cache,
+            value_cache,
+            *batch,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            out=out[:num_tokens],
+            **options,
+        )
+
+    return run
+
+
+def warm_up_canvas_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    window_anchor: WindowAnchor = "canvas",
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    with_spans: Iterable[bool] = (False,),
+    impl: Impl = "auto",
+    batch_invariant: bool = False,
+) -> None:
+    """Compile every kernel that layers of a kind may launch, whatever the rows of a step.
+
+    Arguments are those of :func:`plan_canvas_attention`, and ``with_spans``: whether steps have
+    ``row_spans``, or both where some do. No value of the tensors is read.
+    """
+    _check_options(softcap, window_left, window_right, window_anchor, impl)
+    _check_tensors(query, key_cache, value_cache, None, None)
+    _check_scales(key_cache, query.device, key_scale, value_scale)
+    if (_choose(query) if impl == "auto" else impl) != "triton":
+        return
+    from attention_kernels.canvas_attention.triton.launch import warm_up
+
+    warm_up(
+        query,
+        key_cache,
+        value_cache,
+        scale=scale,
+        softcap=softcap,
+        window_left=window_left,
+        window_right=window_right,
+        window_anchor=window_anchor,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        with_spans=with_spans,
+        batch_invariant=batch_invariant,
+    )
 
 
 def _implementation(impl: Impl) -> Callable[..., None]:
@@ -321,9 +470,10 @@ def _check_scales(
             _check_device(name, scale, device)
 
 
-def _check_bound(name: str, bound: int | None) -> None:
-    if bound is not None and bound < 0:
-        raise ValueError(f"{name}={bound} must be at least 0, or left out.")
+def _check_bounds(max_query_len: int | None, max_seq_len: int | None) -> None:
+    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"{name}={bound} must be at least 0, or left out.")
 
 
 def _check_values(

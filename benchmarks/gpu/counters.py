@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -43,7 +44,7 @@ from data_file import DataFile
 
 VOCAB, HIDDEN, CANVAS = 262144, 2816, 256
 # The chip whose configurations are launched.
-CAPABILITY = (9, 0)
+CAPABILITY, MULTIPROCESSORS = (9, 0), 132
 ROUNDS = 10
 
 
@@ -80,9 +81,9 @@ def launches() -> Iterator[list[str]]:
     def record(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: found.append(kernel.__name__)
 
-    def scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+    def scratch(size: int, device: torch.device) -> Tensor:
         # On the CPU the system would be asked for its pages in every call.
-        return torch.empty(rows, columns, device="meta")
+        return torch.empty(size, device="meta")
 
     def implementation(impl: api.Impl, rows: RowLogits) -> Any:
         # No mock, which would keep every tile that it is asked about.
@@ -92,33 +93,46 @@ def launches() -> Iterator[list[str]]:
         mock.patch.object(type(canvas_attention_kernel), "__getitem__", record),
         mock.patch.object(launch, "_scratch", scratch),
         mock.patch.object(launch, "choose_config", chosen),
+        mock.patch.object(launch, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(api, "_implementation", implementation),
     ):
         yield found
 
 
+# Name, query heads, key heads, head size and window of the model's layers.
+LAYERS = (("sliding", 16, 8, 256, 1023), ("full", 16, 2, 512, -1))
+
+
+def attention_inputs(
+    device: str, length: int, canvases: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, CanvasBatch]:
+    """The cache of a layer as the engine has it, and canvases that all end at ``length`` keys."""
+    cache = torch.empty(4, num_kv_heads, 16, 2 * head_dim, dtype=torch.bfloat16, device=device)
+    by_token = cache.transpose(1, 2)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    batch = CanvasBatch(
+        query=torch.empty(
+            canvases * CANVAS, num_heads, head_dim, dtype=torch.bfloat16, device=device
+        ),
+        key_cache=by_token[..., :head_dim],
+        value_cache=by_token[..., head_dim:],
+        block_table=integers(canvases, length // 16),
+        query_start_loc=integers(canvases + 1),
+        seq_lens=integers(canvases),
+        causal_rows=integers(canvases),
+    )
+    return cache, batch
+
+
 def attention_calls(device: str) -> dict[str, Callable[[], object]]:
-    """A layer of each kind, one canvas, short and at the length that graphs are captured for."""
+    """A layer of each kind, short and at the length that graphs are captured for."""
     calls = {}
-    layers = (("sliding", 16, 8, 256, 1023), ("full", 16, 2, 512, -1))
-    for name, num_heads, num_kv_heads, head_dim, window in layers:
-        for length in (1280, 32768):
-            cache = torch.empty(
-                4, num_kv_heads, 16, 2 * head_dim, dtype=torch.bfloat16, device=device
-            ).transpose(1, 2)
-
-            def integers(*shape: int) -> Tensor:
-                return torch.zeros(shape, dtype=torch.int32, device=device)
-
-            batch = CanvasBatch(
-                query=torch.empty(CANVAS, num_heads, head_dim, dtype=torch.bfloat16, device=device),
-                key_cache=cache[..., :head_dim],
-                value_cache=cache[..., head_dim:],
-                block_table=integers(1, length // 16),
-                query_start_loc=integers(2),
-                seq_lens=integers(1),
-                causal_rows=integers(1),
-            )
+    for name, *heads, window in LAYERS:
+        for length, canvases in ((1280, 1), (32768, 1), (32768, 4)):
+            _, batch = attention_inputs(device, length, canvases, *heads)
             options = {
                 **batch.tensors(),
                 "scale": 0.1,
@@ -128,9 +142,53 @@ def attention_calls(device: str) -> dict[str, Callable[[], object]]:
                 "max_query_len": CANVAS,
                 "max_seq_len": length,
             }
-            calls[f"attention, {name} layer, {length} keys"] = lambda options=options: (
-                canvas_attention(**options)
+            calls[f"attention, {name} layer, {canvases} x canvas, {length} keys"] = (
+                lambda options=options: canvas_attention(**options)
             )
+    return calls
+
+
+def layer_calls() -> dict[str, Callable[[], object]]:
+    """A layer of a pass as the engine calls it: the first of its kind, and those behind it."""
+    try:
+        from vllm_diffusion.attention import backend
+    except ImportError:
+        # Where the engine is not installed, none of it calls a layer.
+        return {}
+    config = SimpleNamespace(additional_config={"diffusion": {"attention": "triton"}})
+    calls: dict[str, Callable[[], object]] = {}
+    for name, num_heads, num_kv_heads, head_dim, window in LAYERS:
+        with mock.patch.object(backend, "get_current_vllm_config", return_value=config):
+            impl = backend.CanvasAttentionImpl(
+                num_heads, head_dim, 0.1, num_kv_heads, sliding_window=window + 1 or None
+            )
+        cache, batch = attention_inputs("cpu", 32768, 1, num_heads, num_kv_heads, head_dim)
+        step = backend.CanvasAttentionMetadata(
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            causal_rows=batch.causal_rows,
+            row_spans=None,
+            num_tokens=CANVAS,
+            max_query_len=CANVAS,
+            max_seq_len=32768,
+            window_anchor="canvas",
+        )
+        new = batch.key_cache[0, :1]
+        out = torch.empty_like(batch.query)
+
+        def forward(
+            impl: Any = impl, step: Any = step, batch: Any = batch, rest: Any = (new, cache, out)
+        ) -> None:
+            new, cache, out = rest
+            impl.forward(None, batch.query, new, new, cache, step, out)
+
+        def first(forward: Any = forward, step: Any = step) -> None:
+            step.plans.clear()
+            forward()
+
+        calls[f"attention, {name} layer of a pass, the first"] = first
+        calls[f"attention, {name} layer of a pass, each other"] = forward
     return calls
 
 
@@ -233,7 +291,7 @@ def host_costs() -> dict[str, float]:
         for name, call in sampling_calls("cpu", 1, 1, torch.float32, tile * tile, tile).items()
         if name.startswith("sampling, 1 x")
     }
-    calls |= attention_calls("cpu")
+    calls |= attention_calls("cpu") | layer_calls()
     ratios = {}
     with launches():
         for name, call in calls.items():

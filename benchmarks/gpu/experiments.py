@@ -131,15 +131,17 @@ EXPERIMENTS = (
     ),
     Experiment(
         "attention",
-        "attention beside stock's kernels, short and long contexts",
+        "attention beside stock's kernels and cut in other ways, short and long contexts",
         _script(
             "bench_canvas_attention.py",
             *("--requests", "1", "8", "--contexts", "1024", "8192", "32768"),
             *("--phases", "denoise", "--peers", "cute", "stock-triton", "stock-fa4", "stock-fa3"),
+            *("unsplit", "split-2", "split-4", "rows-64", "keys-16", "keys-64"),
         ),
         _script(
             "bench_canvas_attention.py",
-            *("--requests", "1", "--contexts", "20", "--phases", "denoise", "--peers"),
+            *("--requests", "1", "--contexts", "20", "--phases", "denoise"),
+            *("--peers", "unsplit", "split-2", "keys-16"),
         ),
         expected=2.5,
         limit=6,

@@ -208,7 +208,10 @@ FIGURES = (
             ("full", 1, 32768),
             ("full", 8, 8192),
         )
-        for peer in ("stock-triton", "stock-fa4", "cute")
+        for peer in (
+            *("stock-triton", "stock-fa4", "cute", "unsplit"),
+            "rows-64" if layer == "sliding" else "keys-16",
+        )
     ),
     Figure(
         'attention, `impl="cute"`: most that an entry differs from Triton\'s',

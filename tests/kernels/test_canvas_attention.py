@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import canvas_attention, plan_canvas_attention
 from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.testing import (
     CanvasBatch,
@@ -21,8 +21,9 @@ from attention_kernels.testing import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 make_batch = functools.partial(make_canvas_batch, device=DEVICE)
+BATCH_TENSORS = ("block_table", "query_start_loc", "seq_lens", "causal_rows")
 
-# "triton-tiny" cuts small inputs into many tiles, several splits and several launches.
+# "triton-tiny" cuts small inputs into many tiles, several splits and parts of values.
 IMPLS = ["reference", "triton", "triton-tiny"]
 
 
@@ -103,8 +104,8 @@ def expected(
     return out.to(DEVICE)
 
 
-def nan_scratch(rows, columns, device):
-    return torch.full((rows, columns), float("nan"), dtype=torch.float32, device=device)
+def nan_scratch(size, device):
+    return torch.full((size,), float("nan"), dtype=torch.float32, device=device)
 
 
 @contextlib.contextmanager
@@ -118,11 +119,11 @@ def configured(impl: str):
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(kernels, "_scratch", nan_scratch))
         if impl == "triton-tiny":
-            config = kernels.TritonConfig(16, 16, 4, 1, min_split_keys=32, max_splits=3)
+            config = kernels.TritonConfig(16, 16, 4, 1, parts=2)
             patches.enter_context(mock.patch.object(kernels, "choose_config", return_value=config))
-            patches.enter_context(mock.patch.object(kernels, "SCRATCH_BYTES", 20_000))
+            patches.enter_context(mock.patch.object(kernels, "splits", return_value=3))
+            patches.enter_context(mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32))
             patches.enter_context(mock.patch.object(kernels, "SEARCH_WIDTH", 2))
-            patches.enter_context(mock.patch.object(kernels, "MAX_SPLIT_ROWS", 30))
         yield "triton"
 
 
@@ -370,6 +371,8 @@ def alone(batch: CanvasBatch, seq: int) -> CanvasBatch:
 
 
 def check_alone_is_identical(impl, batch, options):
+    """By request, or where as many splits are launched; those of "triton-tiny" always are."""
+    options = options | {"batch_invariant": impl != "triton-tiny"}
     together = run(batch, impl=impl, **options)
     for seq in range(len(batch.seq_lens)):
         rows = slice(*batch.query_start_loc[seq : seq + 2].tolist())
@@ -419,8 +422,8 @@ def test_canvas_attention_wide_sweep(impl, max_examples):
         pytest.param(5, -1, "canvas", True, id="L5-canvas-spans"),
     ],
 )
-@pytest.mark.parametrize("max_splits", [1, 4])
-def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_canvas_attention_visited_tiles(left, right, anchor, spans, num_splits):
     """The kernel computes the key tiles that some row of a query tile sees, and no other."""
     from attention_kernels.canvas_attention.triton import launch as kernels
 
@@ -429,7 +432,7 @@ def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
     batch = make_batch(
         query_lens, seq_lens, causal_rows, row_spans=row_spans if spans else None, padded_rows=4
     )
-    config = kernels.TritonConfig(32, 16, 4, 1, min_split_keys=32, max_splits=max_splits)
+    config = kernels.TritonConfig(32, 16, 4, 1, parts=num_splits // 2 or 1)
     visited = torch.zeros(len(seq_lens), dtype=torch.int32, device=DEVICE)
     kernels.launch(
         *[tensor for name, tensor in batch.tensors().items() if name != "row_spans"],
@@ -446,6 +449,7 @@ def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
         max(query_lens),
         max(seq_lens),
         config=config,
+        num_splits=num_splits,
         visited=visited,
     )
     tokens_per_tile = 32 // 2  # two query heads share a key head
@@ -466,7 +470,7 @@ def test_canvas_attention_visited_tiles(left, right, anchor, spans, max_splits):
 
 
 def test_canvas_attention_split_is_used():
-    """Few rows and many keys run as several splits, and the bounds only size the launch."""
+    """Few rows and many keys run as several splits."""
     from attention_kernels.canvas_attention.triton import launch as kernels
 
     batch = make_batch([8], [300], [0])
@@ -474,12 +478,178 @@ def test_canvas_attention_split_is_used():
         configured("triton-tiny"),
         mock.patch.object(kernels, "_scratch", side_effect=nan_scratch) as scratch,
     ):
-        out = canvas_attention(**batch.tensors(), scale=0.2, impl="triton")
-        assert scratch.called
-        bounded = canvas_attention(
-            **batch.tensors(), scale=0.2, impl="triton", max_query_len=8, max_seq_len=300
+        canvas_attention(**batch.tensors(), scale=0.2, impl="triton")
+        assert scratch.call_count == 1
+        canvas_attention(**batch.tensors(), scale=0.2, impl="triton", batch_invariant=True)
+        assert scratch.call_count == 1
+
+
+@st.composite
+def short_replays(draw):
+    """Canvases, and how a graph that was captured for longer ones cut their keys."""
+    canvases = draw(st.integers(1, 3))
+    canvas = draw(st.sampled_from([1, 8, 13]))
+    batch = make_batch(
+        [canvas] * canvases,
+        draw(st.lists(st.integers(canvas, 120), min_size=canvases, max_size=canvases)),
+        [draw(st.sampled_from([0, canvas]))] * canvases,
+        num_kv_heads=draw(st.sampled_from([1, 2])),
+        head_dim=32,
+        seed=draw(st.integers(0, 9)),
+    )
+    return batch, draw(st.integers(1, 8)), draw(st.sampled_from([-1, 20]))
+
+
+def test_canvas_attention_short_replay_of_a_long_graph():
+    """However many splits were captured for how long a context, a short one is computed rightly,
+    in no more key tiles than without splits, and the splits that it leaves empty do nothing."""
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    config = kernels.TritonConfig(16, 16, 4, 1)
+
+    def launched(batch, num_splits, left):
+        out = torch.zeros_like(batch.query)
+        visited = torch.zeros_like(batch.seq_lens)
+        step = kernels.CanvasLaunch(
+            batch.query,
+            batch.key_cache,
+            *[batch.tensors()[name] for name in BATCH_TENSORS],
+            None,
+            0.2,
+            1.0,
+            0.0,
+            left,
+            -1,
+            True,
+            16,
+            131072,
+            config=config,
+            num_splits=num_splits,
+            visited=visited,
         )
-    assert torch.equal(out, bounded)
+        step(batch.query, batch.key_cache, batch.value_cache, out, None, None)
+        return out, visited
+
+    @settings(SWEEP, max_examples=10)
+    @given(short_replays())
+    def every_case(case):
+        batch, num_splits, left = case
+        with (
+            mock.patch.object(kernels, "_scratch", nan_scratch),
+            mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32),
+        ):
+            out, visited = launched(batch, num_splits, left)
+            whole, visited_whole = launched(batch, 1, left)
+        assert torch.equal(visited, visited_whole)
+        exact = expected(batch, torch.float64, scale=0.2, left=left)
+        same = expected(batch, torch.float32, scale=0.2, left=left)
+        assert_within_error_budget(out[: len(exact)], same, exact, "split", factor=4.0)
+        if int(batch.seq_lens.max()) <= 32:
+            # Too short to be cut: written as it is without splits.
+            assert torch.equal(out, whole)
+
+    every_case()
+
+
+# Multiprocessors; programs that one runs at once; programs of a canvas; keys; bytes of a partial:
+# of full and sliding layers of the 26B shape on an H100 and an A100.
+GPUS = {
+    "full, H100": (132, 1, 64, None, 128 * 258 * 4),
+    "sliding, H100": (132, 1, 32, 1279, 128 * 258 * 4),
+    "full, A100": (108, 1, 64, None, 64 * 514 * 4),
+    "sliding, A100": (108, 2, 64, 1279, 64 * 258 * 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "counts"),
+    [
+        ("full, H100", {1: 2, 2: 1, 3: 2, 4: 1, 5: 1, 8: 1, 32: 1}),
+        ("sliding, H100", {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
+        ("full, A100", {1: 5, 2: 5, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
+        ("sliding, A100", {1: 3, 2: 1, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
+    ],
+)
+def test_splits(gpu, counts):
+    """One or two canvases fill a GPU with splits of their keys, and from four on there are none."""
+    from attention_kernels.canvas_attention.triton.launch import LONG_KEYS, SCRATCH_BYTES, splits
+
+    multiprocessors, at_once, programs, keys, partial_bytes = GPUS[gpu]
+    at_once *= multiprocessors
+    for canvases, expected_splits in counts.items():
+        whole = canvases * programs
+        found = splits(whole, at_once, keys or LONG_KEYS, partial_bytes)
+        assert found == expected_splits, f"{canvases} canvases"
+        assert found == 1 or whole * found * partial_bytes <= SCRATCH_BYTES
+        # No fewer programs than without, and with splits most of a GPU has one.
+        assert found == 1 or whole * found >= 0.85 * at_once
+
+
+@pytest.mark.parametrize(
+    ("canvases", "context", "window", "grid"),
+    [
+        pytest.param(1, 30, -1, (16, 4, 1), id="1-short-full"),
+        pytest.param(1, 1024, -1, (16, 4, 2), id="1-1k-full"),
+        pytest.param(1, 131072 - 256, -1, (16, 4, 2), id="1-128k-full"),
+        pytest.param(2, 131072 - 256, -1, (33, 4, 1), id="2-128k-full"),
+        pytest.param(4, 131072 - 256, -1, (67, 4, 1), id="4-128k-full"),
+        pytest.param(1, 131072 - 256, 1023, (4, 8, 4), id="1-128k-sliding"),
+        pytest.param(2, 131072 - 256, 1023, (9, 8, 2), id="2-128k-sliding"),
+        pytest.param(8, 131072 - 256, 1023, (39, 8, 1), id="8-128k-sliding"),
+    ],
+)
+def test_programs_of_a_launch(canvases, context, window, grid):
+    """Query tiles, heads and splits by requests and context, of the 26B shape on an H100."""
+    from attention_kernels.canvas_attention.triton import configs
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    head_dim, num_kv_heads = (512, 2) if window < 0 else (256, 8)
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    config = configs.tuned_config(head_dim, torch.bfloat16, torch.bfloat16, (9, 0))
+    with mock.patch.object(kernels, "multiprocessors", return_value=132):
+        launch = kernels.CanvasLaunch(
+            empty(canvases * 256, 16, head_dim, dtype=torch.bfloat16),
+            empty(4, 16, num_kv_heads, head_dim, dtype=torch.bfloat16),
+            empty(canvases, 8192),
+            empty(canvases + 1),
+            empty(canvases),
+            empty(canvases),
+            None,
+            0.1,
+            1.0,
+            0.0,
+            window,
+            -1,
+            True,
+            256,
+            context + 256,
+            config=config,
+        )
+    assert launch.grid == grid
+
+
+def test_plan_canvas_attention():
+    """A plan runs layers of its kind as the function does, padding and all; and it checks."""
+    batch = make_batch([13, 8], [40, 90], [13, 0], padded_rows=3)
+    caches = {"key_cache": batch.key_cache * 2, "value_cache": -batch.value_cache}
+    other = replace(batch, query=-batch.query, **caches)
+    live = batch.query[: batch.num_live_tokens]
+    tensors = batch.tensors() | {"query": live}
+    for impl in ("reference", "triton"):
+        plan = plan_canvas_attention(**tensors, scale=0.2, window_left=9, impl=impl)
+        for layer in (batch, other):
+            out = torch.full_like(layer.query, 7.0)
+            plan(layer.query, layer.key_cache, layer.value_cache, out, None, None)
+            wanted = canvas_attention(**layer.tensors(), scale=0.2, window_left=9, impl=impl)
+            assert torch.equal(out[: len(live)], wanted[: len(live)])
+            assert (out[len(live) :] == 7.0).all()
+    with pytest.raises(ValueError, match="seq_lens has dtype"):
+        plan_canvas_attention(**(tensors | {"seq_lens": batch.seq_lens.long()}), scale=0.2)
+    with pytest.raises(ValueError, match="window_left=-2"):
+        plan_canvas_attention(**tensors, scale=0.2, window_left=-2)
 
 
 def test_canvas_attention_op():
@@ -489,7 +659,7 @@ def test_canvas_attention_op():
     batch = make_batch([4, 3], [10, 9], [2, 0])
     tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
     out = torch.zeros_like(batch.query)
-    arguments = (*tensors, out, None, None, None, 0.2, 1.0, 0.0, 5, -1, True, 7, 32)
+    arguments = (*tensors, out, None, None, None, 0.2, 1.0, 0.0, 5, -1, True, 7, 32, False)
     torch.library.opcheck(torch.ops.attention_kernels.canvas_attention_triton.default, arguments)
 
 

@@ -29,7 +29,7 @@ import torch
 
 from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
 from attention_kernels.testing import walk_key_tiles
-from tests.support.triton_compile import told_of
+from tests.support.triton_compile import innermost_loops, told_of
 
 # Shared memory that one block can have, in bytes; the same on both chips.
 SHARED_MEMORY = 227 * 1024
@@ -130,10 +130,14 @@ def compile_case(capability: int, case: Case) -> dict:
 
 
 def resources(cubin: bytes) -> dict:
-    """Registers at launch and stack of a compiled kernel, from the tool inside Triton's package."""
+    """Registers at launch, stack and loops of a compiled kernel, from the tools inside Triton's package."""
     report = told_of("cuobjdump", "-res-usage", cubin=cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return {"registers": int(registers), "stack": int(stack)}
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        "loops": innermost_loops(cubin),
+    }
 
 
 class TracedRule:

@@ -1,4 +1,4 @@
-"""vLLM's attention interface on top of :func:`attention_kernels.canvas_attention`.
+"""vLLM's attention interface on top of :mod:`attention_kernels.canvas_attention`.
 
 One back end for every layer and every mixture of prefill, denoise and encode rows. A batch of a
 diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`); for any other model, and for
@@ -7,11 +7,12 @@ stock's own diffusion class, the engine's causal flag is widened to rows here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -29,7 +30,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from attention_kernels.canvas_attention import canvas_attention
+from attention_kernels.canvas_attention import (
+    Impl,
+    Planned,
+    plan_canvas_attention,
+    warm_up_canvas_attention,
+)
+from vllm_diffusion.attention.warm_up import ATTENTION_VARIANTS
 from vllm_diffusion.settings.plugin_settings import plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -53,6 +60,7 @@ class CanvasAttentionMetadata:
         max_query_len: Upper bound on the rows of one request.
         max_seq_len: Upper bound on the keys of one request.
         window_anchor: ``"canvas"`` or ``"query"``.
+        plans: What the step comes to for each kind of layer, made by the first one of it.
     """
 
     query_start_loc: Tensor
@@ -64,6 +72,7 @@ class CanvasAttentionMetadata:
     max_query_len: int
     max_seq_len: int
     window_anchor: str
+    plans: dict[Any, Planned] = field(init=False, default_factory=dict, repr=False)
 
 
 def bind_canvas(
@@ -123,6 +132,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Our model states say which rows are causal themselves (bind_canvas).
         self._is_bound = getattr(vllm_config.model_config, "canvas_spec", None) is not None
+        ATTENTION_VARIANTS.register_warmup(layer_names, vllm_config)
 
     def build(
         self,
@@ -217,21 +227,36 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         # A model's sliding window counts the query itself; ours count the keys beside it.
         self.window = -1 if sliding_window is None else sliding_window - 1
-        self.impl = plugin_settings(get_current_vllm_config()).attention
+        self.is_fp8 = kv_cache_dtype in FP8_CACHE_DTYPES
+        config = get_current_vllm_config()
+        self.impl: Impl = plugin_settings(config).attention  # type: ignore[assignment]
         if self.impl == "cute":
-            self._run_triton_where_cute_refuses(head_size)
+            self._run_triton_where_cute_cannot(config.model_config.is_mm_prefix_lm)
+        # Layers that agree in these share what they launch.
+        self.kind = (
+            *(self.num_heads, self.num_kv_heads, head_size, self.scale, self.softcap),
+            *(self.window, kv_cache_dtype, self.impl),
+        )
 
-    def _run_triton_where_cute_refuses(self, head_size: int) -> None:
+    def _run_triton_where_cute_cannot(self, may_hold_images: bool) -> None:
         """One kind of layer may have no kernel of FlashAttention-4 where the other has."""
         from attention_kernels.canvas_attention.cute.launch import refusal
 
         capability = current_platform.get_device_capability()
-        reason = None if capability is None else refusal(tuple(capability), head_size)
+        reason = None if capability is None else refusal(tuple(capability), self.head_size)
+        if self.is_fp8:
+            reason = "reads no FP8 cache."
         if reason is not None:
             logger.info_once(
-                "Layers of head size %d run Triton: FlashAttention-4 %s", head_size, reason
+                "Layers of head size %d run Triton: FlashAttention-4 %s", self.head_size, reason
             )
             self.impl = "triton"
+        elif may_hold_images:
+            logger.info_once(
+                "Passes with an image run Triton in layers of head size %d: FlashAttention-4 knows "
+                "no image spans.",
+                self.head_size,
+            )
 
     def forward(
         self,
@@ -252,10 +277,28 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         if attn_metadata is None:
             # The engine's memory profile runs without a cache.
             return output.fill_(0)
+        plan = attn_metadata.plans.get(self.kind)
         key_cache, value_cache = self._split(kv_cache)
-        is_fp8 = key_cache.dtype == FP8
+        out = output.view(-1, self.num_heads, self.head_size)
+        scales = self._scales(layer)
+        if plan is None:
+            plan = self._plan(attn_metadata, query, key_cache, value_cache, out, *scales)
+        plan(query, key_cache, value_cache, out, *scales)
+        return output
+
+    def _plan(
+        self,
+        attn_metadata: CanvasAttentionMetadata,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> Planned:
+        """Check the step for layers of this kind, of which this is the first."""
         num_tokens = attn_metadata.num_tokens
-        canvas_attention(
+        plan = plan_canvas_attention(
             query[:num_tokens],
             key_cache,
             value_cache,
@@ -269,14 +312,59 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             window_right=self.window if attn_metadata.window_anchor == "query" else -1,
             window_anchor=attn_metadata.window_anchor,  # type: ignore[arg-type]
             row_spans=attn_metadata.row_spans,
-            key_scale=layer._k_scale if is_fp8 else None,
-            value_scale=layer._v_scale if is_fp8 else None,
-            impl=self.impl,  # type: ignore[arg-type]
-            out=output[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
+            key_scale=key_scale,
+            value_scale=value_scale,
+            out=out[:num_tokens],
+            impl=self._impl_of(attn_metadata),
             max_query_len=attn_metadata.max_query_len,
             max_seq_len=attn_metadata.max_seq_len,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        return output
+        attn_metadata.plans[self.kind] = plan
+        return plan
+
+    def _scales(self, layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None]:
+        """What an FP8 cache is multiplied by."""
+        return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
+
+    def warm_up(
+        self, layer: Any, window_anchor: str, with_spans: list[bool], dtype: torch.dtype
+    ) -> None:
+        """Compile the kernels of whatever step layers of this kind may be in.
+
+        Args:
+            layer: One of them, with its cache.
+            window_anchor: Of the steps.
+            with_spans: Whether they have image spans; both, where some have.
+            dtype: Of queries.
+        """
+        impl = self.impl
+        if impl == "cute":
+            # Its own kernel is compiled by the first pass of the start-up.
+            impl, with_spans = "triton", [spans for spans in with_spans if spans]
+        key_cache, value_cache = self._split(layer.kv_cache)
+        key_scale, value_scale = self._scales(layer)
+        warm_up_canvas_attention(
+            torch.empty(1, self.num_heads, self.head_size, dtype=dtype, device=key_cache.device),
+            key_cache,
+            value_cache,
+            scale=self.scale,
+            softcap=self.softcap,
+            window_left=self.window,
+            window_right=self.window if window_anchor == "query" else -1,
+            window_anchor=window_anchor,  # type: ignore[arg-type]
+            key_scale=key_scale,
+            value_scale=value_scale,
+            with_spans=with_spans,
+            impl=impl,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+
+    def _impl_of(self, attn_metadata: CanvasAttentionMetadata) -> Impl:
+        """FlashAttention-4 knows no image spans."""
+        if self.impl == "cute" and attn_metadata.row_spans is not None:
+            return "triton"
+        return self.impl
 
     def do_kv_cache_update(
         self,
@@ -315,24 +403,23 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             cache[block, offset] = rows.to(cache.dtype)
 
     def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        if self.kv_cache_dtype in FP8_CACHE_DTYPES:
+        if self.is_fp8:
             # vLLM allocates bytes.
             kv_cache = kv_cache.view(FP8)
-        return split_kv_cache(kv_cache, self.head_size)
+        return split_kv_cache(kv_cache)
 
 
-def split_kv_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+def split_kv_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of the keys and the values in vLLM's cache of one layer.
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides.
-        head_size: Elements of one head's key.
 
     Returns:
         Two views, [num_blocks, block_size, num_kv_heads, head_size].
     """
-    by_token = kv_cache.transpose(1, 2)
-    return by_token[..., :head_size], by_token[..., head_size:]
+    keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
+    return keys, values
 
 
 class CanvasAttentionBackend(AttentionBackend):

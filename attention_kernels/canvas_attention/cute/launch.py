@@ -64,10 +64,11 @@ def canvas_attention_cute(
     out: Tensor,
     max_query_len: int | None,
     max_seq_len: int | None,
+    batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``.
 
-    The launch bounds are not used: the grid follows from the number of tokens.
+    The launch bounds are not used: the grid follows from the number of tokens, and no tile is cut.
     """
     if query.device.type != "cuda":
         raise NotImplementedError(

@@ -15,56 +15,63 @@ class TritonConfig:
     block_n: int  # keys of a tile
     num_warps: int
     num_stages: int
-    # A range of keys is split when it is longer than this. One sliding window of 1024 and a canvas
-    # of 256 are not: there, writing and reading partials would cost more than idle cores.
-    min_split_keys: int = 2048
-    max_splits: int = 8
+    parts: int = 1  # of a head's values, in programs that compute the same scores
+    programs: int = 1  # that run on a multiprocessor at once, as far as splits go
 
 
-# Chosen without a GPU, from what the compiler reports: the largest tiles that neither spill
-# registers nor pass the chip's shared memory (tests/kernels/test_ahead_of_time.py says of one that
-# spills, with a shorter loop). Keyed by chip,
-# then by the padded head size; smaller heads take the entry of 64.
+# Chosen without a GPU, from what the compiler reports (benchmarks/gpu/compiled.py): the fewest
+# estimated cycles a key, issued or of tensor cores, within the chip's shared memory and without
+# spills (tests/kernels/test_ahead_of_time.py says of one that spills, with a shorter loop). Keyed by
+# chip, then by the padded head size; smaller heads take the entry of 64.
 _CONFIGS = {
     # 163 KB of shared memory.
     "sm_80": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
-        256: TritonConfig(64, 32, 8, 2),
-        512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
+        256: TritonConfig(64, 32, 4, 2, programs=2),
+        512: TritonConfig(64, 32, 8, 2),
     },
     # sm_86, sm_89: 99 KB.
     "small": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(64, 64, 4, 2),
         256: TritonConfig(64, 32, 8, 2),
-        512: TritonConfig(64, 16, 8, 2, min_split_keys=1024),
+        512: TritonConfig(64, 16, 8, 2),
     },
     # 99 KB.
     "sm_120": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(64, 64, 4, 2),
         256: TritonConfig(64, 32, 8, 2),
-        512: TritonConfig(32, 32, 8, 2, min_split_keys=1024),
+        512: TritonConfig(32, 32, 8, 2),
     },
     # 227 KB.
     "sm_90": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
-        256: TritonConfig(64, 64, 8, 3),
-        512: TritonConfig(64, 32, 8, 2, min_split_keys=1024),
+        # A warp group for each half of the rows: half the instructions a key that 64 rows take.
+        256: TritonConfig(128, 64, 8, 3),
+        # The same, and each half of the values: the scores are computed twice.
+        512: TritonConfig(128, 32, 8, 2, parts=2),
     },
     # 227 KB.
     "sm_100": {
         64: TritonConfig(64, 64, 4, 2),
         128: TritonConfig(128, 64, 8, 2),
-        256: TritonConfig(64, 64, 8, 2),
-        512: TritonConfig(64, 32, 8, 2, min_split_keys=1024),
+        256: TritonConfig(128, 64, 8, 2),
+        512: TritonConfig(64, 32, 8, 2),
     },
 }
 # Bytes pass through registers on their way to shared memory, which larger tiles have not got.
-_FP8_NARROW_CONFIG = TritonConfig(64, 64, 8, 2)  # heads of up to 128
-_FP8_WIDE_CONFIG = TritonConfig(32, 32, 8, 2, min_split_keys=1024)  # heads of more than 256
+_FP8_CONFIGS = {
+    128: TritonConfig(64, 64, 8, 2),
+    256: TritonConfig(64, 32, 8, 2),
+    512: TritonConfig(32, 32, 8, 2),
+}
+_FP8_CONFIGS_OF_CHIP = {
+    ("sm_90", 256): TritonConfig(128, 64, 8, 2),
+    ("sm_100", 256): TritonConfig(64, 64, 8, 2),
+}
 # fp32 products do not use tensor cores: for comparisons, not for serving.
 _FP32_CONFIG = TritonConfig(16, 16, 4, 1)
 # Under the interpreter every operation costs the same, so tiles are large.
@@ -80,8 +87,6 @@ def tuned_config(
     """The configuration for a head size and dtypes on a GPU of this compute capability."""
     if query_dtype == torch.float32:
         return _FP32_CONFIG
-    if cache_dtype != query_dtype and not 128 < head_dim <= 256:
-        return _FP8_WIDE_CONFIG if head_dim > 256 else _FP8_NARROW_CONFIG
     major, minor = capability
     if major == 9:
         chip = "sm_90"
@@ -93,7 +98,18 @@ def tuned_config(
         chip = "sm_120"
     else:
         chip = "small"
-    return _CONFIGS[chip][max(64, triton.next_power_of_2(head_dim))]
+    padded = max(64, triton.next_power_of_2(head_dim))
+    if cache_dtype != query_dtype:
+        padded = max(128, padded)
+        return _FP8_CONFIGS_OF_CHIP.get((chip, padded), _FP8_CONFIGS[padded])
+    return _CONFIGS[chip][padded]
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 under the interpreter, which runs one program after the other."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose_config(query: Tensor, cache_dtype: torch.dtype) -> TritonConfig:

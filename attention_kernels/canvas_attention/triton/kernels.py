@@ -1,7 +1,7 @@
 """The two kernels, and the attention rule as their tiles see it.
 
-Legend: M rows of a tile (tokens x heads of a group), N keys of a tile, D head size; a position
-counts the keys before it.
+Legend: M rows of a tile (tokens x heads of a group), N keys of a tile, D head size, V the part of a
+head's values that a program sums; a position counts the keys before it.
 """
 
 # Device code is typed by its DSL: only its compile-time arguments carry annotations.
@@ -31,17 +31,25 @@ def _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q: tl.constexpr, WIDTH
 
 @triton.jit
 def _tile_rows(
-    m, first_row, query_len, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr
+    m,
+    first_row,
+    query_len,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Row of its sequence, query head, and whether there is such a row, for rows ``m`` of a tile.
 
-    Heads of a group that do not fit one tile take programs of their own.
+    Heads of a group that do not fit one tile take programs of their own, and so do the parts of a
+    head's values.
     """
     SUBGROUPS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     row_M = first_row + m // HEADS
-    head_in_group_M = tl.program_id(1) % SUBGROUPS * HEADS + m % HEADS
+    heads = tl.program_id(1) // PARTS
+    head_in_group_M = heads % SUBGROUPS * HEADS + m % HEADS
     live_M = (m < BLOCK_Q * HEADS) & (row_M < query_len) & (head_in_group_M < GROUP)
-    return row_M, tl.program_id(1) // SUBGROUPS * GROUP + head_in_group_M, live_M
+    return row_M, heads // SUBGROUPS * GROUP + head_in_group_M, live_M
 
 
 @triton.jit
@@ -103,18 +111,17 @@ def _tile_reach(
 
 
 @triton.jit
-def _split_tiles(
-    num_tiles,
-    query_len,
-    BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-):
-    """Key tiles of one split, from the sequence and constants alone; splits are about even."""
-    num_splits = tl.minimum(tl.cdiv(num_tiles, MIN_SPLIT // BLOCK_N), MAX_SPLITS)
-    per_split = tl.cdiv(num_tiles, tl.maximum(num_splits, 1))
-    return tl.where(query_len > MAX_ROWS, num_tiles, per_split)
+def _split_tiles(num_tiles, num_splits, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr):
+    """Key tiles of one split, of as many as were launched and none too short; about even."""
+    num_splits = tl.minimum(tl.cdiv(num_tiles, MIN_SPLIT // BLOCK_N), num_splits)
+    return tl.cdiv(num_tiles, tl.maximum(num_splits, 1))
+
+
+@triton.jit
+def _partial(part_ptr, tile, split, num_splits, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Where the partial of one split of a tile lies: its accumulator, then row maxima and sums."""
+    part = (tile * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * num_splits + split
+    return part_ptr + part * (BLOCK_M * (BLOCK_V + 2))
 
 
 @triton.jit
@@ -136,7 +143,7 @@ def _operand(tile, like, UPCAST: tl.constexpr):
 @triton.jit
 def _attend_tile(
     query_MD,
-    acc_MD,
+    acc_MV,
     max_M,
     sum_M,
     tile_n,
@@ -149,10 +156,12 @@ def _attend_tile(
     stride_ks,
     stride_vb,
     stride_vs,
+    first_v,
     qk_scale,
     softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -160,13 +169,14 @@ def _attend_tile(
 ):
     """Fold one key tile into the running softmax; scores are in units of log 2."""
     d = tl.arange(0, BLOCK_D)
+    v = first_v + tl.arange(0, BLOCK_V)
     if CACHE_BLOCK % BLOCK_N == 0:
         block = tl.load(block_table_ptr + tile_n * BLOCK_N // CACHE_BLOCK).to(tl.int64)
     else:
         block = tl.load(block_table_ptr + key_N // CACHE_BLOCK).to(tl.int64)
     slot_N = key_N % CACHE_BLOCK
     key_ptrs = key_ptr + (block * stride_kb + slot_N * stride_ks)[None, :] + d[:, None]
-    value_ptrs = value_ptr + (block * stride_vb + slot_N * stride_vs)[:, None] + d[None, :]
+    value_ptrs = value_ptr + (block * stride_vb + slot_N * stride_vs)[:, None] + v[None, :]
     if HEAD_DIM == BLOCK_D:
         key_DN = tl.load(key_ptrs)
     else:
@@ -191,25 +201,25 @@ def _attend_tile(
     weight_MN = tl.exp2(score_MN - base_M[:, None])
     decay_M = tl.exp2(max_M - base_M)
     sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
-    acc_MD = acc_MD * decay_M[:, None]
+    acc_MV = acc_MV * decay_M[:, None]
 
     if HEAD_DIM == BLOCK_D:
-        value_ND = tl.load(value_ptrs)
+        value_NV = tl.load(value_ptrs)
     else:
-        value_ND = tl.load(value_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
-    acc_MD = tl.dot(
+        value_NV = tl.load(value_ptrs, mask=(v < HEAD_DIM)[None, :], other=0.0)
+    acc_MV = tl.dot(
         _operand(weight_MN, query_MD, UPCAST),
-        _operand(value_ND, query_MD, UPCAST),
-        acc_MD,
+        _operand(value_NV, query_MD, UPCAST),
+        acc_MV,
         input_precision="ieee",
     )
-    return acc_MD, new_max_M, sum_M
+    return acc_MV, new_max_M, sum_M
 
 
 @triton.jit
 def _store_rows(
     out_ptr,
-    acc_MD,
+    acc_MV,
     sum_M,
     value_factor,
     token_M,
@@ -217,45 +227,37 @@ def _store_rows(
     live_M,
     stride_ot,
     stride_oh,
+    first_v,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Normalise and write rows; one that saw nothing has a sum of 0 and becomes 0."""
-    d = tl.arange(0, BLOCK_D)
+    v = first_v + tl.arange(0, BLOCK_V)
     # One reciprocal a row: dividing the accumulator would need registers it has not left.
     factor_M = value_factor / tl.where(sum_M == 0.0, 1.0, sum_M)
-    out_MD = (acc_MD * factor_M[:, None]).to(out_ptr.dtype.element_ty)
-    ptrs = out_ptr + (token_M.to(tl.int64) * stride_ot + head_M * stride_oh)[:, None] + d[None, :]
-    tl.store(ptrs, out_MD, mask=live_M[:, None] & (d < HEAD_DIM)[None, :])
+    out_MV = (acc_MV * factor_M[:, None]).to(out_ptr.dtype.element_ty)
+    ptrs = out_ptr + (token_M.to(tl.int64) * stride_ot + head_M * stride_oh)[:, None] + v[None, :]
+    tl.store(ptrs, out_MV, mask=live_M[:, None] & (v < HEAD_DIM)[None, :])
 
 
 @triton.jit
-def _store_partial(
-    part_acc_ptr,
-    part_max_ptr,
-    part_sum_ptr,
-    acc_MD,
-    max_M,
-    sum_M,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def _store_partial(part_ptr, acc_MV, max_M, sum_M, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
     """Write what one split of a tile adds up to, for the combine kernel."""
     m = tl.arange(0, BLOCK_M)
-    part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    first = (part * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M
-    tl.store(part_max_ptr + first + m, max_M)
-    tl.store(part_sum_ptr + first + m, sum_M)
-    offset_MD = m[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(part_acc_ptr + first * BLOCK_D + offset_MD, acc_MD)
+    acc_ptr = _partial(
+        part_ptr, tl.program_id(0), tl.program_id(2), tl.num_programs(2), BLOCK_M, BLOCK_V
+    )
+    tl.store(acc_ptr + BLOCK_M * BLOCK_V + m, max_M)
+    tl.store(acc_ptr + BLOCK_M * (BLOCK_V + 1) + m, sum_M)
+    tl.store(acc_ptr + m[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :], acc_MV)
 
 
 # What changes between steps must not compile the kernel anew when it happens to be 1 or a
 # multiple of 16.
-_VARYING = ["num_seqs", "first_tile", "window_left", "window_right"]
+_VARYING = ["num_seqs", "window_left", "window_right"]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=["stride_table", *_VARYING])
 def canvas_attention_kernel(
     query_ptr,
     key_ptr,
@@ -268,12 +270,9 @@ def canvas_attention_kernel(
     spans_ptr,
     key_scale_ptr,
     value_scale_ptr,
-    part_acc_ptr,
-    part_max_ptr,
-    part_sum_ptr,
+    part_ptr,
     visited_ptr,
     num_seqs,
-    first_tile,
     window_left,
     window_right,
     qk_scale,
@@ -294,6 +293,7 @@ def canvas_attention_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -303,13 +303,12 @@ def canvas_attention_kernel(
     UPCAST: tl.constexpr,
     SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    tile = first_tile + tl.program_id(0)
+    PARTS: tl.constexpr = BLOCK_D // BLOCK_V
+    tile = tl.program_id(0)
     seq = _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
@@ -320,9 +319,10 @@ def canvas_attention_kernel(
     causal = tl.load(causal_rows_ptr + seq)
 
     SUBGROUPS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(1) // SUBGROUPS
+    kv_head = tl.program_id(1) // (PARTS * SUBGROUPS)
+    first_v = tl.program_id(1) % PARTS * BLOCK_V
     m = tl.arange(0, BLOCK_M)
-    row_M, head_M, live_M = _tile_rows(m, first_row, query_len, GROUP, HEADS, BLOCK_Q)
+    row_M, head_M, live_M = _tile_rows(m, first_row, query_len, GROUP, HEADS, BLOCK_Q, PARTS)
     token_M = query_start + row_M
     last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
     span_start_M = row_M
@@ -346,7 +346,7 @@ def canvas_attention_kernel(
     end = tl.maximum(tl.cdiv(upper, BLOCK_N), begin)
     in_one_piece = True
     if SPLIT:
-        per_split = _split_tiles(end - begin, query_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS, MAX_ROWS)
+        per_split = _split_tiles(end - begin, tl.num_programs(2), BLOCK_N, MIN_SPLIT)
         in_one_piece = end - begin <= per_split
         begin += tl.program_id(2) * per_split
         if (begin >= end) & (tl.program_id(2) > 0):
@@ -370,7 +370,7 @@ def canvas_attention_kernel(
         row_M, query_len, seq_len, causal, window_left, window_right, CANVAS_ANCHOR
     )
     n = tl.arange(0, BLOCK_N)
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc_MV = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -381,9 +381,9 @@ def canvas_attention_kernel(
             visible_MN |= (key_N[None, :] >= span_start_M[:, None]) & (
                 key_N[None, :] < span_end_M[:, None]
             )
-        acc_MD, max_M, sum_M = _attend_tile(
+        acc_MV, max_M, sum_M = _attend_tile(
             query_MD,
-            acc_MD,
+            acc_MV,
             max_M,
             sum_M,
             tile_n,
@@ -398,17 +398,19 @@ def canvas_attention_kernel(
             stride_ks,
             stride_vb,
             stride_vs,
+            first_v,
             qk_scale,
             softcap,
             HEAD_DIM,
             BLOCK_D,
+            BLOCK_V,
             CACHE_BLOCK,
             BLOCK_N,
             HAS_SOFTCAP,
             UPCAST,
         )
     if COUNT:
-        tl.atomic_add(visited_ptr + seq, end - begin)
+        tl.atomic_add(visited_ptr + seq, end - begin, mask=first_v == 0)
 
     # Always 0, which the compiler cannot know: what the rows need for the store is computed anew
     # and does not take registers through the loops.
@@ -417,14 +419,12 @@ def canvas_attention_kernel(
     # Nested, so that the inner branch is not even compiled without splits.
     if SPLIT:  # noqa: SIM102
         if not in_one_piece:
-            _store_partial(
-                part_acc_ptr, part_max_ptr, part_sum_ptr, acc_MD, max_M, sum_M, BLOCK_M, BLOCK_D
-            )
+            _store_partial(part_ptr, acc_MV, max_M, sum_M, BLOCK_M, BLOCK_V)
             return
-    row_M, head_M, live_M = _tile_rows(m, first_row, query_len, GROUP, HEADS, BLOCK_Q)
+    row_M, head_M, live_M = _tile_rows(m, first_row, query_len, GROUP, HEADS, BLOCK_Q, PARTS)
     _store_rows(
         out_ptr,
-        acc_MD,
+        acc_MV,
         sum_M,
         value_factor,
         query_start + row_M,
@@ -432,8 +432,9 @@ def canvas_attention_kernel(
         live_M,
         stride_ot,
         stride_oh,
+        first_v,
         HEAD_DIM,
-        BLOCK_D,
+        BLOCK_V,
     )
 
 
@@ -445,12 +446,9 @@ def combine_kernel(
     causal_rows_ptr,
     spans_ptr,
     value_scale_ptr,
-    part_acc_ptr,
-    part_max_ptr,
-    part_sum_ptr,
+    part_ptr,
     num_splits,
     num_seqs,
-    first_tile,
     window_left,
     window_right,
     value_factor,
@@ -460,30 +458,30 @@ def combine_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CANVAS_ANCHOR: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Fold the partials of ROWS rows of one tile; a tile in one piece is already written."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    tile = first_tile + tl.program_id(0)
+    PARTS: tl.constexpr = BLOCK_D // BLOCK_V
+    tile = tl.program_id(0)
     seq = _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     first_row = (tile - (query_start + seq * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
-    if (first_row >= query_len) | (query_len > MAX_ROWS):
+    if first_row >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
     causal = tl.load(causal_rows_ptr + seq)
     last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
     row_M, _, live_M = _tile_rows(
-        tl.arange(0, BLOCK_M), first_row, query_len, GROUP, HEADS, BLOCK_Q
+        tl.arange(0, BLOCK_M), first_row, query_len, GROUP, HEADS, BLOCK_Q, PARTS
     )
     span_start_M = row_M
     span_end_M = row_M
@@ -505,32 +503,32 @@ def combine_kernel(
         HAS_SPANS,
     )
     num_tiles = tl.maximum(tl.cdiv(upper, BLOCK_N) - lower // BLOCK_N, 0)
-    per_split = _split_tiles(num_tiles, query_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS, MAX_ROWS)
+    per_split = _split_tiles(num_tiles, num_splits, BLOCK_N, MIN_SPLIT)
     if num_tiles <= per_split:
         return
 
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    row_R, head_R, live_R = _tile_rows(r, first_row, query_len, GROUP, HEADS, BLOCK_Q)
-    part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * num_splits
+    row_R, head_R, live_R = _tile_rows(r, first_row, query_len, GROUP, HEADS, BLOCK_Q, PARTS)
     live_splits = tl.cdiv(num_tiles, per_split)
 
-    d = tl.arange(0, BLOCK_D)
+    v = tl.arange(0, BLOCK_V)
     max_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     for split in range(live_splits):
-        max_R = tl.maximum(max_R, tl.load(part_max_ptr + (part + split) * BLOCK_M + r))
+        acc_ptr = _partial(part_ptr, tile, split, num_splits, BLOCK_M, BLOCK_V)
+        max_R = tl.maximum(max_R, tl.load(acc_ptr + BLOCK_M * BLOCK_V + r))
     base_R = tl.where(max_R == float("-inf"), 0.0, max_R)
     sum_R = tl.zeros([ROWS], dtype=tl.float32)
-    acc_RD = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    acc_RV = tl.zeros([ROWS, BLOCK_V], dtype=tl.float32)
     for split in range(live_splits):
-        rows_R = (part + split) * BLOCK_M + r
-        weight_R = tl.exp2(tl.load(part_max_ptr + rows_R) - base_R)
-        sum_R += tl.load(part_sum_ptr + rows_R) * weight_R
-        acc_RD += tl.load(part_acc_ptr + rows_R[:, None] * BLOCK_D + d[None, :]) * weight_R[:, None]
+        acc_ptr = _partial(part_ptr, tile, split, num_splits, BLOCK_M, BLOCK_V)
+        weight_R = tl.exp2(tl.load(acc_ptr + BLOCK_M * BLOCK_V + r) - base_R)
+        sum_R += tl.load(acc_ptr + BLOCK_M * (BLOCK_V + 1) + r) * weight_R
+        acc_RV += tl.load(acc_ptr + r[:, None] * BLOCK_V + v[None, :]) * weight_R[:, None]
     if value_scale_ptr is not None:
         value_factor *= tl.load(value_scale_ptr)
     _store_rows(
         out_ptr,
-        acc_RD,
+        acc_RV,
         sum_R,
         value_factor,
         query_start + row_R,
@@ -538,6 +536,7 @@ def combine_kernel(
         live_R,
         stride_ot,
         stride_oh,
+        tl.program_id(1) % PARTS * BLOCK_V,
         HEAD_DIM,
-        BLOCK_D,
+        BLOCK_V,
     )

@@ -1,10 +1,17 @@
 """What is launched: which tiles, in how many splits, with how much scratch."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
-from attention_kernels.canvas_attention.triton.configs import TritonConfig, choose_config
+from attention_kernels.canvas_attention.triton.configs import (
+    TritonConfig,
+    choose_config,
+    multiprocessors,
+)
 from attention_kernels.canvas_attention.triton.kernels import (
     LOG2_E,
     canvas_attention_kernel,
@@ -13,11 +20,16 @@ from attention_kernels.canvas_attention.triton.kernels import (
 
 # Added to or taken from a position it leaves every key in reach, and fits int32 with it.
 NO_WINDOW = 2**30
-# The most fp32 scratch of one launch. A tile of 64 rows with 2 key heads of 512 takes 2 MiB when it
-# is cut into 8 splits: 128 such tiles, or 2,048 programs, fill any GPU several times over.
+# Most pieces that the keys of a tile are cut into, and the fewest keys of a piece.
+MAX_SPLITS = 8
+MIN_SPLIT_KEYS = 320
+# What writing and folding a partial takes, in keys. It is twice 128 KiB for 64 rows of 512 or 128 of
+# 256, about 9 us at a multiprocessor's share of an H100's memory; a key of these takes about 40 ns.
+PARTIAL_KEYS = 256
+# How long a sequence is taken for without a window: a graph is captured for any length.
+LONG_KEYS = 8192
+# The most fp32 scratch of a launch.
 SCRATCH_BYTES = 256 * 2**20
-# Sequences with more rows than this fill a GPU without splits.
-MAX_SPLIT_ROWS = 512
 # Sequence lengths read at once when a program looks for its sequence.
 SEARCH_WIDTH = 128
 # Rows that one program of the combine kernel folds.
@@ -49,9 +61,10 @@ def canvas_attention_triton(
     out: Tensor,
     max_query_len: int | None,
     max_seq_len: int | None,
+    batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
-    _check_supported(query)
+    check_supported(query)
     # Numbers are folded on the host; only what lies on the device is read there.
     key_factor = 1.0 if key_scale is None or isinstance(key_scale, Tensor) else key_scale
     value_factor = 1.0 if value_scale is None or isinstance(value_scale, Tensor) else value_scale
@@ -76,7 +89,266 @@ def canvas_attention_triton(
         window_anchor == "canvas",
         query.shape[0] if max_query_len is None else max_query_len,
         block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+        batch_invariant,
     )
+
+
+class CanvasLaunch:
+    """What the layers of a kind launch in one step, from arguments that were checked before.
+
+    Nothing in it was computed on the device and it owns no memory there, so one that ran before a
+    graph was captured may run in it.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        causal_rows: Tensor,
+        row_spans: Tensor | None,
+        scale: float,
+        value_factor: float,
+        softcap: float,
+        window_left: int,
+        window_right: int,
+        canvas_anchor: bool,
+        max_query_len: int,
+        max_seq_len: int,
+        batch_invariant: bool = False,
+        config: TritonConfig | None = None,
+        num_splits: int | None = None,
+        visited: Tensor | None = None,
+    ) -> None:
+        """Arguments as of ``canvas_attention``; of ``query`` and ``key_cache`` only the kind counts.
+
+        ``config`` and ``num_splits`` fix how the work is cut; ``visited`` [num_seqs], int32, counts
+        the key tiles that the programs of each sequence computed.
+        """
+        num_tokens, num_heads, head_dim = query.shape
+        num_kv_heads = key_cache.shape[2]
+        num_seqs = seq_lens.shape[0]
+        if config is None:
+            config = choose_config(query, key_cache.dtype)
+        group = num_heads // num_kv_heads
+        heads = min(group, config.block_m)
+        block_q = config.block_m // heads
+        num_tiles = (num_tokens + num_seqs * (block_q - 1)) // block_q
+        block_d = triton.next_power_of_2(head_dim)
+        block_v = block_d // config.parts
+        head_programs = num_kv_heads * -(-group // heads) * config.parts
+        partial_size = config.block_m * (block_v + 2)
+        if num_splits is None:
+            num_splits = 1
+            if not batch_invariant:
+                num_splits = splits(
+                    # Without the tiles that sequences may leave empty at their ends.
+                    -(-num_tokens // block_q) * head_programs,
+                    multiprocessors(query.device) * config.programs,
+                    LONG_KEYS if window_left < 0 else window_left + max_query_len,
+                    partial_size * 4,
+                )
+            reach = max_seq_len
+            if window_left >= 0 and row_spans is None:
+                reach = min(reach, window_left + max_query_len)
+            num_splits = min(num_splits, _most_pieces(reach, config.block_n))
+
+        self.grid = (num_tiles, head_programs, num_splits)
+        self.scratch_size = num_tiles * head_programs * num_splits * partial_size
+        self.is_fp8 = key_cache.dtype == torch.float8_e4m3fn
+        if self.is_fp8:
+            scale, value_factor = scale * FP8_FACTOR, value_factor * FP8_FACTOR
+        self.value_factor = value_factor
+        self.batch = (block_table, query_start_loc, seq_lens, causal_rows, row_spans)
+        self.visited = visited
+        windows = [NO_WINDOW if window < 0 else window for window in (window_left, window_right)]
+        self.sizes = (num_seqs, *windows)
+        self.factors = (scale if softcap > 0 else scale * LOG2_E.value, softcap, value_factor)
+        self.table_stride = block_table.stride(0)
+        cut = {
+            "GROUP": group,
+            "HEADS": heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d,
+            "BLOCK_V": block_v,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "CANVAS_ANCHOR": canvas_anchor,
+            "HAS_SPANS": row_spans is not None,
+            "MIN_SPLIT": MIN_SPLIT_KEYS,
+            "WIDTH": SEARCH_WIDTH,
+        }
+        self.constants: dict[str, Any] = {
+            **cut,
+            "CACHE_BLOCK": key_cache.shape[1],
+            "HAS_SOFTCAP": softcap > 0,
+            # Triton's interpreter multiplies the bits of bf16 operands as integers.
+            "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
+            "SPLIT": num_splits > 1,
+            "COUNT": visited is not None,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        self.combine_grid = (num_tiles, head_programs, -(-config.block_m // COMBINE_ROWS))
+        self.combine_constants = {**cut, "ROWS": COMBINE_ROWS, "num_warps": 4}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> None:
+        """Launch for a layer; rows behind those of the step are neither read nor written."""
+        if self.is_fp8:
+            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        part = None
+        if self.grid[2] > 1:
+            part = _scratch(self.scratch_size, query.device)
+        out_strides = out.stride()[:2]
+        canvas_attention_kernel[self.grid](
+            query,
+            key_cache,
+            value_cache,
+            out,
+            *self.batch,
+            key_scale,
+            value_scale,
+            part,
+            self.visited,
+            *self.sizes,
+            *self.factors,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out_strides,
+            self.table_stride,
+            **self.constants,
+        )
+        if part is not None:
+            combine_kernel[self.combine_grid](
+                out,
+                *self.batch[1:],
+                value_scale,
+                part,
+                self.grid[2],
+                *self.sizes,
+                self.value_factor,
+                *out_strides,
+                **self.combine_constants,
+            )
+
+
+def plan(
+    query: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    window_anchor: str,
+    row_spans: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    batch_invariant: bool,
+    num_splits: int | None = None,
+) -> CanvasLaunch:
+    """The launch of a step; arguments as in ``api.py``, and ``num_splits`` as in the class."""
+    check_supported(query)
+    return CanvasLaunch(
+        query,
+        key_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal_rows,
+        row_spans,
+        scale,
+        1.0,
+        softcap,
+        window_left,
+        window_right,
+        window_anchor == "canvas",
+        query.shape[0] if max_query_len is None else max_query_len,
+        block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+        batch_invariant,
+        num_splits=num_splits,
+    )
+
+
+def warm_up(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    with_spans: Iterable[bool],
+    batch_invariant: bool,
+    **options: Any,
+) -> None:
+    """Compile each variant for layers of this kind, by launching it on a sequence without rows."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=query.device)
+
+    check_supported(query)
+    out = torch.empty_like(query)
+    for row_spans in (zeros(query.shape[0], 2) if spans else None for spans in with_spans):
+        for num_splits in (1,) if batch_invariant else (1, 2):
+            step = plan(
+                query,
+                key_cache,
+                *(zeros(1, 1), zeros(2), zeros(1), zeros(1)),
+                row_spans=row_spans,
+                max_query_len=None,
+                max_seq_len=None,
+                batch_invariant=batch_invariant,
+                num_splits=num_splits,
+                **options,
+            )
+            step(query, key_cache, value_cache, out, key_scale, value_scale)
+
+
+def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
+    """Pieces that the keys of a tile are cut into, so that a GPU is neither idle nor busy folding.
+
+    Args:
+        programs: Of a launch in which every tile is in one piece.
+        at_once: Programs that the GPU runs at once.
+        keys: Of the longest tile.
+        partial_bytes: Scratch of a piece.
+
+    Returns:
+        The fewest of those that take the least time: as often as the GPU fills with programs, the
+        keys of one and what its partial costs. 1 where whole tiles fill it one and a half times:
+        of two rounds little is idle then.
+    """
+    if programs >= 1.5 * at_once:
+        return 1
+
+    def time(pieces: int) -> float:
+        rounds = -(-programs * pieces // at_once)
+        return rounds * (keys / pieces + (PARTIAL_KEYS if pieces > 1 else 0))
+
+    most = max(1, min(MAX_SPLITS, SCRATCH_BYTES // max(1, programs * partial_bytes)))
+    return min(range(1, most + 1), key=time)
+
+
+def _most_pieces(reach: int, block_n: int) -> int:
+    """Pieces of the longest tile; where a tile is cut, its own sequence decides on the device."""
+    # One key tile more than the reach fills, since it need not start on a border.
+    key_tiles = -(-reach // block_n) + 1
+    return max(1, -(-key_tiles // (MIN_SPLIT_KEYS // block_n)))
 
 
 def launch(
@@ -91,110 +363,25 @@ def launch(
     row_spans: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
-    scale: float,
-    value_factor: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    canvas_anchor: bool,
-    max_query_len: int,
-    max_seq_len: int,
-    config: TritonConfig | None = None,
-    visited: Tensor | None = None,
+    *step: Any,
+    **fixed: Any,
 ) -> None:
-    """Launch the kernels on checked arguments.
-
-    ``config`` fixes how the work is cut; ``visited`` [num_seqs], int32, counts the key tiles that
-    the programs of each sequence computed.
-    """
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[2]
-    num_seqs = seq_lens.shape[0]
-    if config is None:
-        config = choose_config(query, key_cache.dtype)
-    cut = _constants(config, num_heads // num_kv_heads, head_dim, canvas_anchor, row_spans)
-    block_q = config.block_m // cut["HEADS"]
-    num_tiles = (num_tokens + num_seqs * (block_q - 1)) // block_q
-    head_programs = num_kv_heads * -(-cut["GROUP"] // cut["HEADS"])
-    num_splits = _num_splits(config, window_left, row_spans, max_query_len, max_seq_len)
-
-    launch_tiles = num_tiles
-    part_acc = part_max = part_sum = None
-    if num_splits > 1:
-        rows_per_tile = head_programs * num_splits * config.block_m
-        launch_tiles = min(
-            num_tiles, max(1, SCRATCH_BYTES // (rows_per_tile * (cut["BLOCK_D"] + 2) * 4))
-        )
-        part_acc = _scratch(launch_tiles * rows_per_tile, cut["BLOCK_D"], query.device)
-        part_max, part_sum = _scratch(2, launch_tiles * rows_per_tile, query.device).unbind()
-
-    if key_cache.dtype == torch.float8_e4m3fn:
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-        scale, value_factor = scale * FP8_FACTOR, value_factor * FP8_FACTOR
-    windows = [NO_WINDOW if window < 0 else window for window in (window_left, window_right)]
-    for first_tile in range(0, num_tiles, launch_tiles):
-        grid = (min(launch_tiles, num_tiles - first_tile), head_programs)
-        canvas_attention_kernel[(*grid, num_splits)](
-            query,
-            key_cache,
-            value_cache,
-            out,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            causal_rows,
-            row_spans,
-            key_scale,
-            value_scale,
-            part_acc,
-            part_max,
-            part_sum,
-            visited,
-            num_seqs,
-            first_tile,
-            *windows,
-            scale if softcap > 0 else scale * LOG2_E.value,
-            softcap,
-            value_factor,
-            *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            *out.stride()[:2],
-            block_table.stride(0),
-            **cut,
-            CACHE_BLOCK=key_cache.shape[1],
-            HAS_SOFTCAP=softcap > 0,
-            # Triton's interpreter multiplies the bits of bf16 operands as integers.
-            UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
-            SPLIT=num_splits > 1,
-            COUNT=visited is not None,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-        if num_splits > 1:
-            combine_kernel[(*grid, -(-config.block_m // COMBINE_ROWS))](
-                out,
-                query_start_loc,
-                seq_lens,
-                causal_rows,
-                row_spans,
-                value_scale,
-                part_acc,
-                part_max,
-                part_sum,
-                num_splits,
-                num_seqs,
-                first_tile,
-                *windows,
-                value_factor,
-                *out.stride()[:2],
-                **cut,
-                ROWS=COMBINE_ROWS,
-                num_warps=4,
-            )
+    """Launch the kernels once; the arguments behind the tensors are those of ``CanvasLaunch``."""
+    CanvasLaunch(
+        query,
+        key_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal_rows,
+        row_spans,
+        *step,
+        **fixed,
+    )(query, key_cache, value_cache, out, key_scale, value_scale)
 
 
-def _check_supported(query: Tensor) -> None:
+def check_supported(query: Tensor) -> None:
+    """Raise ValueError or NotImplementedError for what these kernels do not take."""
     if query.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f'query has dtype {query.dtype}; impl="triton" takes '
@@ -212,53 +399,9 @@ def _check_supported(query: Tensor) -> None:
         )
 
 
-def _constants(
-    config: TritonConfig,
-    group: int,
-    head_dim: int,
-    canvas_anchor: bool,
-    row_spans: Tensor | None,
-) -> dict[str, int | bool]:
-    """The compile-time arguments that both kernels share."""
-    return {
-        "GROUP": group,
-        "HEADS": min(group, config.block_m),
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "CANVAS_ANCHOR": canvas_anchor,
-        "HAS_SPANS": row_spans is not None,
-        "MIN_SPLIT": config.min_split_keys,
-        "MAX_SPLITS": config.max_splits,
-        "MAX_ROWS": MAX_SPLIT_ROWS,
-        "WIDTH": SEARCH_WIDTH,
-    }
-
-
-def _num_splits(
-    config: TritonConfig,
-    window_left: int,
-    row_spans: Tensor | None,
-    max_query_len: int,
-    max_seq_len: int,
-) -> int:
-    """Splits that the longest reach within the caller's bounds can need.
-
-    Only how many programs are launched: where a tile is cut is decided on the device, from its
-    own sequence.
-    """
-    reach = max_seq_len
-    if window_left >= 0 and row_spans is None:
-        reach = min(reach, window_left + max_query_len)
-    # One tile more than the reach fills, since it need not start on a border.
-    tiles = -(-reach // config.block_n) + 1
-    return min(config.max_splits, max(1, -(-tiles // (config.min_split_keys // config.block_n))))
-
-
-def _scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+def _scratch(size: int, device: torch.device) -> Tensor:
     """Uninitialised memory for partials; every number read from it was written in the launch."""
-    return torch.empty(rows, columns, dtype=torch.float32, device=device)
+    return torch.empty(size, dtype=torch.float32, device=device)
 
 
 @torch.library.custom_op("attention_kernels::canvas_attention_triton", mutates_args=("out",))
@@ -282,6 +425,7 @@ def _canvas_attention_op(
     canvas_anchor: bool,
     max_query_len: int,
     max_seq_len: int,
+    batch_invariant: bool,
 ) -> None:
     launch(
         query,
@@ -303,6 +447,7 @@ def _canvas_attention_op(
         canvas_anchor,
         max_query_len,
         max_seq_len,
+        batch_invariant,
     )
 
 

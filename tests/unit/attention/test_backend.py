@@ -1,21 +1,24 @@
 """The back end as vLLM sees it: what it accepts, what it writes to the cache, what it reads back."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from attention_kernels.canvas_attention import canvas_attention
+from attention_kernels.canvas_attention import canvas_attention, plan_canvas_attention
 from vllm_diffusion.attention.backend import (
     CanvasAttentionBackend,
     CanvasAttentionImpl,
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
+    bind_canvas,
     split_kv_cache,
 )
 from vllm_diffusion.settings.plugin_settings import PluginSettings
@@ -80,12 +83,22 @@ def test_batches_that_may_hold_images_are_captured_only_without_prompts():
     assert support(True) == AttentionCGSupport.UNIFORM_BATCH
 
 
-def make_impl(kv_cache_dtype="auto", attention="auto", head_size=HEAD_SIZE):
-    config = SimpleNamespace(additional_config={"diffusion": {"attention": attention}})
+def make_impl(
+    kv_cache_dtype="auto", attention="auto", head_size=HEAD_SIZE, window=None, has_images=False
+):
+    config = SimpleNamespace(
+        additional_config={"diffusion": {"attention": attention}},
+        model_config=SimpleNamespace(is_mm_prefix_lm=has_images),
+    )
     current = "vllm_diffusion.attention.backend.get_current_vllm_config"
     with mock.patch(current, return_value=config):
         return CanvasAttentionImpl(
-            NUM_HEADS, head_size, 0.25, NUM_KV_HEADS, kv_cache_dtype=kv_cache_dtype
+            NUM_HEADS,
+            head_size,
+            0.25,
+            NUM_KV_HEADS,
+            sliding_window=window,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
 
@@ -104,7 +117,7 @@ def test_padding_is_not_written():
     new = torch.randn(3, NUM_KV_HEADS, HEAD_SIZE)
     slots = torch.tensor([BLOCK_SIZE + 3, -1, 2 * BLOCK_SIZE])
     impl.do_kv_cache_update(layer_with_scales(), new, new + 1, cache, slots)
-    keys, values = split_kv_cache(cache, HEAD_SIZE)
+    keys, values = split_kv_cache(cache)
     assert torch.equal(keys[1, 3], new[0])
     assert torch.equal(values[1, 3], new[0] + 1)
     assert torch.equal(keys[2, 0], new[2])
@@ -169,7 +182,7 @@ def test_values_beyond_the_range_of_fp8_saturate():
     impl, cache = make_impl("fp8"), make_cache(torch.float8_e4m3fn)
     new = torch.full((1, NUM_KV_HEADS, HEAD_SIZE), 1e4)
     impl.do_kv_cache_update(layer_with_scales(), new, -new, cache, torch.tensor([0]))
-    keys, values = split_kv_cache(cache.view(torch.float8_e4m3fn), HEAD_SIZE)
+    keys, values = split_kv_cache(cache.view(torch.float8_e4m3fn))
     assert keys[0, 0].float().unique().tolist() == [448.0]
     assert values[0, 0].float().unique().tolist() == [-448.0]
 
@@ -217,43 +230,195 @@ def test_an_unknown_implementation_is_refused():
         PluginSettings(attention="fast")
 
 
-@pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize(
-    ("capability", "cache_dtype", "has_images", "reason"),
-    [
-        ((8, 0), "auto", False, "compute capability 9.x or 10.x"),
-        ((12, 0), "auto", False, "compute capability 9.x or 10.x"),
-        ((9, 0), "fp8", False, "FP8 cache"),
-        ((9, 0), "auto", True, "image spans"),
-        ((9, 0), "auto", False, None),
-        ((10, 0), "auto", False, None),
-    ],
-)
-def test_flash_attention_4_is_refused_before_anything_is_loaded(
-    capability, cache_dtype, has_images, reason, monkeypatch
-):
+@pytest.fixture
+def capability(request, monkeypatch):
+    """That of the GPU that there seems to be."""
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(
-        type(current_platform),
-        "get_device_capability",
-        lambda *_: DeviceCapability(*capability),
+    found = DeviceCapability(*request.param)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: found)
+    return found
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)], indirect=True)
+def test_flash_attention_4_is_refused_where_it_has_no_kernel(capability):
+    with pytest.raises(ValueError, match=r"compute capability 9.x or 10.x; set attention to"):
+        choose(attention="cute")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], indirect=True)
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("has_images", [False, True])
+def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
+    capability, cache_dtype, has_images, caplog_vllm
+):
+    assert choose(attention="cute") == "CUSTOM"
+    # Logged once in a process otherwise.
+    with mock.patch("vllm_diffusion.attention.backend.logger.info_once") as said:
+        impls = {
+            size: make_impl(cache_dtype, "cute", size, has_images=has_images) for size in (256, 512)
+        }
+    messages = [call.args[0] % call.args[1:] for call in said.call_args_list]
+    # Blackwell's tensor memory has no room for the wide heads of the full-attention layers.
+    runs = [] if cache_dtype == "fp8" else [256] if capability.major == 10 else [256, 512]
+    assert {size: impl.impl for size, impl in impls.items()} == {
+        size: "cute" if size in runs else "triton" for size in impls
+    }
+    wanted = [f"Layers of head size {size} run Triton" for size in impls if size not in runs]
+    if has_images:
+        wanted += [
+            f"Passes with an image run Triton in layers of head size {size}" for size in runs
+        ]
+    assert sorted(message.partition(":")[0] for message in messages) == sorted(wanted)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
+def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(capability):
+    impl = make_impl(attention="cute", head_size=256)
+    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 512)
+    query = torch.randn(4, NUM_HEADS, 256)
+    spans = torch.tensor([[0, 4]] * 4, dtype=torch.int32)
+    for row_spans, runs in ((None, "cute"), (spans, "triton")):
+        metadata = one_request(row_spans)
+        with mock.patch("vllm_diffusion.attention.backend.plan_canvas_attention") as plan:
+            impl.forward(None, query, query, query, cache, metadata, torch.empty_like(query))
+        assert plan.call_args.kwargs["impl"] == runs
+
+
+def one_request(row_spans=None, rows=4, causal=0):
+    """A step of one request on the first cache blocks."""
+    return CanvasAttentionMetadata(
+        query_start_loc=torch.tensor([0, rows], dtype=torch.int32),
+        seq_lens=torch.tensor([rows], dtype=torch.int32),
+        block_table=torch.arange(NUM_BLOCKS, dtype=torch.int32)[None],
+        causal_rows=torch.tensor([causal], dtype=torch.int32),
+        row_spans=row_spans,
+        num_tokens=rows,
+        max_query_len=rows,
+        max_seq_len=rows,
+        window_anchor="canvas",
     )
+
+
+@pytest.mark.parametrize("attention", ["reference", "triton"])
+def test_layers_of_a_kind_share_what_was_checked_once_a_step(attention):
+    """Each with its own cache and output; the next step, and what it is bound to, checks anew."""
+    torch.manual_seed(0)
+    impls = [make_impl(attention=attention) for _ in range(3)]
+    other_kind = make_impl(attention=attention)
+    other_kind.kind = (*other_kind.kind, "another")
+    caches = [torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE) for _ in range(3)]
+    query = torch.randn(6, NUM_HEADS, HEAD_SIZE)
+    step = one_request()
+    plan = "vllm_diffusion.attention.backend.plan_canvas_attention"
+    with mock.patch(plan, side_effect=plan_canvas_attention) as checked:
+        for impl, cache in zip(impls, caches, strict=True):
+            # Two rows of padding.
+            out = torch.full((6, NUM_HEADS * HEAD_SIZE), 7.0)
+            impl.forward(None, query, query, query, cache, step, out)
+            keys, values = split_kv_cache(cache)
+            expected = canvas_attention(
+                query[:4],
+                keys,
+                values,
+                step.block_table,
+                step.query_start_loc,
+                step.seq_lens,
+                step.causal_rows,
+                scale=0.25,
+                impl=attention,
+            )
+            assert torch.equal(out[:4].view_as(expected), expected)
+            assert (out[4:] == 7.0).all()
+        assert checked.call_count == 1
+        other_kind.forward(None, query, query, query, caches[0], step, torch.empty_like(query))
+        assert checked.call_count == 2
+        bound = bind_canvas({"layer": step}, step.causal_rows, None, "canvas")["layer"]
+        assert not bound.plans
+        impls[0].forward(None, query, query, query, caches[0], bound, torch.empty_like(query))
+        assert checked.call_count == 3
+        assert list(step.plans) == [impls[0].kind, other_kind.kind]
+
+
+def variant(kernel, args, kwargs):
+    """What Triton would compile a launch as: constants, types, and what it assumes of numbers."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    found = []
+    for name, value in sorted(values.items()):
+        if isinstance(value, torch.Tensor):
+            found.append((name, str(value.dtype), value.data_ptr() % 16 == 0))
+        elif name.isupper() or value is None or name in ("num_warps", "num_stages"):
+            found.append((name, value))
+        elif isinstance(value, int):
+            varies = name in VARYING
+            found.append((name, None if varies else (value == 1, value % 16 == 0)))
+    return (kernel.__name__, *found)
+
+
+VARYING = ("num_seqs", "num_splits", "window_left", "window_right", "stride_table")
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_every_variant_that_serving_launches_is_compiled_at_the_start(has_images):
+    """Text and images, few rows and many, by vLLM's own registry; none more, and none in service."""
+    from attention_kernels.canvas_attention.triton import launch
+
+    jit = launch.canvas_attention_kernel
+    for name in VARYING:
+        assert all(
+            param.do_not_specialize
+            for kernel in (jit, launch.combine_kernel)
+            for param in getattr(kernel, "params", ())
+            if param.name == name
+        )
+    layers, names = {}, ["layers.0", "layers.1", "layers.5"]
+    for name, head_size, window in zip(
+        names, (HEAD_SIZE, HEAD_SIZE, 2 * HEAD_SIZE), (1024, 1024, None), strict=True
+    ):
+        impl = make_impl(attention="triton", head_size=head_size, window=window)
+        cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size)
+        layers[name] = SimpleNamespace(impl=impl, kv_cache=cache)
     config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=None),
-        additional_config={"diffusion": {"attention": "cute"}},
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        model_config=SimpleNamespace(is_mm_prefix_lm=has_images),
+        additional_config={},
+        model_config=SimpleNamespace(
+            is_mm_prefix_lm=has_images,
+            dtype=torch.float32,
+            canvas_spec=SimpleNamespace(is_block_causal=False),
+        ),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
     )
-    if reason is None:
-        choose_attention(config)
-        # Blackwell's tensor memory has no room for the wide heads of the full-attention layers.
-        assert make_impl(attention="cute", head_size=256).impl == "cute"
-        wide = make_impl(attention="cute", head_size=512).impl
-        assert wide == ("cute" if capability[0] == 9 else "triton")
-    else:
-        with pytest.raises(ValueError, match=reason):
-            choose_attention(config)
+    found = set()
+
+    def record(kernel, grid):
+        return lambda *args, **kwargs: found.add(variant(kernel, args, kwargs))
+
+    registry = JitWarmupRegistry(config)
+    with (
+        mock.patch.object(type(jit), "__getitem__", record),
+        mock.patch.object(launch, "multiprocessors", return_value=16),
+    ):
+        with registry.activate():
+            for name in names:
+                CanvasAttentionMetadataBuilder(None, [name], config, torch.device("cpu"))
+        registry.warmup()
+        at_start, served = set(found), found
+        served.clear()
+        for rows in (4, 400):
+            spans = torch.zeros(rows, 2, dtype=torch.int32)
+            for row_spans in (None, spans) if has_images else (None,):
+                step = one_request(row_spans, rows, causal=rows)
+                step = replace(step, max_seq_len=NUM_BLOCKS * BLOCK_SIZE * 100)
+                for layer in layers.values():
+                    query = torch.zeros(rows, NUM_HEADS, layer.impl.head_size)
+                    layer.impl.forward(
+                        None, query, query, query, layer.kv_cache, step, torch.empty_like(query)
+                    )
+    assert served == at_start
+    # Two kinds of layers, in one piece or cut and folded, without and with images.
+    assert len(at_start) == 2 * 3 * (2 if has_images else 1)
 
 
 @pytest.fixture

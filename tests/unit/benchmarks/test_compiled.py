@@ -7,6 +7,7 @@ from pathlib import Path
 
 import compiled
 import pytest
+import torch
 
 from tests.support.triton_compile import SHARED_MEMORY
 
@@ -39,10 +40,28 @@ def test_a_row_above_stock_names_what_decides():
     stock = dataclasses.replace(ours, whose="stock", instructions=7.9)
     assert compiled.decided_by(ours, [ours, stock]) == "`sampler`"
     assert compiled.decided_by(stock, [ours, stock]) == ""
+    more = dataclasses.replace(stock, instructions=8.1)
+    other = dataclasses.replace(stock, whose="FlashAttention-4")
+    assert compiled.decided_by(ours, [ours, more]) == ""
+    assert compiled.decided_by(ours, [ours, more, other]) == "`sampler`"
     same = dataclasses.replace(stock, instructions=8.0)
     assert compiled.decided_by(ours, [ours, same]) == ""
     split = dataclasses.replace(ours, what="attention, full, split", instructions=None)
     assert compiled.decided_by(split, [split]) == ""
+
+
+def test_the_launcher_knows_how_many_programs_run_at_once():
+    """What splits are counted by is what the table says of the kernels."""
+    from attention_kernels.canvas_attention.triton.configs import tuned_config
+
+    rows = [line.split(" | ") for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    programs = {(row[0], row[1]): int(row[6]) for row in rows if row[2:3] == ["ours"]}
+    for chip in compiled.CHIPS:
+        for what, head_dim in (("attention, sliding", 256), ("attention, full", 512)):
+            config = tuned_config(
+                head_dim, torch.bfloat16, torch.bfloat16, compiled.capability(chip)
+            )
+            assert config.programs == programs[f"| {chip}", what], (chip, what)
 
 
 def test_the_table_is_whole():
@@ -59,7 +78,11 @@ def test_the_table_is_whole():
         for chip in compiled.CHIPS
         for what in compiled.DECIDES
         for whose in ("ours", "stock")
-    } | {(f"| {chip}", "attention, full, split", "ours") for chip in compiled.CHIPS}
+    } | {
+        (f"| {chip}", f"attention, {layer}, split", "ours")
+        for chip in compiled.CHIPS
+        for layer in ("sliding", "full")
+    } | {("| sm_90", f"attention, {layer}", "FlashAttention-4") for layer in ("sliding", "full")}
 
 
 @pytest.mark.slow

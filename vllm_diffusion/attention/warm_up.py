@@ -1,0 +1,53 @@
+"""Has vLLM's start-up compile every variant of our kernels that serving may launch.
+
+Which one a pass takes depends on how many rows it has and on whether an image is among them, and
+compiling one takes about ten seconds: none is left to a request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+
+from vllm_diffusion.settings.plugin_settings import plugin_settings
+
+
+class AttentionVariants(VllmJitKernel[Any]):
+    """Among the kernels that vLLM compiles before it captures graphs; one layer of each kind asks."""
+
+    def get_warmup_keys(self, layer_names: list[str], vllm_config: VllmConfig) -> list[Any]:
+        """Layers whose launches differ; layers of a kind are one key, whatever their group."""
+        layers = vllm_config.compilation_config.static_forward_context
+        return [_Layer(layers[name], vllm_config) for name in layer_names]
+
+    def compile(self, compile_key: Any) -> None:
+        """Launch each variant on a sequence without rows."""
+        layer, config = compile_key.layer, compile_key.config
+        spec = getattr(config.model_config, "canvas_spec", None)
+        spans = [False]
+        if spec is not None and spec.is_block_causal:
+            spans = [True]
+        elif config.model_config.is_mm_prefix_lm:
+            spans = [False, True]
+        # vLLM's own classes say one flag a sequence, whose window follows the row.
+        anchor = "query" if spec is None else plugin_settings(config).window_anchor
+        layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)
+
+
+class _Layer:
+    """A layer, equal to every other one of its kind."""
+
+    def __init__(self, layer: Any, config: VllmConfig) -> None:
+        self.layer = layer
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layer) and self.layer.impl.kind == other.layer.impl.kind
+
+    def __hash__(self) -> int:
+        return hash(self.layer.impl.kind)
+
+
+ATTENTION_VARIANTS = AttentionVariants()
