@@ -169,7 +169,8 @@ class BlockDiffusionModelState(ModelState):
             "and larger passes launch kernels one by one. vLLM reports their memory below.",
             most,
             min(most, MAX_EXACT),
-            self.vllm_config.compilation_config.cudagraph_capture_sizes,
+            # What is logged once is remembered, which a list cannot be.
+            tuple(self.vllm_config.compilation_config.cudagraph_capture_sizes or ()),
         )
 
     def most_captured(self) -> int:
