@@ -85,7 +85,7 @@ class PassRows:
         hidden_index: [N], int64: where the hidden states are that say what stands there.
         slot: [N], int64: of each of them.
         position: [N], int64: in its canvas.
-        offset: [N], int64: from the first row of its request.
+        offset: [N], int64: from the first row of its request to where its hidden state is.
         of_slots: What the decision is told, as if there were no constraints; seeds are the sampler's to
             fill in.
         of_constraints: [3, R], int32: what it is told of constraints, the last three of the same.
@@ -220,13 +220,15 @@ class PassRows:
         index.copy_(torch.where(is_row, at, 0))
         slot.copy_(torch.where(is_row, numbers.slot[request], 0))
         position.copy_(torch.where(is_row, within, 0))
-        offset.copy_(torch.where(is_row, at - start, 0))
+        hidden_at = at
         if spec.is_shifted:
             # A row says what stands behind it. Nothing has to be said of a canvas's first position;
             # its last row says what the next canvas begins with.
             is_seed = self.of_slots.seeding[slot]
             before = torch.where(within == 0, at + slots.canvas_length - 1, at - 1)
-            hidden_index.copy_(torch.where(is_row, torch.where(is_seed, at, before), 0))
+            hidden_at = torch.where(is_seed, at, before)
+            hidden_index.copy_(torch.where(is_row, hidden_at, 0))
+        offset.copy_(torch.where(is_row, hidden_at - start, 0))
 
     def fill_ids(
         self, input_batch: InputBatch, all_token_ids: Tensor, num_computed: Tensor

@@ -109,7 +109,8 @@ def test_lay_out(layout, chosen, slots, committing, compiled):
         for j in range(canvas):
             at = first + known + j
             shifted = at + LENGTH - 1 if j == 0 else at - 1
-            found.append((slot, j, at, at - first, shifted if spec.is_shifted else at))
+            hidden = shifted if spec.is_shifted else at
+            found.append((slot, j, at, hidden - first, hidden))
             expected_ids[at] = canvases.canvas[slot, j]
         if spec.is_seeded and is_over:
             seeding[slot] = 1
