@@ -165,7 +165,7 @@ EXPERIMENTS = (
         ),
         _script(
             "bench_sampler.py",
-            *("--canvases", "1", "--vocab", "20000", "--hidden", "16", "--repeats", "1"),
+            *("--canvases", "1", "--hidden", "16", "--repeats", "1"),
             *("--two-streams", "--settled", "0", "1"),
         ),
         expected=1,

@@ -128,13 +128,15 @@ def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
     text = told_of("nvdisasm", "-c", cubin=cubin)
     labels: dict[str, int] = {}
     names: list[str] = []
-    # Of instructions that branch: where to, and whether always.
+    # Of instructions that branch: where to, and whether always; with a suffix they ask something first.
     branches: dict[int, tuple[str, bool]] = {}
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label.group(1)] = len(names)
             continue
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)(\.U\s)?", line)
+        found = re.match(
+            r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)(\.(?:U|DIV|CONV)\s)?", line
+        )
         if found is None:
             continue
         if found.group(2) == "BRA" and (target := re.search(r"`\((\.L_x_\d+)\)", line)):
