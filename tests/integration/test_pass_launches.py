@@ -46,3 +46,14 @@ def test_a_plain_pass(served):
     assert max(totals) <= MOST
     assert all(counts["graph of _plain_step"] == 1 for counts in passes)
     assert all(counts["graph of _condition_canvases"] == 1 for counts in passes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_fewer_than_stock_s_class():
+    """Launches, and copies to the device, of the same passes on the same platform."""
+    ours, stock = (bench.measured(side, "count") for side in ("ours", "stock"))
+    for n in map(str, bench.REQUESTS):
+        for what in ("launches", "copies"):
+            print(f"{n} requests, {what}: ours {ours[n][what]}, stock {stock[n][what]}")
+            assert ours[n][what] < stock[n][what]
