@@ -139,7 +139,8 @@ class Requests:
         self._engine = llm.llm_engine
         for index, changes in enumerate(params):
             prompt = [40 + (index * 7 + i) % 200 for i in range(20)]
-            options = {"max_tokens": 900, "ignore_eos": True, "seed": index, "temperature": 1.5}
+            # Stock's class takes neither a seed nor a temperature.
+            options = {"max_tokens": 900, "ignore_eos": True}
             self._engine.add_request(
                 f"{time.monotonic_ns()}",
                 TokensPrompt(prompt_token_ids=prompt),

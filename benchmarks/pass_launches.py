@@ -29,6 +29,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import scheduler
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
@@ -237,6 +238,8 @@ def _num_kernels(module: torch.fx.GraphModule, inputs: list[Any]) -> int:
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) for x in inputs
             ]
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*there)
+        # As Inductor does before it fuses: draws become operations like others.
+        replace_random_passes(module)
         graph = GraphLowering(module, example_inputs=there, shape_env=None)
         with V.set_graph_handler(graph):
             graph.run(*there)

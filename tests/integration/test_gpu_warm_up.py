@@ -41,6 +41,9 @@ def test_warm_up(asynchronous):
 
         expected = tokens()
         runner = engine.runner
+        # The scheduler tells the runner with its next pass; the warm-up wants every slot.
+        for request_id in list(runner.req_states.req_id_to_index):
+            runner._remove_request(request_id)
         core = engine.llm.llm_engine.engine_core.engine_core
         worker = core.model_executor.driver_worker.worker
 

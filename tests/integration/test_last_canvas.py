@@ -105,7 +105,12 @@ def check_two_turns(
 
 @pytest.mark.parametrize(
     ("prompt_len", "cut", "by_stop"),
-    [(40, CANVAS + 20, True), (17, 9, True), (16, CANVAS + 30, False), (70, CANVAS - 1, False)],
+    [
+        (40, CANVAS + 20, True),
+        pytest.param(17, 9, True, marks=pytest.mark.slow),
+        pytest.param(16, CANVAS + 30, False, marks=pytest.mark.slow),
+        (70, CANVAS - 1, False),
+    ],
 )
 def test_next_turn_reads_the_reply(engine, oracle, prompt_len, cut, by_stop):
     """Only what is new is computed, and the tokens are those of a fresh computation."""

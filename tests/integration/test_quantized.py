@@ -174,7 +174,8 @@ def test_modelopt_layout(tmp_path):
         assert error.mean() <= 2 * theirs.mean()
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", pytest.param("fp8-dynamic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-dynamic"])
 def test_two_ranks(scheme, tmp_path):
     """Shards of weights and scales: the answers are right on two ranks.
 

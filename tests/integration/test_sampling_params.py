@@ -233,6 +233,7 @@ def test_temperatures_of_a_request(engine):
     )
 
 
+@pytest.mark.slow
 def test_the_kernels_give_the_answers_of_pytorch(engine, monkeypatch):
     """Every setting at once in one batch, sampled in Triton's interpreter as a GPU would."""
     settings_of_requests = [

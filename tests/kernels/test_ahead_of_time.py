@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support import baselines
+from tests.support.chips import CHIPS
 from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for
 
 
@@ -140,7 +141,7 @@ def check(chip: str, cases: list[Case]) -> list[dict]:
     return lines
 
 
-@pytest.mark.parametrize("chip", SHARED_MEMORY)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_ahead_of_time(chip):
     """The model's layers compile for a chip within its registers, shared memory and baselines."""
     triton = pytest.importorskip("triton")

@@ -268,7 +268,13 @@ def test_constraints(family: Family) -> None:
     assert banned not in other.outputs[0].token_ids
 
 
-@pytest.fixture(scope="module", params=[*TIGHT, pytest.param("llada2.2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["sdar", "nemotron"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow) for name in ("llada2.1", "llada2.2", "fast-dllm")
+    ],
+)
 def tight(
     request: pytest.FixtureRequest,
     is_asynchronous: bool,
@@ -302,14 +308,8 @@ def test_chunks_and_preemption(tight: Family) -> None:
     assert tight.engine.preempted
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sdar",
-        "nemotron",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llada2.1", "llada2.2", "fast-dllm")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdar", "nemotron", "llada2.1", "llada2.2", "fast-dllm"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Two processes with half of the heads and of the vocabulary each."""
     check_layout(name, tmp_path, tensor_parallel_size=2)

@@ -339,7 +339,9 @@ def test_logprobs_are_those_of_vllm(implementation, seed, vocab, raw):
     assert torch.equal(ours.selected_token_ranks, stock.selected_token_ranks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("extras", ["plain", "everything"])
 def test_peak_memory(monkeypatch, dtype, extras):
     """At most a byte for each logit, an eighth of a float32 copy and another of its softmax."""
@@ -421,7 +423,11 @@ def filtered_probs(
 @pytest.mark.parametrize(
     "used", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")], ids="+".join
 )
-@pytest.mark.parametrize("borders", [[], [40], [12, 60], [8, 40, 100]], ids=str)
+@pytest.mark.parametrize(
+    "borders",
+    [[], [12, 60], *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ([40], [8, 40, 100]))],
+    ids=str,
+)
 def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, used, borders):
     """Of one to four ranks, in rows with and without filters, greedy and adjusted ones, in float64.
 
