@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import torch
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -52,6 +50,8 @@ def compiled(
     """
     if backend is None:
         return function
+    import torch
+
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 

@@ -69,7 +69,7 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
 )
 def test_lay_out(layout, chosen, slots, committing, compiled):
     spec = spec_of(**layout)
-    canvases = CanvasSlots(SLOTS, spec, CPU)
+    canvases = CanvasSlots(SLOTS, spec, 40, CPU)
     canvases.phase.copy_(
         torch.tensor([Phase.COMMITTING if c else Phase.DENOISING for c in committing])
     )
@@ -93,7 +93,7 @@ def test_lay_out(layout, chosen, slots, committing, compiled):
     before = batch.input_ids.clone()
     expected_ids = before.clone()
     causal, flags = np.zeros(SLOTS), np.zeros(SLOTS)
-    num_rows, starting, seeding = np.zeros(SLOTS), np.zeros(SLOTS), np.zeros(SLOTS)
+    num_rows, seeding = np.zeros(SLOTS), np.zeros(SLOTS)
     found: list[tuple[int, int, int, int, int]] = []
     for i, (known, canvas, computed, prompt) in enumerate(chosen):
         slot, first = slots[i], int(batch.query_start_loc_np[i])
@@ -105,7 +105,6 @@ def test_lay_out(layout, chosen, slots, committing, compiled):
             bidirectional = 0
         causal[i], flags[i] = known + canvas - bidirectional, bidirectional == 0
         num_rows[slot] = canvas
-        starting[slot] = is_over and is_prefilling
         for j in range(canvas):
             at = first + known + j
             shifted = at + LENGTH - 1 if j == 0 else at - 1
@@ -127,7 +126,6 @@ def test_lay_out(layout, chosen, slots, committing, compiled):
     assert rows.causal_flags.tolist() == flags.tolist()
     told = rows.of_slots
     assert told.num_rows.tolist() == num_rows.tolist()
-    assert told.starting.tolist() == starting.astype(bool).tolist()
     assert told.seeding.tolist() == seeding.astype(bool).tolist()
     assert told.num_valid.tolist() == [-1] * SLOTS
     assert told.free_from.tolist() == told.free_to.tolist() == [0] * SLOTS
@@ -149,5 +147,5 @@ def test_lay_out(layout, chosen, slots, committing, compiled):
 
     rows.clear()
     assert rows.num_rows == 0
-    assert not any(x.any() for x in (told.num_rows, told.starting, told.seeding))
+    assert not any(x.any() for x in (told.num_rows, told.seeding))
     assert told.num_valid.tolist() == [-1] * SLOTS
