@@ -55,6 +55,9 @@ def drain(engine: TracedEngine, most: int = 600) -> tuple[dict[str, Any], dict[s
             if output.finished:
                 outputs[output.request_id] = output.outputs[0]
                 ended[output.request_id] = step
+        if not engine.scheduler.running:
+            # As the engine's process does: a thread that compiles a grammar has to have its turn.
+            time.sleep(0.001)
     raise AssertionError(
         f"after {most} steps {core.get_num_unfinished_requests()} requests are unfinished"
     )
