@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import secrets
 import signal
 import socket
@@ -209,7 +208,8 @@ def free_port() -> int:
     connection of another process takes it.
     """
     while True:
-        port = random.randrange(10_000, 32_768)
+        # Not by `random`, which vLLM seeds: two processes that had engines would choose the same.
+        port = 10_000 + secrets.randbelow(22_768)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             return port
