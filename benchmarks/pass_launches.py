@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,15 +45,11 @@ class PassLaunches(TorchDispatchMode):
 
     Attributes:
         counts: By what is launched, since the last :meth:`end_pass`.
-        passes: Of the passes before, in order.
-        seconds: Spent in watched calls, since the last :meth:`end_pass`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.passes: list[Counter[str]] = []
-        self.seconds = 0.0
         # Inside a watched call, and outside what counts as one.
         self._counting = False
         # Tensors that NumPy made in this pass: kept, so that no other one takes their place in memory.
@@ -63,10 +58,8 @@ class PassLaunches(TorchDispatchMode):
     def end_pass(self) -> Counter[str]:
         """What was counted since the last call."""
         counts = self.counts
-        self.passes.append(counts)
         self.counts = Counter()
         self._host.clear()
-        self.seconds = 0.0
         return counts
 
     def watch(self, owner: Any, name: str) -> None:
@@ -77,12 +70,10 @@ class PassLaunches(TorchDispatchMode):
             if self._counting:
                 return watched(*args, **kwargs)
             self._counting = True
-            started = time.perf_counter()
             try:
                 with self:
                     return watched(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - started
                 self._counting = False
 
         setattr(owner, name, call)
@@ -192,16 +183,6 @@ class PassLaunches(TorchDispatchMode):
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", function))
-
-
-def total(counts: Counter[str]) -> int:
-    """Launches and copies together."""
-    return sum(counts.values())
-
-
-def copies(counts: Counter[str]) -> int:
-    """Copies to the device."""
-    return counts[COPY]
 
 
 def _fusing_backend(kernels: list[int]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from vllm_diffusion import upstream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.platforms import detection
-from vllm_diffusion.settings.bytecode import is_compiled
+from vllm_diffusion.settings.bytecode import cache_folder, is_compiled
 from vllm_diffusion.settings.compilation import compile_backend
 from vllm_diffusion.settings.environment import environment_flags
 
@@ -208,7 +208,7 @@ def _compiler_fact() -> Fact:
 
 
 def _disk_facts() -> list[Fact]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    cache = cache_folder()
     places = {
         "vLLM's cache": Path(os.environ.get("VLLM_CACHE_ROOT", cache / "vllm")),
         "models' cache": Path(os.environ.get("HF_HOME", cache / "huggingface")),

@@ -25,7 +25,7 @@ def compile_once() -> None:
     """
     if not sys.dont_write_bytecode or is_compiled():
         return
-    folder = Path(sys.pycache_prefix or _cache_folder() / "vllm-diffusion" / "bytecode")
+    folder = Path(sys.pycache_prefix or cache_folder() / "vllm-diffusion" / "bytecode")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
@@ -44,5 +44,6 @@ def is_compiled() -> bool:
     return all(Path(cache_from_source(source)).exists() for source in sources)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where this user's programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

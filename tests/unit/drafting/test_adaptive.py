@@ -107,6 +107,28 @@ def cost(
 ALTERNATING = [(KNOWN, 600), (UNKNOWN, 300)] * 3
 
 
+def assert_pays(
+    machine: Machine, texts: list[list[float]], num_reqs: int, prompt: int, *, num_seeds: int
+) -> None:
+    """The mean cost is at most 1.05 times that of no draft and of the best fixed level."""
+
+    def mean(level: int | None) -> float:
+        # What is accepted by chance differs between two levels too.
+        return fmean(
+            cost(
+                machine,
+                texts,
+                num_reqs,
+                prompt,
+                AdaptiveDraft(LEVELS) if level is None else level,
+                seed,
+            )
+            for seed in range(num_seeds)
+        )
+
+    assert mean(None) <= 1.05 * min(mean(level) for level in (0, *LEVELS))
+
+
 @pytest.mark.parametrize("machine", [GPU, CPU, LONG], ids=lambda machine: machine.name)
 @pytest.mark.parametrize(
     ("num_reqs", "prompt"),
@@ -127,22 +149,7 @@ def test_cost(
     """At most 1.05 times that of no draft and of the best fixed level, probing included."""
     texts = [traffic(phases)] * num_reqs
 
-    def mean(level: int | None) -> float:
-        # What is accepted by chance differs between two levels too.
-        seeds = range(3)
-        return fmean(
-            cost(
-                machine,
-                texts,
-                num_reqs,
-                prompt,
-                AdaptiveDraft(LEVELS) if level is None else level,
-                seed,
-            )
-            for seed in seeds
-        )
-
-    assert mean(None) <= 1.05 * min(mean(level) for level in (0, *LEVELS))
+    assert_pays(machine, texts, num_reqs, prompt, num_seeds=3)
 
 
 REQUESTS = {
@@ -167,21 +174,7 @@ def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests
     """The same bound where what changes is who asks, and answers are short."""
     texts = REQUESTS[requests] * num_reqs
 
-    def mean(level: int | None) -> float:
-        seeds = range(2)
-        return fmean(
-            cost(
-                machine,
-                texts,
-                num_reqs,
-                prompt,
-                AdaptiveDraft(LEVELS) if level is None else level,
-                seed,
-            )
-            for seed in seeds
-        )
-
-    assert mean(None) <= 1.05 * min(mean(level) for level in (0, *LEVELS))
+    assert_pays(machine, texts, num_reqs, prompt, num_seeds=2)
 
 
 def test_requests_are_told_apart() -> None:
