@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,16 +122,8 @@ class PassLaunches(TorchDispatchMode):
     def capture(
         self, function: Callable[..., Any], inputs: tuple[Tensor, ...]
     ) -> Callable[[], Any]:
-        """As ``tests/support/graphs.py`` emulates a capture; a replay is one launch."""
-        output = function(*inputs)
-
-        def replay() -> Any:
-            for held, new in zip(tree_leaves(output), tree_leaves(function(*inputs)), strict=True):
-                if held is not None:
-                    held.copy_(new)
-            return output
-
-        return self.as_one(replay, f"{GRAPH} of {_name(function)}")
+        """A captured graph, emulated; a replay is one launch."""
+        return self.as_one(_emulated_capture(function, inputs), f"{GRAPH} of {_name(function)}")
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[PassLaunches]:
@@ -179,6 +172,79 @@ class PassLaunches(TorchDispatchMode):
         if not (no_launch or on_host):
             self.counts[schema.name] += 1
         return result
+
+
+class HostClock:
+    """The host's seconds in watched calls, without those in what :class:`PassLaunches` counts as one."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._watching = False
+
+    def end_pass(self) -> float:
+        """What was clocked since the last call, in seconds of this thread."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Clock calls of ``owner.name``; those inside of them are part of theirs."""
+        watched: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._watching:
+                return watched(*args, **kwargs)
+            self._watching = True
+            self._seconds -= time.thread_time()
+            try:
+                return watched(*args, **kwargs)
+            finally:
+                self._seconds += time.thread_time()
+                self._watching = False
+
+        setattr(owner, name, call)
+
+    def as_one(
+        self, function: Callable[..., Any], _what: str, _number: int = 1
+    ) -> Callable[..., Any]:
+        """``function`` as a launch: its own time is left out."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._watching:
+                return function(*args, **kwargs)
+            self._watching = False
+            started = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._seconds -= time.thread_time() - started
+                self._watching = True
+
+        return call
+
+    def compile(self, function: Callable[..., Any], backend: Any = None) -> Callable[..., Any]:
+        """``function`` as what a compiled one launches; it runs without being compiled."""
+        return self.as_one(function, _name(function))
+
+    def capture(
+        self, function: Callable[..., Any], inputs: tuple[Tensor, ...]
+    ) -> Callable[[], Any]:
+        """As :meth:`PassLaunches.capture`."""
+        return self.as_one(_emulated_capture(function, inputs), _name(function))
+
+
+def _emulated_capture(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...]
+) -> Callable[[], Any]:
+    """As ``tests/support/graphs.py`` has it."""
+    output = function(*inputs)
+
+    def replay() -> Any:
+        for held, new in zip(tree_leaves(output), tree_leaves(function(*inputs)), strict=True):
+            if held is not None:
+                held.copy_(new)
+        return output
+
+    return replay
 
 
 def _name(function: Callable[..., Any]) -> str:
