@@ -1,5 +1,6 @@
 """Settings that must be in place before anything imports torch or vLLM, and shared fixtures."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from vllm_diffusion.settings.bytecode import compile_once
 
 # Dozens of processes import vLLM here.
 compile_once()
+
+# What tests import stays: Python's collector need not walk through it, again and again.
+gc.disable()
 
 # The engine runs in the test's process, where its state can be looked at.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -35,6 +39,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # not for what a new example found; everybody's own runs look for those.
 hypothesis.settings.register_profile("noisy machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("noisy machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """What is there by now is not looked at again; what tests make is collected as ever."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import httpx
 import openai
 
 from tests.support.checkpoints import SHIPPED
-from vllm_diffusion.cli.server import free_port
+from vllm_diffusion.cli.server import VLLM_SERVE, free_port
 
 MODEL = "tiny"
 # Of the shared server: room for the smallest budget of a thought that Anthropic's API knows, 1024.
@@ -107,8 +107,15 @@ def start_headless(checkpoint: Path, log: Path, *options: str) -> Server:
     return _spawn(checkpoint, log, 0, *options, "--headless")
 
 
-def _spawn(checkpoint: Path, log: Path, port: int, *options: str, **variables: str) -> Server:
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+def _spawn(
+    checkpoint: Path,
+    log: Path,
+    port: int,
+    *options: str,
+    command: Sequence[str] = VLLM_SERVE,
+    **variables: str,
+) -> Server:
+    command = [*command, str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
     command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}']
@@ -140,19 +147,26 @@ def _spawn(checkpoint: Path, log: Path, port: int, *options: str, **variables: s
     )
 
 
-def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -> Server:
+def start_server(
+    checkpoint: Path,
+    log: Path,
+    *options: str,
+    command: Sequence[str] = VLLM_SERVE,
+    **variables: str,
+) -> Server:
     """Start a text-only ``vllm serve`` on a free port and wait until it answers.
 
     Args:
         checkpoint: What to serve.
         log: File for what it prints.
         options: Of ``vllm serve``.
+        command: The one that this package's own commands start, which is there sooner, or another.
         variables: Of its environment.
 
     Raises:
         RuntimeError: With the end of its log, if it ends or does not answer in time.
     """
-    server = _spawn(checkpoint, log, free_port(), *options, **variables)
+    server = _spawn(checkpoint, log, free_port(), *options, command=command, **variables)
     deadline = time.monotonic() + START_SECONDS
     while server.process.poll() is None and time.monotonic() < deadline:
         try:
@@ -180,10 +194,12 @@ def stop_server(server: Server) -> None:
 @contextmanager
 def shared_server(folder: Path) -> Iterator[Server]:
     """A server on the shipped checkpoint. Every test leaves it idle and alive."""
+    options = (*PARSERS, "--max-model-len", str(SHARED_MAX_MODEL_LEN))
+    # As users start it.
+    vllm_serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    longer = ("--max-model-len", str(SHARED_MAX_MODEL_LEN))
-    running = start_server(SHIPPED, folder / "server.log", *PARSERS, *longer, **stored)
+    running = start_server(SHIPPED, folder / "server.log", *options, command=vllm_serve, **stored)
     try:
         yield running
     finally:

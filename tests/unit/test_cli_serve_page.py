@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from vllm_diffusion.cli import serve_page
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.main import main
+from vllm_diffusion.cli.server import VLLM_SERVE
 
 SHIPPED = str(shipped_checkpoint())
 LOCAL = ["--host", "127.0.0.1"]
@@ -50,7 +50,7 @@ def test_command(arguments, options, url, execve, monkeypatch, capsys) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another,vllm_diffusion")
     main(["serve-page", *arguments])
     ((command, environment),) = execve
-    assert command == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *options]
+    assert command == [*VLLM_SERVE, *options]
     assert environment["VLLM_PLUGINS"] == (
         "another,vllm_diffusion,vllm_diffusion_cpu,vllm_diffusion_metrics,vllm_diffusion_page"
     )

@@ -38,8 +38,8 @@ _STAGES = (
 _LOG_TAIL_LINES = 25
 # A folder named vllm where the user happens to be is not imported in vLLM's place.
 SERVER_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
-# The command that options follow.
-VLLM_SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+# The command that options follow: `vllm serve`, as this Python has it.
+VLLM_SERVE = (sys.executable, "-m", "vllm_diffusion.cli.vllm_command", "serve")
 # Requests to the server must not go through a proxy of the environment.
 _http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

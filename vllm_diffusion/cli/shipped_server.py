@@ -28,9 +28,6 @@ _SERVE_OPTIONS = (
 _SERVE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # The engine's process begins with what the server's has imported, a third of a start's work. vLLM
-    # spawns one all the same where a GPU is in use already.
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
 # Closing the terminal or ending this process ends the server too.
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -9,6 +9,8 @@ PyTorch products (``cpu_adapters``).
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
@@ -70,6 +72,10 @@ class DiffusionCpuPlatform(CpuPlatform):
             cpu_adapters,
         ):
             pieces.register()
+        if multiprocessing.parent_process() is not None:
+            # vLLM collects garbage before and after most of what follows, and in what it has
+            # imported there is none.
+            gc.freeze()
 
     @classmethod
     def device_id_to_physical_device_id(cls, device_id: int) -> int:
