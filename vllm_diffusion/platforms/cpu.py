@@ -195,6 +195,12 @@ class DiffusionCpuPlatform(CpuPlatform):
             cache_config.block_size = DEFAULT_BLOCK_SIZE
 
 
+# Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.
+# vLLM finds out when weights are loaded.
+READ_HIDDEN_STATES = ("dflash", "dspark", "eagle3", "extract_hidden_states")
+KEEP_HIDDEN_STATES = ("gemma4", "gemma4_text")
+
+
 def check_verification(vllm_config: VllmConfig) -> None:
     """Refuse what the CPU's verification of drafts (``cpu_verification``) does not do.
 
@@ -216,6 +222,20 @@ def check_verification(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
             "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
+        )
+    if is_staged and spec.method == "draft_model":
+        # Its first layers lie in a stage that never drafts.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config: vLLM cuts a draft of method draft_model into "
+            "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
+            '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
+        )
+    model_type = vllm_config.model_config.hf_text_config.model_type
+    if is_staged and spec.method in READ_HIDDEN_STATES and model_type in KEEP_HIDDEN_STATES:
+        raise ValueError(
+            f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
+            "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
+            'use --tensor-parallel-size, or set "method" to "ngram".'
         )
     if vllm_config.watermark_config is not None:
         raise ValueError(

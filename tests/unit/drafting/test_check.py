@@ -54,6 +54,7 @@ def configured(
         watermark_config=None,
         parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3")),
     )
 
 
@@ -93,6 +94,46 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         check_draft(configured(**changes))
 
 
+STOCK = {"architectures": [STOCK_ARCHITECTURE]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 99}, "vocab_size=99 is not the target's 160"),
+        ({"hidden_size": 32}, "hidden_size=32 is not the target's 64"),
+        ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 64"),
+        (dflash(target_layer_ids=[0, 4]), r"target_layer_ids=\[0, 4\] must .* 0 to 3"),
+        (dflash(mask_token_id=160), "mask_token_id=160 must be a token .* 0 to 159"),
+        ({"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* set .* to at most 7"),
+    ],
+)
+def test_refused_of_stock(changes: dict[str, Any], message: str) -> None:
+    """vLLM would serve some of these in silence, and fail at the others when weights are loaded."""
+    with pytest.raises(ValueError, match=message):
+        check_draft(configured(**STOCK, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_vocab_size": 99},
+        {"hidden_size": 32, "target_hidden_size": 64},
+        {"num_target_layers": 9},
+        dflash(target_layer_ids=[0, 3]),
+        {"dflash_config": None},
+        {"dflash_config": {"layer_ids": [1, 2]}, "mask_token_id": MASK},
+    ],
+)
+def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
+    """Of drafts that vLLM's own class serves nothing is changed either."""
+    served = configured(**STOCK, **changes)
+    draft = served.speculative_config.draft_model_config.hf_config
+    untouched = copy.deepcopy(vars(draft))
+    check_draft(served)
+    assert vars(draft) == untouched
+
+
 def test_settings_without_a_draft_are_refused() -> None:
     """Nothing would read them."""
     config = configured({"steps": 2})
@@ -104,13 +145,8 @@ def test_settings_without_a_draft_are_refused() -> None:
 
 
 def test_what_is_chosen() -> None:
-    """Stock's drafts are vLLM's unless something is set of them; a window is for every layer."""
-    served = configured(architectures=[STOCK_ARCHITECTURE], hidden_size=3)
-    untouched = copy.deepcopy(vars(served.speculative_config.draft_model_config.hf_config))
-    check_draft(served)
-    assert vars(served.speculative_config.draft_model_config.hf_config) == untouched
-
-    served = configured({"window": 48}, architectures=[STOCK_ARCHITECTURE])
+    """Stock's drafts are ours where something is set of them; a window is for every layer."""
+    served = configured({"window": 48}, **STOCK)
     check_draft(served)
     model_config = served.speculative_config.draft_model_config
     assert model_config.architectures == [ARCHITECTURE]
@@ -142,6 +178,38 @@ def test_stages_in_step() -> None:
     config.speculative_config = None
     config.scheduler_config.async_scheduling = False
     check_verification(config)
+
+
+def test_stages_of_gemma() -> None:
+    """vLLM's class hands no hidden states on: drafts that read them are refused, others are not."""
+    from vllm.model_executor.models.gemma4 import Gemma4Model
+
+    assert not Gemma4Model.supports_aux_hidden_states_over_pp
+    config = configured()
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    config.model_config.hf_text_config.model_type = "gemma4_text"
+    for method in ("dflash", "eagle3"):
+        config.speculative_config.method = method
+        with pytest.raises(
+            ValueError, match=rf"{method} reads hidden .* --pipeline-parallel-size out"
+        ):
+            check_verification(config)
+    config.speculative_config.method = "ngram"
+    check_verification(config)
+    config.speculative_config.method = "dflash"
+    config.parallel_config.pipeline_parallel_size = 1
+    check_verification(config)
+
+
+def test_a_smaller_model_in_stages() -> None:
+    """A server with it would die of its first request."""
+    config = configured(method="draft_model")
+    check_verification(config)
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(ValueError, match="draft_model into stages .* --pipeline-parallel-size out"):
+        check_verification(config)
 
 
 ADAPTIVE = {"drafting": {"adaptive": True}}
