@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
 from vllm_diffusion.drafting.check import (
@@ -250,6 +252,28 @@ def test_adaptive_drafts_are_off_in_data_parallelism(tmp_path: Path) -> None:
     config.additional_config, config.scheduler_config.scheduler_cls = ADAPTIVE, None
     check_draft(config)
     assert config.scheduler_config.scheduler_cls is None
+
+
+@given(num_drafts=st.integers(1, 40), max_num_seqs=st.integers(2, 300))
+def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: int) -> None:
+    """vLLM captures for the numbers of its table, spread over batches: ours are among them, and none."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    config = configured(num_drafts=num_drafts, architectures=[STOCK_ARCHITECTURE], block_size=None)
+    spec = config.speculative_config
+    spec.num_speculative_tokens_per_batch_size = None
+    config.additional_config, config.diffusion_config = ADAPTIVE, None
+    config.scheduler_config = SimpleNamespace(scheduler_cls=None, max_num_seqs=max_num_seqs)
+    check_draft(config)
+    table = spec.num_speculative_tokens_per_batch_size
+    captured = set(build_dynamic_sd_schedule_lookup(table, max_num_seqs, num_drafts)[1:])
+    assert captured == {level for *_, level in table}
+    assert {0, num_drafts} <= captured <= {0, *(num_drafts >> halvings for halvings in range(6))}
+    # The operator's own table stays.
+    spec.num_speculative_tokens_per_batch_size = theirs = [(1, 4, num_drafts), (5, 8, 0)]
+    config.scheduler_config.scheduler_cls = None
+    check_draft(config)
+    assert spec.num_speculative_tokens_per_batch_size == theirs
 
 
 def test_two_servers_do_not_record_to_one_folder(tmp_path: Path) -> None:
