@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
 # Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
 DEFAULT_BLOCK_SIZE = 16
+ATTENTION = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
 
 
 class DiffusionCpuPlatform(CpuPlatform):
@@ -118,7 +120,7 @@ class DiffusionCpuPlatform(CpuPlatform):
                 f"--attention-backend {selected_backend.name} cannot run on the CPU platform of "
                 "vllm-diffusion; leave it unset."
             )
-        return "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+        return ATTENTION
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -153,6 +155,8 @@ class DiffusionCpuPlatform(CpuPlatform):
             check_checkpoint_fits(model_config)
 
         check_verification(vllm_config)
+        if vllm_config.diffusion_config is None:
+            check_cache(vllm_config)
         if vllm_config.kv_transfer_config is not None:
             from vllm_diffusion.platforms.cpu_hidden_states import use_cpu_connector
 
@@ -193,6 +197,27 @@ class DiffusionCpuPlatform(CpuPlatform):
         cache_config = vllm_config.cache_config
         if not cache_config.user_specified_block_size:
             cache_config.block_size = DEFAULT_BLOCK_SIZE
+
+
+def check_cache(vllm_config: VllmConfig) -> None:
+    """Refuse a KV cache of the target or of its draft that attention cannot read.
+
+    Of diffusion models the table of options says so.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    known = resolve_obj_by_qualname(ATTENTION).supported_kv_cache_dtypes
+    spec = vllm_config.speculative_config
+    asked = {"--kv-cache-dtype": vllm_config.cache_config.cache_dtype}
+    if spec is not None:
+        asked["--speculative-config: kv_cache_dtype"] = spec.kv_cache_dtype or "auto"
+    for option, dtype in asked.items():
+        if dtype not in known:
+            raise ValueError(
+                f"{option} {dtype} is not a format that attention reads on the CPU platform of "
+                f"vllm-diffusion; leave it out, or set it to {' or '.join(known)}."
+            )
 
 
 # Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.

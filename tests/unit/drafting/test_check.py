@@ -20,7 +20,7 @@ from vllm_diffusion.drafting.check import (
     check_draft,
 )
 from vllm_diffusion.drafting.recording import Ring
-from vllm_diffusion.platforms.cpu import check_verification
+from vllm_diffusion.platforms.cpu import check_cache, check_verification
 
 pytestmark = pytest.mark.engine
 
@@ -154,6 +154,23 @@ def test_what_is_chosen() -> None:
     assert model_config.architectures == [ARCHITECTURE]
     expected = dflash(use_swa=True, swa_window_size=48)["dflash_config"]
     assert model_config.hf_config.dflash_config == expected
+
+
+@pytest.mark.parametrize("dtype", ["turboquant_k8v4", "nvfp4", "fp8_e5m2"])
+def test_caches_that_the_cpu_cannot_read(dtype: str) -> None:
+    """Of the target, and of a draft that has one of its own; vLLM would find out in a worker."""
+    config = configured()
+    config.cache_config = SimpleNamespace(cache_dtype="fp8")
+    config.speculative_config.kv_cache_dtype = None
+    check_cache(config)
+    config.speculative_config.kv_cache_dtype = dtype
+    with pytest.raises(ValueError, match=f"^--speculative-config: kv_cache_dtype {dtype} is not"):
+        check_cache(config)
+    config.speculative_config = None
+    check_cache(config)
+    config.cache_config.cache_dtype = dtype
+    with pytest.raises(ValueError, match=f"^--kv-cache-dtype {dtype} is not .* or fp8 or"):
+        check_cache(config)
 
 
 def test_what_the_cpu_does_not_verify() -> None:
