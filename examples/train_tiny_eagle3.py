@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 draft for the shipped tiny target, in two minutes on a CPU.
+"""Train an EAGLE-3 draft for the shipped tiny target, in some minutes on a CPU.
 
     python examples/train_tiny_eagle3.py --out eagle3
     vllm serve "$(vllm-diffusion checkpoint --family qwen3)" --speculative-config \
