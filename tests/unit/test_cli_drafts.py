@@ -25,6 +25,7 @@ def test_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What is known of one, and the publisher's command, by a repository or the end of its name."""
     assert main(["drafts", name]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "target  Qwen/Qwen3.5-27B"
     assert lines[1] == "draft   z-lab/Qwen3.5-27B-DFlash"
     assert lines[2] == "block   16 (num_speculative_tokens 15)"
     assert lines[3].startswith("causal  5 layers of 6")
@@ -36,6 +37,15 @@ def test_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         "num_speculative_tokens": 15,
     }
     assert words[5:] == ["--attention-backend", "flash_attn", "--max-num-batched-tokens", "32768"]
+
+
+def test_what_is_inferred(capsys: pytest.CaptureFixture[str]) -> None:
+    """A repository that no source names in full, and a number of drafts that none gives."""
+    assert main(["drafts", "Qwen3-Coder-30B-A3B-Instruct"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("A3B-Instruct (inferred: listed as Qwen3-Coder-30B-A3B)")
+    assert "inferred below from z-lab's own 16" in lines[2]
+    assert '"num_speculative_tokens": 15' in lines[-1]
 
 
 def test_unknown(capsys: pytest.CaptureFixture[str]) -> None:

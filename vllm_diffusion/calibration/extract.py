@@ -102,6 +102,8 @@ def extract(
             f"{engine_args.model} is a diffusion model, which takes no draft; name the autoregressive target "
             "whose traffic was recorded."
         )
+    # Before a platform says of it what goes for serving too.
+    _check_cache(engine_args.kv_cache_dtype)
     engine_args = _extracting(engine_args, target_layer_ids, out / _STAGING)
     config: VllmConfig = engine_args.create_engine_config()
     sizes = _checked(config, target_layer_ids)
@@ -172,12 +174,8 @@ def _checked(config: VllmConfig, target_layer_ids: Sequence[int]) -> Extraction:
             f"target_layer_ids={layers} must be layers of the target, 0 to {num_layers - 2}; give the "
             "draft that is to be trained, or layers of this target (--layer-ids)."
         )
-    cache = config.cache_config.cache_dtype
-    if cache not in _CACHE_DTYPES:
-        raise ValueError(
-            f"--kv-cache-dtype {cache}: hidden states are not extracted through a cache of this kind, "
-            f"whose rounding would be learnt as the target's; set it to auto or fp8."
-        )
+    # A checkpoint may say what "auto" is.
+    _check_cache(config.cache_config.cache_dtype)
     return Extraction(
         target=model.model,
         target_layer_ids=tuple(layers),
@@ -185,6 +183,14 @@ def _checked(config: VllmConfig, target_layer_ids: Sequence[int]) -> Extraction:
         hidden_size=model.get_hidden_size(),
         vocab_size=model.get_vocab_size(),
     )
+
+
+def _check_cache(dtype: str) -> None:
+    if dtype not in _CACHE_DTYPES:
+        raise ValueError(
+            f"--kv-cache-dtype {dtype}: hidden states are not extracted through a cache of this kind, "
+            "whose rounding would be learnt as the target's; set it to auto or fp8."
+        )
 
 
 def _choose(

@@ -23,10 +23,11 @@ class Preset:
     """A target and the draft that was published for it.
 
     Attributes:
-        target: Its repository, or the name it is published under.
+        target: Its repository.
         draft: The draft's repository.
         causal: Which of its layers see no row ahead.
         window: What is known of one.
+        listed_as: What the source calls the target, where its repository is inferred from that.
         block: Anchor and masks of a block; 0 where the sources do not say.
         issues: What users reported.
         options: Further options of ``vllm serve`` that its publisher gives.
@@ -36,6 +37,7 @@ class Preset:
     draft: str
     causal: str
     window: str
+    listed_as: str = ""
     block: int = 0
     issues: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -105,9 +107,10 @@ def describe(preset: Preset) -> str:
     """A preset in lines, the command last."""
     block = f"{preset.block} (num_speculative_tokens {preset.block - 1})"
     if not preset.block:
-        block = f"not known; {_DEFAULT_BLOCK} is z-lab's own, and config.json has block_size"
+        block = f"not known; inferred below from z-lab's own {_DEFAULT_BLOCK}: config.json has block_size"
+    inferred = f" (inferred: listed as {preset.listed_as})" if preset.listed_as else ""
     lines = [
-        f"target  {preset.target}",
+        f"target  {preset.target}{inferred}",
         f"draft   {preset.draft}",
         f"block   {block}",
         f"causal  {preset.causal}",

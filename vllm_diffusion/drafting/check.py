@@ -19,7 +19,7 @@ from vllm_diffusion.drafting.settings import (
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 SCHEDULER = "vllm_diffusion.scheduling.draft_scheduler.draft_scheduler"
@@ -75,10 +75,12 @@ def check_draft(vllm_config: VllmConfig) -> None:
                 f"draft of --speculative-config is {served}: leave drafting out, or give such a draft "
                 'with "method": "dflash".'
             )
+        if STOCK_ARCHITECTURE in architectures:
+            _check_pair_of(spec, by_stock=True)
         return
     config = spec.draft_model_config.hf_config
     num_drafts = spec.num_speculative_tokens
-    check_pair(config, spec.model, spec.target_model_config, num_drafts)
+    _check_pair_of(spec)
     settings.unmask_counts(num_drafts)
     if settings.window is not None:
         set_window(config, settings.window)
@@ -149,7 +151,19 @@ def _adapt(vllm_config: VllmConfig) -> bool:
     return True
 
 
-def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: int) -> None:
+def _check_pair_of(spec: SpeculativeConfig, *, by_stock: bool = False) -> None:
+    config, target = spec.draft_model_config.hf_config, spec.target_model_config
+    check_pair(config, spec.model, target, spec.num_speculative_tokens, by_stock=by_stock)
+
+
+def check_pair(
+    draft: Any,
+    model: str | Path,
+    target: ModelConfig,
+    num_drafts: int,
+    *,
+    by_stock: bool = False,
+) -> None:
     """Whether the draft's ``config.json`` and the target's describe a pair, and a block is not too long.
 
     Args:
@@ -157,6 +171,7 @@ def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: i
         model: What it is called.
         target: Of the model that verifies.
         num_drafts: ``num_speculative_tokens``.
+        by_stock: As :func:`check_fit` has it.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
@@ -168,6 +183,7 @@ def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: i
         vocab_size=target.get_vocab_size(),
         hidden_size=target.get_hidden_size(),
         num_layers=target.get_total_num_hidden_layers(),
+        by_stock=by_stock,
     )
     block_size = getattr(draft, "block_size", None)
     if isinstance(block_size, int) and num_drafts >= block_size:
@@ -179,7 +195,13 @@ def check_pair(draft: Any, model: str | Path, target: ModelConfig, num_drafts: i
 
 
 def check_fit(
-    draft: Any, where: str, *, vocab_size: int, hidden_size: int, num_layers: int
+    draft: Any,
+    where: str,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    by_stock: bool = False,
 ) -> None:
     """Whether a draft and a target are a pair.
 
@@ -189,18 +211,24 @@ def check_fit(
         vocab_size: Of the target.
         hidden_size: Of the target.
         num_layers: Of the target.
+        by_stock: Whether vLLM's own class serves it, which knows drafts that propose from a part of the
+            vocabulary, that are narrower or wider than their target, that read its last layer, or whose
+            layers and mask token stand elsewhere. Refused is what it would fail at, or read in silence.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
     """
-    for name in ("vocab_size", "draft_vocab_size"):
+    for name in ("vocab_size",) if by_stock else ("vocab_size", "draft_vocab_size"):
         size = getattr(draft, name, None)
         if size not in (None, vocab_size):
             raise ValueError(
                 f"{where}: {name}={size!r} is not the target's {vocab_size}, whose embedding and "
                 "output head the draft uses; give a draft that was trained for this target."
             )
-    for name in ("hidden_size", "target_hidden_size"):
+    widths = ["hidden_size", "target_hidden_size"]
+    if by_stock and getattr(draft, "target_hidden_size", None) is not None:
+        widths.remove("hidden_size")
+    for name in widths:
         size = getattr(draft, name, None)
         if size not in (None, hidden_size):
             raise ValueError(
@@ -208,25 +236,26 @@ def check_fit(
                 "trained for this target."
             )
     trained_for = getattr(draft, "num_target_layers", None)
-    if trained_for not in (None, num_layers):
+    if trained_for not in (None, num_layers) and not by_stock:
         raise ValueError(
             f"{where}: num_target_layers={trained_for!r}, but the target has {num_layers} layers; "
             "give a draft that was trained for this target."
         )
     of_draft: Mapping[str, Any] = getattr(draft, "dflash_config", None) or {}
     layers = of_draft.get("target_layer_ids")
-    if (
+    # The last layer's output is known behind the target's last norm only, but to vLLM.
+    num_readable = num_layers if by_stock else num_layers - 1
+    if not (by_stock and layers is None) and (
         not isinstance(layers, list | tuple)
         or not layers
-        # The last layer's output is known behind the target's last norm only.
-        or not all(_is_within(layer, num_layers - 1) for layer in layers)
+        or not all(_is_within(layer, num_readable) for layer in layers)
     ):
         raise ValueError(
             f"{where}: dflash_config.target_layer_ids={layers!r} must list layers of the target, "
-            f"0 to {num_layers - 2}; give a draft that was trained for this target."
+            f"0 to {num_readable - 1}; give a draft that was trained for this target."
         )
     mask = of_draft.get("mask_token_id", getattr(draft, "mask_token_id", None))
-    if not _is_within(mask, vocab_size):
+    if not (by_stock and mask is None) and not _is_within(mask, vocab_size):
         raise ValueError(
             f"{where}: dflash_config.mask_token_id={mask!r} must be a token of the vocabulary, 0 to "
             f"{vocab_size - 1}; set it to the token that the draft was trained with."

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
 # Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
 DEFAULT_BLOCK_SIZE = 16
+ATTENTION = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
 
 
 class DiffusionCpuPlatform(CpuPlatform):
@@ -124,7 +126,7 @@ class DiffusionCpuPlatform(CpuPlatform):
                 f"--attention-backend {selected_backend.name} cannot run on the CPU platform of "
                 "vllm-diffusion; leave it unset."
             )
-        return "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+        return ATTENTION
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -159,6 +161,8 @@ class DiffusionCpuPlatform(CpuPlatform):
             check_checkpoint_fits(model_config)
 
         check_verification(vllm_config)
+        if vllm_config.diffusion_config is None:
+            check_cache(vllm_config)
         if vllm_config.kv_transfer_config is not None:
             from vllm_diffusion.platforms.cpu_hidden_states import use_cpu_connector
 
@@ -201,6 +205,33 @@ class DiffusionCpuPlatform(CpuPlatform):
             cache_config.block_size = DEFAULT_BLOCK_SIZE
 
 
+def check_cache(vllm_config: VllmConfig) -> None:
+    """Refuse a KV cache of the target or of its draft that attention cannot read.
+
+    Of diffusion models the table of options says so.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    known = resolve_obj_by_qualname(ATTENTION).supported_kv_cache_dtypes
+    spec = vllm_config.speculative_config
+    asked = {"--kv-cache-dtype": vllm_config.cache_config.cache_dtype}
+    if spec is not None:
+        asked["--speculative-config: kv_cache_dtype"] = spec.kv_cache_dtype or "auto"
+    for option, dtype in asked.items():
+        if dtype not in known:
+            raise ValueError(
+                f"{option} {dtype} is not a format that attention reads on the CPU platform of "
+                f"vllm-diffusion; leave it out, or set it to {' or '.join(known)}."
+            )
+
+
+# Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.
+# vLLM finds out when weights are loaded.
+READ_HIDDEN_STATES = ("dflash", "dspark", "eagle3", "extract_hidden_states")
+KEEP_HIDDEN_STATES = ("gemma4", "gemma4_text")
+
+
 def check_verification(vllm_config: VllmConfig) -> None:
     """Refuse what the CPU's verification of drafts (``cpu_verification``) does not do.
 
@@ -222,6 +253,20 @@ def check_verification(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
             "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
+        )
+    if is_staged and spec.method == "draft_model":
+        # Its first layers lie in a stage that never drafts.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config: vLLM cuts a draft of method draft_model into "
+            "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
+            '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
+        )
+    model_type = vllm_config.model_config.hf_text_config.model_type
+    if is_staged and spec.method in READ_HIDDEN_STATES and model_type in KEEP_HIDDEN_STATES:
+        raise ValueError(
+            f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
+            "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
+            'use --tensor-parallel-size, or set "method" to "ngram".'
         )
     if vllm_config.watermark_config is not None:
         raise ValueError(

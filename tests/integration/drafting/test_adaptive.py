@@ -12,6 +12,7 @@ from tests.support import drafts
 from tests.support.draft_engine import NUM_DRAFTS, OPTIONS, PROMPTS, generate, metric
 from tests.support.engine import TracedEngine
 from vllm_diffusion.drafting.adaptive import Costs
+from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -105,6 +106,33 @@ def test_draft_that_is_always_right(max_num_seqs: int, models: Any, tmp_path: Pa
             for name, old in zip(("num_draft_tokens", "num_drafts"), before, strict=True)
         )
         assert drafted > 2.5 * verified
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_levels_of_other_methods(
+    method: str, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A level of a script in every step here too."""
+    target = drafts.save_target("qwen3", tmp_path / "target")
+    spec: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
+    if method == "eagle3":
+        spec["model"] = str(save_untrained_eagle3(target, tmp_path / "head"))
+    else:
+        spec |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    options = OPTIONS | SETTINGS | {"disable_log_stats": False}
+    engine = TracedEngine(target, **options, speculative_config=spec)
+    try:
+        draft = engine.scheduler.draft
+        assert draft.levels == (0, 1, 2, 4)
+        script = itertools.cycle([4, 0, 2, 2, 1, 4, 4, 0, 0, 1])
+        monkeypatch.setattr(draft, "choose", lambda *load: next(script))
+        for prompt, output in zip(PROMPTS, generate(engine, PROMPTS), strict=True):
+            expected = drafts.greedy_tokens(models["qwen3"], prompt, 30)
+            assert list(output.outputs[0].token_ids) == expected
+        drafted, verified = metric(engine, "num_draft_tokens"), metric(engine, "num_drafts")
+        assert 0 < drafted < 4 * verified
     finally:
         engine.close()
 

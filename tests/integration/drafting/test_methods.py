@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 @contextmanager
 def serving(
-    folder: Path, kind: str, spec: dict[str, Any], **options: Any
+    folder: Path, kind: str, spec: dict[str, Any] | None, **options: Any
 ) -> Iterator[TracedEngine]:
     engine = TracedEngine(
         drafts.save_target(kind, folder / kind),
@@ -54,6 +54,19 @@ def assert_says_what_transformers_says(engine: TracedEngine, model: Any) -> None
 def dflash(folder: Path, **changes: Any) -> dict[str, Any]:
     draft = drafts.save_draft(folder / "draft", **changes)
     return {"method": "dflash", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("kind", drafts.TARGETS)
+def test_no_draft(kind: str, asynchronous: bool, models: Any, tmp_path: Path) -> None:
+    """The target alone, in chunks and short of memory: what drafts are compared with otherwise."""
+    options = {"num_gpu_blocks_override": 120 if kind == "gemma4" else 48}
+    with serving(tmp_path, kind, None, async_scheduling=asynchronous, **options) as engine:
+        assert engine.scheduler.vllm_config.scheduler_config.async_scheduling is asynchronous
+        engine.preempted.clear()
+        assert_says_what_transformers_says(engine, models[kind])
+        assert engine.preempted
+        assert engine.runner.speculator is None
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])

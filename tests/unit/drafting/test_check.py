@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
 from vllm_diffusion.drafting.check import (
@@ -18,7 +20,7 @@ from vllm_diffusion.drafting.check import (
     check_draft,
 )
 from vllm_diffusion.drafting.recording import Ring
-from vllm_diffusion.platforms.cpu import check_verification
+from vllm_diffusion.platforms.cpu import check_cache, check_verification
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +56,7 @@ def configured(
         watermark_config=None,
         parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3")),
     )
 
 
@@ -93,6 +96,46 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         check_draft(configured(**changes))
 
 
+STOCK = {"architectures": [STOCK_ARCHITECTURE]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 99}, "vocab_size=99 is not the target's 160"),
+        ({"hidden_size": 32}, "hidden_size=32 is not the target's 64"),
+        ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 64"),
+        (dflash(target_layer_ids=[0, 4]), r"target_layer_ids=\[0, 4\] must .* 0 to 3"),
+        (dflash(mask_token_id=160), "mask_token_id=160 must be a token .* 0 to 159"),
+        ({"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* set .* to at most 7"),
+    ],
+)
+def test_refused_of_stock(changes: dict[str, Any], message: str) -> None:
+    """vLLM would serve some of these in silence, and fail at the others when weights are loaded."""
+    with pytest.raises(ValueError, match=message):
+        check_draft(configured(**STOCK, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_vocab_size": 99},
+        {"hidden_size": 32, "target_hidden_size": 64},
+        {"num_target_layers": 9},
+        dflash(target_layer_ids=[0, 3]),
+        {"dflash_config": None},
+        {"dflash_config": {"layer_ids": [1, 2]}, "mask_token_id": MASK},
+    ],
+)
+def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
+    """Of drafts that vLLM's own class serves nothing is changed either."""
+    served = configured(**STOCK, **changes)
+    draft = served.speculative_config.draft_model_config.hf_config
+    untouched = copy.deepcopy(vars(draft))
+    check_draft(served)
+    assert vars(draft) == untouched
+
+
 def test_settings_without_a_draft_are_refused() -> None:
     """Nothing would read them."""
     config = configured({"steps": 2})
@@ -104,18 +147,30 @@ def test_settings_without_a_draft_are_refused() -> None:
 
 
 def test_what_is_chosen() -> None:
-    """Stock's drafts are vLLM's unless something is set of them; a window is for every layer."""
-    served = configured(architectures=[STOCK_ARCHITECTURE], hidden_size=3)
-    untouched = copy.deepcopy(vars(served.speculative_config.draft_model_config.hf_config))
-    check_draft(served)
-    assert vars(served.speculative_config.draft_model_config.hf_config) == untouched
-
-    served = configured({"window": 48}, architectures=[STOCK_ARCHITECTURE])
+    """Stock's drafts are ours where something is set of them; a window is for every layer."""
+    served = configured({"window": 48}, **STOCK)
     check_draft(served)
     model_config = served.speculative_config.draft_model_config
     assert model_config.architectures == [ARCHITECTURE]
     expected = dflash(use_swa=True, swa_window_size=48)["dflash_config"]
     assert model_config.hf_config.dflash_config == expected
+
+
+@pytest.mark.parametrize("dtype", ["turboquant_k8v4", "nvfp4", "fp8_e5m2"])
+def test_caches_that_the_cpu_cannot_read(dtype: str) -> None:
+    """Of the target, and of a draft that has one of its own; vLLM would find out in a worker."""
+    config = configured()
+    config.cache_config = SimpleNamespace(cache_dtype="fp8")
+    config.speculative_config.kv_cache_dtype = None
+    check_cache(config)
+    config.speculative_config.kv_cache_dtype = dtype
+    with pytest.raises(ValueError, match=f"^--speculative-config: kv_cache_dtype {dtype} is not"):
+        check_cache(config)
+    config.speculative_config = None
+    check_cache(config)
+    config.cache_config.cache_dtype = dtype
+    with pytest.raises(ValueError, match=f"^--kv-cache-dtype {dtype} is not .* or fp8 or"):
+        check_cache(config)
 
 
 def test_what_the_cpu_does_not_verify() -> None:
@@ -142,6 +197,38 @@ def test_stages_in_step() -> None:
     config.speculative_config = None
     config.scheduler_config.async_scheduling = False
     check_verification(config)
+
+
+def test_stages_of_gemma() -> None:
+    """vLLM's class hands no hidden states on: drafts that read them are refused, others are not."""
+    from vllm.model_executor.models.gemma4 import Gemma4Model
+
+    assert not Gemma4Model.supports_aux_hidden_states_over_pp
+    config = configured()
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    config.model_config.hf_text_config.model_type = "gemma4_text"
+    for method in ("dflash", "eagle3"):
+        config.speculative_config.method = method
+        with pytest.raises(
+            ValueError, match=rf"{method} reads hidden .* --pipeline-parallel-size out"
+        ):
+            check_verification(config)
+    config.speculative_config.method = "ngram"
+    check_verification(config)
+    config.speculative_config.method = "dflash"
+    config.parallel_config.pipeline_parallel_size = 1
+    check_verification(config)
+
+
+def test_a_smaller_model_in_stages() -> None:
+    """A server with it would die of its first request."""
+    config = configured(method="draft_model")
+    check_verification(config)
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(ValueError, match="draft_model into stages .* --pipeline-parallel-size out"):
+        check_verification(config)
 
 
 ADAPTIVE = {"drafting": {"adaptive": True}}
@@ -182,6 +269,28 @@ def test_adaptive_drafts_are_off_in_data_parallelism(tmp_path: Path) -> None:
     config.additional_config, config.scheduler_config.scheduler_cls = ADAPTIVE, None
     check_draft(config)
     assert config.scheduler_config.scheduler_cls is None
+
+
+@given(num_drafts=st.integers(1, 40), max_num_seqs=st.integers(2, 300))
+def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: int) -> None:
+    """vLLM captures for the numbers of its table, spread over batches: ours are among them, and none."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    config = configured(num_drafts=num_drafts, architectures=[STOCK_ARCHITECTURE], block_size=None)
+    spec = config.speculative_config
+    spec.num_speculative_tokens_per_batch_size = None
+    config.additional_config, config.diffusion_config = ADAPTIVE, None
+    config.scheduler_config = SimpleNamespace(scheduler_cls=None, max_num_seqs=max_num_seqs)
+    check_draft(config)
+    table = spec.num_speculative_tokens_per_batch_size
+    captured = set(build_dynamic_sd_schedule_lookup(table, max_num_seqs, num_drafts)[1:])
+    assert captured == {level for *_, level in table}
+    assert {0, num_drafts} <= captured <= {0, *(num_drafts >> halvings for halvings in range(6))}
+    # The operator's own table stays.
+    spec.num_speculative_tokens_per_batch_size = theirs = [(1, 4, num_drafts), (5, 8, 0)]
+    config.scheduler_config.scheduler_cls = None
+    check_draft(config)
+    assert spec.num_speculative_tokens_per_batch_size == theirs
 
 
 def test_two_servers_do_not_record_to_one_folder(tmp_path: Path) -> None:

@@ -221,20 +221,26 @@ def sampled_reveals(pair: Pair, order: str, *, as_one_hot: bool) -> Iterator[Pro
         yield probability, block, tuple(map(one_hot, block)) if as_one_hot else rows
 
 
-def test_sampled_reveals_by_confidence_are_not() -> None:
+@pytest.mark.parametrize("verification", VERIFICATIONS)
+def test_sampled_reveals_by_confidence_are_not(verification: str) -> None:
     """p / q knows nothing of what a token was drawn after. One-hot, or from the left, it would be."""
     distances = []
     for seed in SEEDS:
         pair = Pair(seed)
         by_confidence = sampled_reveals(pair, CONFIDENCE, as_one_hot=False)
-        distances.append(variation(pair, said(pair, by_confidence, "standard")))
+        distances.append(variation(pair, said(pair, by_confidence, verification)))
         exact = (
             sampled_reveals(pair, CONFIDENCE, as_one_hot=True),
             sampled_reveals(pair, POSITION, as_one_hot=False),
         )
-        assert all(variation(pair, said(pair, one, "standard")) == 0 for one in exact)
+        assert all(variation(pair, said(pair, one, verification)) == 0 for one in exact)
     # One of these pairs is surest from left to right.
     assert sorted(distances)[1] > Fraction(1, 50)
     assert max(distances) > Fraction(3, 40)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sampled_reveals_are_refused(order: str) -> None:
+    """Also where they would be exact: what draws proposals is vLLM, from rows that are kept."""
     with pytest.raises(ValueError, match='reveals="sampled" is not served'):
-        DraftSettings(reveals="sampled", order=CONFIDENCE)
+        DraftSettings(reveals="sampled", order=order)
