@@ -59,8 +59,8 @@ def canvas_attention_triton(
     key_scale: float | Tensor | None,
     value_scale: float | Tensor | None,
     out: Tensor,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    max_query_len: int,
+    max_seq_len: int,
     batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
@@ -87,8 +87,8 @@ def canvas_attention_triton(
         window_left,
         window_right,
         window_anchor == "canvas",
-        query.shape[0] if max_query_len is None else max_query_len,
-        block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+        max_query_len,
+        max_seq_len,
         batch_invariant,
     )
 
@@ -257,8 +257,8 @@ def plan(
     window_right: int,
     window_anchor: str,
     row_spans: Tensor | None,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    max_query_len: int,
+    max_seq_len: int,
     batch_invariant: bool,
     num_splits: int | None = None,
 ) -> CanvasLaunch:
@@ -278,8 +278,8 @@ def plan(
         window_left,
         window_right,
         window_anchor == "canvas",
-        query.shape[0] if max_query_len is None else max_query_len,
-        block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+        max_query_len,
+        max_seq_len,
         batch_invariant,
         num_splits=num_splits,
     )
@@ -310,8 +310,8 @@ def warm_up(
                 key_cache,
                 *(zeros(1, 1), zeros(2), zeros(1), zeros(1)),
                 row_spans=row_spans,
-                max_query_len=None,
-                max_seq_len=None,
+                max_query_len=query.shape[0],
+                max_seq_len=key_cache.shape[1],
                 batch_invariant=batch_invariant,
                 num_splits=num_splits,
                 **options,
