@@ -250,24 +250,27 @@ def warm_up_canvas_attention(
     _check_options(softcap, window_left, window_right, window_anchor, impl)
     _check_tensors(query, key_cache, value_cache, None, None)
     _check_scales(key_cache, query.device, key_scale, value_scale)
-    if (_choose(query) if impl == "auto" else impl) != "triton":
+    chosen = _choose(query) if impl == "auto" else impl
+    if chosen == "reference":
+        return
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "window_left": window_left,
+        "window_right": window_right,
+        "window_anchor": window_anchor,
+        "with_spans": with_spans,
+        "batch_invariant": batch_invariant,
+    }
+    if chosen == "cute":
+        from attention_kernels.canvas_attention.cute.launch import warm_up as warm_up_cute
+
+        warm_up_cute(query, key_cache, value_cache, **options)
         return
     from attention_kernels.canvas_attention.triton.launch import warm_up
 
-    warm_up(
-        query,
-        key_cache,
-        value_cache,
-        scale=scale,
-        softcap=softcap,
-        window_left=window_left,
-        window_right=window_right,
-        window_anchor=window_anchor,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        with_spans=with_spans,
-        batch_invariant=batch_invariant,
-    )
+    options |= {"key_scale": key_scale, "value_scale": value_scale}
+    warm_up(query, key_cache, value_cache, **options)
 
 
 def _implementation(impl: Impl) -> Callable[..., None]:

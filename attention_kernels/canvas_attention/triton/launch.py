@@ -7,11 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
-from attention_kernels.canvas_attention.triton.configs import (
-    TritonConfig,
-    choose_config,
+from attention_kernels.canvas_attention.splits import (
+    MIN_SPLIT_KEYS,
+    longest_tile,
     multiprocessors,
+    splits,
 )
+from attention_kernels.canvas_attention.triton.configs import TritonConfig, choose_config
 from attention_kernels.canvas_attention.triton.kernels import (
     LOG2_E,
     canvas_attention_kernel,
@@ -20,16 +22,6 @@ from attention_kernels.canvas_attention.triton.kernels import (
 
 # Added to or taken from a position it leaves every key in reach, and fits int32 with it.
 NO_WINDOW = 2**30
-# Most pieces that the keys of a tile are cut into, and the fewest keys of a piece.
-MAX_SPLITS = 8
-MIN_SPLIT_KEYS = 320
-# What writing and folding a partial takes, in keys. It is twice 128 KiB for 64 rows of 512 or 128 of
-# 256, about 9 us at a multiprocessor's share of an H100's memory; a key of these takes about 40 ns.
-PARTIAL_KEYS = 256
-# How long a sequence is taken for without a window: a graph is captured for any length.
-LONG_KEYS = 8192
-# The most fp32 scratch of a launch.
-SCRATCH_BYTES = 256 * 2**20
 # Sequence lengths read at once when a program looks for its sequence.
 SEARCH_WIDTH = 128
 # Rows that one program of the combine kernel folds.
@@ -147,7 +139,7 @@ class CanvasLaunch:
                     # Without the tiles that sequences may leave empty at their ends.
                     -(-num_tokens // block_q) * head_programs,
                     multiprocessors(query.device) * config.programs,
-                    LONG_KEYS if window_left < 0 else window_left + max_query_len,
+                    longest_tile(window_left, max_query_len),
                     partial_size * 4,
                 )
             reach = max_seq_len
@@ -317,31 +309,6 @@ def warm_up(
                 **options,
             )
             step(query, key_cache, value_cache, out, key_scale, value_scale)
-
-
-def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
-    """Pieces that the keys of a tile are cut into, so that a GPU is neither idle nor busy folding.
-
-    Args:
-        programs: Of a launch in which every tile is in one piece.
-        at_once: Programs that the GPU runs at once.
-        keys: Of the longest tile.
-        partial_bytes: Scratch of a piece.
-
-    Returns:
-        The fewest of those that take the least time: as often as the GPU fills with programs, the
-        keys of one and what its partial costs. 1 where whole tiles fill it one and a half times:
-        of two rounds little is idle then.
-    """
-    if programs >= 1.5 * at_once:
-        return 1
-
-    def time(pieces: int) -> float:
-        rounds = -(-programs * pieces // at_once)
-        return rounds * (keys / pieces + (PARTIAL_KEYS if pieces > 1 else 0))
-
-    most = max(1, min(MAX_SPLITS, SCRATCH_BYTES // max(1, programs * partial_bytes)))
-    return min(range(1, most + 1), key=time)
 
 
 def _most_pieces(reach: int, block_n: int) -> int:
