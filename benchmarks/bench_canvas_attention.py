@@ -158,6 +158,38 @@ def cut(shape: Shape, num_splits: int | None = None, **changes: int) -> Callable
     return call
 
 
+def cut_cute(shape: Shape, num_splits: int) -> Callable[[], Tensor]:
+    """``impl="cute"`` with its keys cut otherwise than it would choose."""
+    from attention_kernels.canvas_attention.cute.launch import launch
+
+    batch, out = shape.batch, torch.empty_like(shape.batch.query)
+    right = shape.layer.window if shape.anchor == "query" else -1
+
+    def call() -> Tensor:
+        launch(
+            torch.cuda.get_device_capability(DEVICE)[0],
+            batch.query,
+            batch.key_cache,
+            batch.value_cache,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.causal_rows,
+            out,
+            shape.layer.head_dim**-0.5,
+            0.0,
+            shape.layer.window,
+            right,
+            shape.anchor == "canvas",
+            num_splits,
+            shape.max_query_len,
+            shape.max_seq_len,
+        )
+        return out
+
+    return call
+
+
 def causal_flags(shape: Shape) -> Tensor:
     """int32 [num_requests]: 1 where a request is causal."""
     return torch.tensor([int(c > 0) for _, c in shape.rows], dtype=torch.int32, device=DEVICE)
@@ -271,6 +303,8 @@ def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
 IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
     "ours": ours,
     "cute": lambda shape: ours(shape, "cute"),
+    "cute-unsplit": lambda shape: cut_cute(shape, 1),
+    "cute-split-4": lambda shape: cut_cute(shape, 4),
     "unsplit": lambda shape: cut(shape, 1),
     "split-2": lambda shape: cut(shape, 2),
     "split-4": lambda shape: cut(shape, 4),

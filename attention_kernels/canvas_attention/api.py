@@ -99,11 +99,20 @@ def canvas_attention(
         ValueError: If shapes, dtypes, devices or options disagree.
         NotImplementedError: If ``impl`` cannot run these inputs.
     """
-    _check_options(softcap, window_left, window_right, window_anchor, impl)
-    _check_tensors(query, key_cache, value_cache, row_spans, out)
-    _check_batch(query, block_table, query_start_loc, seq_lens, causal_rows)
-    _check_scales(key_cache, query.device, key_scale, value_scale)
-    _check_bounds(max_query_len, max_seq_len)
+    batch = (block_table, query_start_loc, seq_lens, causal_rows)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "window_left": window_left,
+        "window_right": window_right,
+        "window_anchor": window_anchor,
+        "row_spans": row_spans,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "batch_invariant": batch_invariant,
+    }
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    _check(query, key_cache, value_cache, batch, options, **scales, out=out, impl=impl)
     if check_values:
         _check_values(
             query, key_cache, block_table, query_start_loc, seq_lens, causal_rows, row_spans
@@ -114,27 +123,7 @@ def canvas_attention(
         return out
 
     implementation = _implementation(_choose(query) if impl == "auto" else impl)
-    implementation(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
-        scale=scale,
-        softcap=softcap,
-        window_left=window_left,
-        window_right=window_right,
-        window_anchor=window_anchor,
-        row_spans=row_spans,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        out=out,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        batch_invariant=batch_invariant,
-    )
+    implementation(query, key_cache, value_cache, *batch, **options, **scales, out=out)
     return out
 
 
@@ -193,12 +182,6 @@ def plan_canvas_attention(
         ValueError: If shapes, dtypes, devices or options disagree.
         NotImplementedError: If ``impl`` cannot run these inputs.
     """
-    _check_options(softcap, window_left, window_right, window_anchor, impl)
-    _check_tensors(query, key_cache, value_cache, row_spans, out)
-    _check_batch(query, block_table, query_start_loc, seq_lens, causal_rows)
-    _check_scales(key_cache, query.device, key_scale, value_scale)
-    _check_bounds(max_query_len, max_seq_len)
-    chosen = _choose(query) if impl == "auto" else impl
     batch = (block_table, query_start_loc, seq_lens, causal_rows)
     options: dict[str, Any] = {
         "scale": scale,
@@ -211,6 +194,9 @@ def plan_canvas_attention(
         "max_seq_len": max_seq_len,
         "batch_invariant": batch_invariant,
     }
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    _check(query, key_cache, value_cache, batch, options, **scales, out=out, impl=impl)
+    chosen = _choose(query) if impl == "auto" else impl
     implementation = _implementation(chosen)
     if chosen == "triton":
         from attention_kernels.canvas_attention.triton.launch import plan
@@ -264,24 +250,27 @@ def warm_up_canvas_attention(
     _check_options(softcap, window_left, window_right, window_anchor, impl)
     _check_tensors(query, key_cache, value_cache, None, None)
     _check_scales(key_cache, query.device, key_scale, value_scale)
-    if (_choose(query) if impl == "auto" else impl) != "triton":
+    chosen = _choose(query) if impl == "auto" else impl
+    if chosen == "reference":
+        return
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "window_left": window_left,
+        "window_right": window_right,
+        "window_anchor": window_anchor,
+        "with_spans": with_spans,
+        "batch_invariant": batch_invariant,
+    }
+    if chosen == "cute":
+        from attention_kernels.canvas_attention.cute.launch import warm_up as warm_up_cute
+
+        warm_up_cute(query, key_cache, value_cache, **options)
         return
     from attention_kernels.canvas_attention.triton.launch import warm_up
 
-    warm_up(
-        query,
-        key_cache,
-        value_cache,
-        scale=scale,
-        softcap=softcap,
-        window_left=window_left,
-        window_right=window_right,
-        window_anchor=window_anchor,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        with_spans=with_spans,
-        batch_invariant=batch_invariant,
-    )
+    options |= {"key_scale": key_scale, "value_scale": value_scale}
+    warm_up(query, key_cache, value_cache, **options)
 
 
 def _implementation(impl: Impl) -> Callable[..., None]:
@@ -323,6 +312,35 @@ def _choose(query: Tensor) -> Impl:
 @functools.cache
 def _log_choice(choice: str, reason: str) -> None:
     logger.info("canvas attention runs %s: %s.", choice, reason)
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: tuple[Tensor, Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    *,
+    key_scale: float | Tensor | None,
+    value_scale: float | Tensor | None,
+    out: Tensor | None,
+    impl: str,
+) -> None:
+    """Raise for what disagrees, and put what the shapes allow where a bound is left out."""
+    windows = (options["window_left"], options["window_right"], options["window_anchor"])
+    _check_options(options["softcap"], *windows, impl)
+    _check_tensors(query, key_cache, value_cache, options["row_spans"], out)
+    _check_batch(query, *batch)
+    _check_scales(key_cache, query.device, key_scale, value_scale)
+    allowed = {
+        "max_query_len": query.shape[0],
+        "max_seq_len": batch[0].shape[1] * key_cache.shape[1],
+    }
+    for name, most in allowed.items():
+        if options[name] is None:
+            options[name] = most
+        elif options[name] < 0:
+            raise ValueError(f"{name}={options[name]} must be at least 0, or left out.")
 
 
 def _check_options(
@@ -468,12 +486,6 @@ def _check_scales(
                     f"{name} is {scale.dtype} {_shape(scale)}; it must hold one torch.float32."
                 )
             _check_device(name, scale, device)
-
-
-def _check_bounds(max_query_len: int | None, max_seq_len: int | None) -> None:
-    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
-        if bound is not None and bound < 0:
-            raise ValueError(f"{name}={bound} must be at least 0, or left out.")
 
 
 def _check_values(

@@ -32,8 +32,8 @@ def canvas_attention_reference(
     key_scale: float | Tensor | None,
     value_scale: float | Tensor | None,
     out: Tensor,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    max_query_len: int,
+    max_seq_len: int,
     batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``.

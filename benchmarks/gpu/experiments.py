@@ -135,7 +135,8 @@ EXPERIMENTS = (
         _script(
             "bench_canvas_attention.py",
             *("--requests", "1", "8", "--contexts", "1024", "8192", "32768"),
-            *("--phases", "denoise", "--peers", "cute", "stock-triton", "stock-fa4", "stock-fa3"),
+            *("--phases", "denoise", "--peers", "cute", "cute-unsplit", "cute-split-4"),
+            *("stock-triton", "stock-fa4", "stock-fa3"),
             *("unsplit", "split-2", "split-4", "rows-64", "keys-16", "keys-64"),
         ),
         _script(

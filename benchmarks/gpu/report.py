@@ -209,7 +209,7 @@ FIGURES = (
             ("full", 8, 8192),
         )
         for peer in (
-            *("stock-triton", "stock-fa4", "cute", "unsplit"),
+            *("stock-triton", "stock-fa4", "cute", "cute-unsplit", "unsplit"),
             "rows-64" if layer == "sliding" else "keys-16",
         )
     ),
@@ -218,7 +218,8 @@ FIGURES = (
         "at most 0.02",
         ("attention",),
         lambda rows: max(
-            (row["differs"] for row in rows if row.get("which") == "cute"), default=None
+            (row["differs"] for row in rows if row.get("which", "").startswith("cute")),
+            default=None,
         ),
         _at_most(0.02),
         "{:.1e}",

@@ -574,7 +574,7 @@ GPUS = {
 )
 def test_splits(gpu, counts):
     """One or two canvases fill a GPU with splits of their keys, and from four on there are none."""
-    from attention_kernels.canvas_attention.triton.launch import LONG_KEYS, SCRATCH_BYTES, splits
+    from attention_kernels.canvas_attention.splits import LONG_KEYS, SCRATCH_BYTES, splits
 
     multiprocessors, at_once, programs, keys, partial_bytes = GPUS[gpu]
     at_once *= multiprocessors

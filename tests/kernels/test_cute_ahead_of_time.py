@@ -11,6 +11,7 @@ and mask their tiles are compiled for this machine as well, and run against the 
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -36,6 +37,9 @@ SHARED_MEMORY = 227 * 1024
 # The most stack, in bytes, that the stock kernels have at these head sizes: more would be our spills.
 STACK = {"sm_90a": 0, "sm_100a": 432}
 
+# Of a traced rule with splits.
+NUM_SPLITS = 3
+
 # What a kernel must not ask the classes that it extends.
 STOCK_ANSWERS = {
     "BlockInfo": (
@@ -56,6 +60,7 @@ class Case:
     group: int = 2
     dtype: str = "bfloat16"
     softcap: float = 0.0
+    split: bool = False
 
     def kernel(self, capability: int) -> CuteKernel:
         return CuteKernel(
@@ -67,14 +72,21 @@ class Case:
             has_window_left=self.window != "none",
             has_window_right=self.window == "query",
             canvas_anchor=self.window not in ("query", "left"),
+            split=self.split,
         )
 
 
 # The layers of DiffusionGemma-26B: sliding (16:8 x 256, window 1024) with both anchors, and full
 # (16:2 x 512). A full layer of 256 stands in where 512 does not fit.
 MODEL_CASES = {
-    "sm_90a": [Case(256, "canvas"), Case(256, "query"), Case(512, group=8)],
-    "sm_100a": [Case(256, "canvas"), Case(256, "query"), Case(256, group=8)],
+    "sm_90a": [
+        *(Case(256, "canvas"), Case(256, "query"), Case(512, group=8)),
+        Case(512, group=8, split=True),
+    ],
+    "sm_100a": [
+        *(Case(256, "canvas"), Case(256, "query"), Case(256, group=8)),
+        Case(256, "canvas", split=True),
+    ],
 }
 CHIPS = list(MODEL_CASES)
 
@@ -89,6 +101,8 @@ def all_cases(chip: str) -> list[Case]:
             *[Case(head_dim, "canvas", group) for group in (1, 3, 8, 16)],
             Case(head_dim, "canvas", dtype="float16"),
             Case(head_dim, "canvas", softcap=50.0),
+            *[Case(head_dim, split=True), Case(head_dim, "canvas", group=1, split=True)],
+            *[Case(head_dim, "query", group=3, split=True)],
         )
     ]
 
@@ -156,11 +170,11 @@ class TracedRule:
         self.canvas_anchor = case.window not in ("query", "left")
         self.masks_all = capability == 9  # vLLM's copy also asks about tiles that are seen whole
         self.has_left, self.has_right = case.window != "none", case.window == "query"
-        self.group, self.tile_n = case.group, case.kernel(capability).tile_n
+        self.group, (self.tile_m, self.tile_n) = case.group, case.kernel(capability).tile
         kernel = getattr(module, f"CanvasAttentionSm{capability}0")(
-            cutlass.BFloat16, case.head_dim, case.group, self.tile_n, 0.0, self.canvas_anchor
+            *(cutlass.BFloat16, case.head_dim, case.group, (self.tile_m, self.tile_n)),
+            *(0.0, self.canvas_anchor, case.split),
         )
-        self.tile_m = kernel.tile_m if capability == 9 else kernel.m_block_size
         self.scores = torch.zeros(self.tile_m, self.tile_n)
         self.tiles = torch.zeros(4, dtype=torch.int32)
         self._scores, self._tiles = from_dlpack(self.scores), from_dlpack(self.tiles)
@@ -187,6 +201,7 @@ class TracedRule:
             left: Int32 | None,
             right: Int32 | None,
             tile: Int32,
+            split: Int32,
         ):
             known = sequence(query_len, seq_len, causal_rows)
             info = module.CanvasBlockInfo(
@@ -194,13 +209,13 @@ class TracedRule:
                 tile_n,
                 False,
                 True,
-                False,
+                case.split,
                 left,
                 right,
                 qhead_per_kvhead_packgqa=group,
                 canvas_anchor=canvas_anchor,
             )
-            first, end = info.get_n_block_min_max(known, tile)
+            first, end = info.get_n_block_min_max(known, tile, split, Int32(NUM_SPLITS))
             tiles[0] = first
             tiles[1] = end
             tiles[2] = info.get_n_block_min_causal_local_mask(known, tile, first)
@@ -245,7 +260,8 @@ class TracedRule:
 
         windows = [Int32(1) if given else None for given in (self.has_left, self.has_right)]
         given = [Int32(1)] * 3 + windows
-        self._choose = cute.compile(choose, self._tiles, *given, Int32(1))
+        self.num_splits = NUM_SPLITS if case.split else 1
+        self._choose = cute.compile(choose, self._tiles, *given, Int32(1), Int32(1))
         self._hide = cute.compile(hide, self._scores, *given, Int32(1), Int32(1))
 
     def mask(self, query_len: int, seq_len: int, causal_rows: int, left: int, right: int):
@@ -257,9 +273,11 @@ class TracedRule:
         seen = torch.zeros(num_tiles * self.tile_m, keys, dtype=torch.bool)
         windows = [None if size < 0 else Int32(size) for size in (left, right)]
         given = [*map(Int32, (query_len, seq_len, causal_rows)), *windows]
-        for tile in range(num_tiles):
+        for tile, split in itertools.product(range(num_tiles), range(self.num_splits)):
             rows = slice(tile * self.tile_m, (tile + 1) * self.tile_m)
-            self._choose(self._tiles, *given, Int32(tile))
+            self._choose(self._tiles, *given, Int32(tile), Int32(split))
+            if self.tiles[0] >= self.tiles[1]:
+                continue
             for key_tile, masked in walk_key_tiles(*self.tiles.tolist(), self.has_left):
                 self.scores.zero_()
                 if masked or self.masks_all:
@@ -281,7 +299,8 @@ def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
     rule, draw, scores = TracedRule(capability, case), random.Random(0), 0
     for _ in range(num_sequences):
         query_len = draw.randint(1, 200)
-        seq_len = query_len + draw.choice([0, draw.randint(0, 300)])
+        # Long enough for each split to be live, or some.
+        seq_len = query_len + draw.choice([0, draw.randint(0, 900 if case.split else 300)])
         causal_rows = draw.choice([0, query_len, draw.randint(0, query_len)])
         left, right = (
             draw.choice([0, 2**30, draw.randint(1, 300)]) if given else -1
@@ -358,6 +377,7 @@ def test_cute_traced_rule(chip):
         for head_dim in head_dims
         for window, group in (("none", 8), ("canvas", 2), ("query", 3), ("left", 1))
     ]
+    cases.append(Case(256, "canvas", split=True))
     lines = reports(chip, "rule", cases)
     assert len(lines) == len(cases)
     assert all(line["scores"] > 0 for line in lines)
@@ -373,7 +393,7 @@ def main(chip: str, task: str = "compile", cases: str | None = None) -> None:
     for case in [Case(**case) for case in json.loads(cases)] if cases else all_cases(chip):
         start = time.monotonic()
         if task == "rule":
-            report = compare_rule(capability, case, num_sequences=300)
+            report = compare_rule(capability, case, num_sequences=100 if case.split else 300)
         else:
             report = compile_case(capability, case)
         seconds = round(time.monotonic() - start, 1)

@@ -215,7 +215,9 @@ def test_cute_bad_input(changes, error, message):
 )
 def test_cute_not_installed(capability, source):
     """Without the FlashAttention-4 of a GPU, the message names what to install."""
-    kernel = launch.CuteKernel(capability, 256, 2, torch.bfloat16, 0.0, False, False, True)
+    kernel = launch.CuteKernel(
+        capability, 256, 2, torch.bfloat16, 0.0, *(False, False, True, False)
+    )
     absent = mock.patch.object(launch.importlib, "import_module", side_effect=ImportError("gone"))
     with (
         absent,

@@ -315,7 +315,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             key_scale=key_scale,
             value_scale=value_scale,
             out=out[:num_tokens],
-            impl=self._impl_of(attn_metadata),
+            impl=self._impl_of(attn_metadata.row_spans is not None),
             max_query_len=attn_metadata.max_query_len,
             max_seq_len=attn_metadata.max_seq_len,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
@@ -338,33 +338,32 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             with_spans: Whether they have image spans; both, where some have.
             dtype: Of queries.
         """
-        impl = self.impl
-        if impl == "cute":
-            # Its own kernel is compiled by the first pass of the start-up.
-            impl, with_spans = "triton", [spans for spans in with_spans if spans]
+        wanted: dict[Impl, list[bool]] = {}
+        for has_spans in with_spans:
+            wanted.setdefault(self._impl_of(has_spans), []).append(has_spans)
+        query_shape = (1, self.num_heads, self.head_size)
         key_cache, value_cache = self._split(layer.kv_cache)
         key_scale, value_scale = self._scales(layer)
-        warm_up_canvas_attention(
-            torch.empty(1, self.num_heads, self.head_size, dtype=dtype, device=key_cache.device),
-            key_cache,
-            value_cache,
-            scale=self.scale,
-            softcap=self.softcap,
-            window_left=self.window,
-            window_right=self.window if window_anchor == "query" else -1,
-            window_anchor=window_anchor,  # type: ignore[arg-type]
-            key_scale=key_scale,
-            value_scale=value_scale,
-            with_spans=with_spans,
-            impl=impl,
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
-        )
+        for impl, spans in wanted.items():
+            warm_up_canvas_attention(
+                torch.empty(query_shape, dtype=dtype, device=key_cache.device),
+                key_cache,
+                value_cache,
+                scale=self.scale,
+                softcap=self.softcap,
+                window_left=self.window,
+                window_right=self.window if window_anchor == "query" else -1,
+                window_anchor=window_anchor,  # type: ignore[arg-type]
+                key_scale=key_scale,
+                value_scale=value_scale,
+                with_spans=spans,
+                impl=impl,
+                batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            )
 
-    def _impl_of(self, attn_metadata: CanvasAttentionMetadata) -> Impl:
+    def _impl_of(self, has_spans: bool) -> Impl:
         """FlashAttention-4 knows no image spans."""
-        if self.impl == "cute" and attn_metadata.row_spans is not None:
-            return "triton"
-        return self.impl
+        return "triton" if self.impl == "cute" and has_spans else self.impl
 
     def do_kv_cache_update(
         self,

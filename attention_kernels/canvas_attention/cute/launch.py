@@ -2,15 +2,27 @@
 
 Compiles for Hopper and Blackwell and has never run on either: no test here executes it. What the
 kernels compute is checked through the arithmetic they share with the tests (``visibility.py``).
+
+A batch with too few query tiles for the GPU is cut into splits of its keys (``splits.py``), by
+FlashAttention-4's own means: each split is a program that writes its output and log-sum-exp in fp32.
+Which key tiles it walks is ours to say, and ``combine.py`` folds what they wrote.
 """
 
 import functools
 import importlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from attention_kernels.canvas_attention.splits import (
+    MIN_SPLIT_KEYS,
+    longest_tile,
+    multiprocessors,
+    splits,
+)
 
 # Head sizes by the first number of a GPU's compute capability.
 HEAD_DIMS = {9: (256, 512), 10: (256,)}
@@ -33,15 +45,17 @@ class CuteKernel:
     has_window_left: bool
     has_window_right: bool
     canvas_anchor: bool
+    split: bool  # whether it writes what splits of the keys find, or the whole
 
     @property
-    def tile_n(self) -> int:
-        """Keys of a tile, stock's choice: narrower where registers also hold a window."""
+    def tile(self) -> tuple[int, int]:
+        """Rows times heads, and keys, of a tile: stock's choice, narrower where registers also hold
+        a window."""
         if self.capability == 10:
-            return 128
-        if self.head_dim > 256 or self.has_window_left or self.has_window_right:
-            return 64
-        return 80
+            return 128, 128
+        if self.head_dim > 256:
+            return 64, 64
+        return 128, 64 if self.has_window_left or self.has_window_right else 80
 
 
 def canvas_attention_cute(
@@ -62,14 +76,11 @@ def canvas_attention_cute(
     key_scale: float | Tensor | None,
     value_scale: float | Tensor | None,
     out: Tensor,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    max_query_len: int,
+    max_seq_len: int,
     batch_invariant: bool,
 ) -> None:
-    """Write the attention of every live row into ``out``; arguments as in ``api.py``.
-
-    The launch bounds are not used: the grid follows from the number of tokens, and no tile is cut.
-    """
+    """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
     if query.device.type != "cuda":
         raise NotImplementedError(
             f'impl="cute" needs CUDA tensors and got {query.device}; use impl="reference", or '
@@ -90,6 +101,9 @@ def canvas_attention_cute(
         window_left,
         window_right,
         window_anchor == "canvas",
+        1 if batch_invariant else None,
+        max_query_len,
+        max_seq_len,
     )
 
 
@@ -183,19 +197,33 @@ def compile_kernel(kernel: CuteKernel) -> Any:
         sizes = [cute.sym_int() if size is None else size for size in shape]
         return make_fake_tensor(dtype, sizes, divisibility=vector)
 
+    def partials(*shape: int | None, divisibility: int = ALIGN_BYTES // 4) -> Any:
+        sizes = [cute.sym_int() if size is None else size for size in shape]
+        return make_fake_tensor(cutlass.Float32, sizes, divisibility=divisibility)
+
     def numbers(*shape: int | None) -> Any:
         sizes = [cute.sym_int() if size is None else size for size in shape]
         return make_fake_tensor(cutlass.Int32, sizes, divisibility=1)
 
     attention = getattr(module, f"CanvasAttentionSm{kernel.capability}0")(
-        dtype, kernel.head_dim, kernel.group, kernel.tile_n, kernel.softcap, kernel.canvas_anchor
+        dtype,
+        kernel.head_dim,
+        kernel.group,
+        kernel.tile,
+        kernel.softcap,
+        kernel.canvas_anchor,
+        kernel.split,
     )
+    out, lse = rows(None, None, None), None
+    if kernel.split:
+        out, lse = partials(None, None, None, None), partials(None, None, None, divisibility=1)
     return cute.compile(
         attention,
         rows(None, None, None),
         rows(None, None, None, None),
         rows(None, None, None, None),
-        rows(None, None, None),
+        out,
+        lse,
         cutlass.Float32(0),
         numbers(None),
         numbers(2, None),
@@ -205,6 +233,130 @@ def compile_kernel(kernel: CuteKernel) -> Any:
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )
+
+
+def launch(
+    capability: int,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    out: Tensor,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    canvas_anchor: bool,
+    num_splits: int | None,
+    max_query_len: int,
+    max_seq_len: int,
+) -> None:
+    """Launch on a GPU of this compute capability; ``num_splits`` fixes how the keys are cut."""
+    windows = [None if size < 0 else min(size, MAX_WINDOW) for size in (window_left, window_right)]
+    kernel = CuteKernel(
+        capability=capability,
+        head_dim=query.shape[2],
+        group=query.shape[1] // key_cache.shape[2],
+        dtype=query.dtype,
+        softcap=softcap,
+        has_window_left=windows[0] is not None,
+        has_window_right=windows[1] is not None,
+        canvas_anchor=canvas_anchor,
+        split=False,
+    )
+    if num_splits is None:
+        at_once = multiprocessors(query.device)
+        num_splits = splits_of(
+            kernel, query.shape, at_once, window_left, max_query_len, max_seq_len
+        )
+    written, lse = out, None
+    if num_splits > 1:
+        kernel = replace(kernel, split=True)
+        num_tokens, num_heads, _ = query.shape
+        written = _scratch(num_splits, *query.shape, device=query.device)
+        lse = _scratch(num_splits, num_heads, num_tokens, device=query.device)
+    compile_kernel(kernel)(
+        query,
+        key_cache,
+        value_cache,
+        written,
+        lse,
+        scale,
+        query_start_loc,
+        # Stock's kernels hand one tensor of per-sequence numbers to the warps that load.
+        torch.stack((seq_lens, causal_rows)),
+        block_table,
+        *windows,
+    )
+    if lse is not None:
+        # What it is written in is imported where there are splits.
+        from attention_kernels.canvas_attention.cute.combine import combine_splits
+
+        combine_splits(written, lse, query_start_loc, seq_lens, out)
+
+
+def warm_up(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    window_anchor: str,
+    with_spans: Iterable[bool],
+    batch_invariant: bool,
+) -> None:
+    """Compile both kernels for layers of this kind, by launching each on a sequence without rows."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=query.device)
+
+    for spans in with_spans:
+        check_inputs(query, key_cache, zeros(query.shape[0], 2) if spans else None)
+        for num_splits in (1,) if batch_invariant else (1, 2):
+            _canvas_attention_op(
+                query,
+                key_cache,
+                value_cache,
+                *(zeros(1, 1), zeros(2), zeros(1), zeros(1)),
+                torch.empty_like(query),
+                scale,
+                softcap,
+                window_left,
+                window_right,
+                window_anchor == "canvas",
+                num_splits,
+                query.shape[0],
+                key_cache.shape[1],
+            )
+
+
+def splits_of(
+    kernel: CuteKernel,
+    query_shape: Sequence[int],
+    at_once: int,
+    window_left: int,
+    max_query_len: int,
+    max_seq_len: int,
+) -> int:
+    """Splits to launch for a batch, by its rows and its window; 1 from about four canvases on."""
+    num_tokens, num_heads, head_dim = query_shape
+    rows = kernel.tile[0]
+    programs = -(-num_tokens * kernel.group // rows) * (num_heads // kernel.group)
+    longest = longest_tile(window_left, max_query_len)
+    most = splits(programs, at_once, longest, rows * (head_dim + 1) * 4)
+    reach = max_seq_len if window_left < 0 else min(max_seq_len, window_left + max_query_len)
+    return min(most, max(1, -(-reach // MIN_SPLIT_KEYS)))
+
+
+def _scratch(*shape: int, device: torch.device) -> Tensor:
+    """Uninitialised memory for partials; every number read from it was written in the launch."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 @torch.library.custom_op("attention_kernels::canvas_attention_cute", mutates_args=("out",))
@@ -222,6 +374,9 @@ def _canvas_attention_op(
     window_left: int,
     window_right: int,
     canvas_anchor: bool,
+    num_splits: int | None,
+    max_query_len: int,
+    max_seq_len: int,
 ) -> None:
     # Here and not before the operator, where a compiler's tensors have no memory.
     check_memory(query=query, key_cache=key_cache, value_cache=value_cache, out=out)
@@ -230,28 +385,24 @@ def _canvas_attention_op(
     if reason is not None:
         name = torch.cuda.get_device_name(query.device)
         raise NotImplementedError(f'impl="cute" {reason} The device is {name}.')
-    windows = [None if size < 0 else min(size, MAX_WINDOW) for size in (window_left, window_right)]
-    kernel = CuteKernel(
-        capability=capability[0],
-        head_dim=query.shape[2],
-        group=query.shape[1] // key_cache.shape[2],
-        dtype=query.dtype,
-        softcap=softcap,
-        has_window_left=windows[0] is not None,
-        has_window_right=windows[1] is not None,
-        canvas_anchor=canvas_anchor,
-    )
-    compile_kernel(kernel)(
+    launch(
+        capability[0],
         query,
         key_cache,
         value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal_rows,
         out,
         scale,
-        query_start_loc,
-        # Stock's kernels hand one tensor of per-sequence numbers to the warps that load.
-        torch.stack((seq_lens, causal_rows)),
-        block_table,
-        *windows,
+        softcap,
+        window_left,
+        window_right,
+        canvas_anchor,
+        num_splits,
+        max_query_len,
+        max_seq_len,
     )
 
 

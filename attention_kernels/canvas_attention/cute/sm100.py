@@ -81,7 +81,7 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
     correction_loop = through_canvas(FlashAttentionForwardSm100.correction_loop)
     epilogue_s2g = through_canvas(FlashAttentionForwardSm100.epilogue_s2g)
 
-    def __init__(self, dtype, head_dim, group, tile_n, softcap, canvas_anchor):
+    def __init__(self, dtype, head_dim, group, tile, softcap, canvas_anchor, split):
         # The dtype is read off the tensors here.
         super().__init__(
             head_dim,
@@ -90,8 +90,8 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
             # Has the kernel ask which tiles to mask, on both sides of those that are seen whole.
             is_local=True,
             pack_gqa=group > 1,
-            m_block_size=128,
-            n_block_size=tile_n,
+            m_block_size=tile[0],
+            n_block_size=tile[1],
             # Two query tiles of this head size do not fit tensor memory.
             q_stage=1,
             is_static_persistent=False,
@@ -100,8 +100,15 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
             # Whole cache blocks loaded at once would bring keys beyond the sequence into a tile.
             # Hidden they weigh nothing, but nothing times NaN is NaN; row by row they are zero.
             paged_kv_non_tma=True,
+            is_split_kv=split,
         )
         self.canvas_anchor = canvas_anchor
+        if split:
+            # Stock's shares of the registers leave the softmax warps too few to compile with a window,
+            # and have those that write fp32 spill 1,360 bytes; with these it is 8.
+            self.num_regs_softmax = 192
+            self.num_regs_correction = 128
+            self.num_regs_other = 96
 
     @cute.jit
     def __call__(
@@ -110,6 +117,7 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
         key_cache: cute.Tensor,
         value_cache: cute.Tensor,
         out: cute.Tensor,
+        lse: cute.Tensor | None,
         scale: cutlass.Float32,
         query_start_loc: cute.Tensor,
         sequences: cute.Tensor,
@@ -118,14 +126,18 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
         window_right: cutlass.Int32 | None,
         stream,
     ):
-        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows."""
+        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows.
+
+        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32, and
+        ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
+        """
         FlashAttentionForwardSm100.__call__(
             self,
             query,
             key_cache,
             value_cache,
             out,
-            None,
+            lse,
             scale,
             mCuSeqlensQ=query_start_loc,
             mSeqUsedK=sequences,

@@ -28,6 +28,10 @@ from vllm.vllm_flash_attn.cute.mask import (  # noqa: TID251
     sm90_col_to_r2p_idx,
 )
 from vllm.vllm_flash_attn.cute.seqlen_info import SeqlenInfoQK  # noqa: TID251
+from vllm.vllm_flash_attn.cute.tile_scheduler import (  # noqa: TID251
+    SingleTileVarlenScheduler,
+    WorkTileInfo,
+)
 
 from attention_kernels.canvas_attention.cute.tiles import (
     Bookkeeping,
@@ -93,6 +97,28 @@ def run_if(condition: cutlass.Boolean, work: cutlass.Constexpr):
         work()
 
 
+def without_dead_splits(create, sequence_of, block_info):
+    """A scheduler whose programs of splits that a sequence does not use end at once.
+
+    Stock's load and multiply a key tile, and write what is never read. On Blackwell they do not.
+    """
+    scheduler = create()
+    first = scheduler.initial_work_tile_info
+    num_seqs = create.args[0].decoder.num_batch
+
+    def initial_work_tile_info():
+        work = first()
+        _, _, batch_idx, split_idx = work.tile_idx
+        # A program behind the last query tile has no sequence.
+        sequence = sequence_of(cutlass.min(batch_idx, num_seqs - 1))
+        live = visibility(block_info, sequence).live_splits(block_info.num_splits)
+        return WorkTileInfo(work.tile_idx, work.is_valid_tile & (split_idx < live))
+
+    # Asked once, before the loop over tiles, which makes new objects of this one.
+    scheduler.initial_work_tile_info = initial_work_tile_info
+    return scheduler
+
+
 class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
     """The kernel for one head size, group, dtype and choice of windows."""
 
@@ -102,7 +128,7 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
     load = through_canvas(FlashAttentionForwardSm90.load)
     mma = through_canvas(FlashAttentionForwardSm90.mma)
 
-    def __init__(self, dtype, head_dim, group, tile_n, softcap, canvas_anchor):
+    def __init__(self, dtype, head_dim, group, tile, softcap, canvas_anchor, split):
         # Tiles, stages and the rest are stock's choice for these head sizes.
         wide = head_dim > 256
         super().__init__(
@@ -113,8 +139,8 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
             # Has the kernel ask which tiles to mask, on both sides of those that are seen whole.
             is_local=True,
             pack_gqa=group > 1,
-            tile_m=64 if wide else 128,
-            tile_n=tile_n,
+            tile_m=tile[0],
+            tile_n=tile[1],
             num_stages=1 if wide else 2,
             num_threads=384,
             intra_wg_overlap=True,
@@ -123,8 +149,21 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
             # Whole cache blocks loaded at once would bring keys beyond the sequence into a tile.
             # Hidden they weigh nothing, but nothing times NaN is NaN; row by row they are zero.
             paged_kv_non_tma=True,
+            is_split_kv=split,
         )
         self.canvas_anchor = canvas_anchor
+
+    def exchanged(self, args, kwargs):
+        """With splits, the tile scheduler is exchanged as well."""
+        args, kwargs = super().exchanged(args, kwargs)
+        if self.is_split_kv:
+            (block_info,) = [arg for arg in args if isinstance(arg, CanvasBlockInfo)]
+            made = {arg.func: arg for arg in args if isinstance(arg, partial)}
+            create = made[SingleTileVarlenScheduler.create]
+            sequence_of = made[self.bookkeeping.canvas_sequence_of]
+            live = partial(without_dead_splits, create, sequence_of, block_info)
+            args = [live if arg is create else arg for arg in args]
+        return args, kwargs
 
     @cute.jit
     def __call__(
@@ -133,6 +172,7 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
         key_cache: cute.Tensor,
         value_cache: cute.Tensor,
         out: cute.Tensor,
+        lse: cute.Tensor | None,
         scale: cutlass.Float32,
         query_start_loc: cute.Tensor,
         sequences: cute.Tensor,
@@ -141,14 +181,18 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
         window_right: cutlass.Int32 | None,
         stream,
     ):
-        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows."""
+        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows.
+
+        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32, and
+        ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
+        """
         FlashAttentionForwardSm90.__call__(
             self,
             query,
             key_cache,
             value_cache,
             out,
-            None,
+            lse,
             scale,
             mCuSeqlensQ=query_start_loc,
             mSeqUsedK=sequences,

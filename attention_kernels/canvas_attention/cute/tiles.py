@@ -25,6 +25,7 @@ class CanvasTileRange:
     tile_m: int
     tile_n: int
     qhead_per_kvhead_packgqa: int
+    is_split_kv: bool
     window_size_left: Any
     window_size_right: Any
     canvas_anchor: bool
@@ -33,7 +34,10 @@ class CanvasTileRange:
         self, seqlen_info: Any, m_block: Any, split_idx: Any = 0, num_splits: Any = 1
     ) -> tuple[Any, Any]:
         """The half-open range of key tiles, which the kernels walk from its end."""
-        return visibility(self, seqlen_info).visited(m_block, *self._cut())
+        rule = visibility(self, seqlen_info)
+        if not self.is_split_kv:
+            return rule.visited(m_block, *self._cut())
+        return rule.visited_in_split(m_block, *self._cut(), split_idx, num_splits)
 
     def get_n_block_min_causal_local_mask(
         self, seqlen_info: Any, m_block: Any, n_block_min: Any
@@ -85,13 +89,14 @@ class Bookkeeping:
         if isinstance(value, partial):
             # The other two arrive as what builds them.
             if value.func is self.sequence.create:  # type: ignore[attr-defined]
-                return partial(self._canvas_sequence, value)
+                return partial(self.canvas_sequence_of, value)
             if value.func is self.mask:
                 known = {**value.keywords, "canvas_anchor": canvas_anchor}
                 return partial(self.canvas_mask, *value.args, **known)
         return value
 
-    def _canvas_sequence(self, create: Callable[..., Any], batch_idx: Any) -> Any:
+    def canvas_sequence_of(self, create: Callable[..., Any], batch_idx: Any) -> Any:
+        """What is known of a sequence, from stock's way to it."""
         numbers = create.keywords["mSeqUsedK"]  # type: ignore[attr-defined]  # [2, num_seqs]
         known = create(batch_idx, mSeqUsedK=numbers[0, None])
         return self.canvas_sequence(**_values(known), causal_rows=numbers[1, batch_idx])

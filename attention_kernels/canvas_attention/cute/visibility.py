@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -70,6 +72,28 @@ class Visibility:
         start = self.lower(first) // tile_n
         end = (self.upper(last) + tile_n - 1) // tile_n
         return start, self.maximum(end, start + 1)
+
+    def live_splits(self, num_splits: Any) -> Any:
+        """How many splits the sequence uses of those that are launched: none too short, at least one.
+
+        The programs of the others have nothing to do, and what they would write is never read.
+        """
+        keys = self.maximum(self.seq_len, 1)
+        return self.minimum((keys + MIN_SPLIT_KEYS - 1) // MIN_SPLIT_KEYS, num_splits)
+
+    def visited_in_split(
+        self, tile: Any, tile_m: int, tile_n: int, group: int, split: Any, num_splits: Any
+    ) -> tuple[Any, Any]:
+        """The part of ``visited`` that one of ``num_splits`` walks; about even.
+
+        Empty, its end not behind its start, in a split that the sequence does not use, and in some of
+        a tile with fewer key tiles than the sequence has splits.
+        """
+        start, end = self.visited(tile, tile_m, tile_n, group)
+        live = self.live_splits(num_splits)
+        share = (end - start + live - 1) // live
+        first = start + split * share
+        return first, self.minimum(first + share, end)
 
     def first_cut_right(self, tile: Any, tile_m: int, tile_n: int, group: int) -> Any:
         """From this key tile on, some row of the query tile may not see the tile's last key."""

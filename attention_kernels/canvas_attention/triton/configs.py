@@ -105,13 +105,6 @@ def tuned_config(
     return _CONFIGS[chip][padded]
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 under the interpreter, which runs one program after the other."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def choose_config(query: Tensor, cache_dtype: torch.dtype) -> TritonConfig:
     """The tuned configuration for these inputs on their device."""
     if query.device.type != "cuda":

@@ -7,11 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
-from attention_kernels.canvas_attention.triton.configs import (
-    TritonConfig,
-    choose_config,
+from attention_kernels.canvas_attention.splits import (
+    MIN_SPLIT_KEYS,
+    longest_tile,
     multiprocessors,
+    splits,
 )
+from attention_kernels.canvas_attention.triton.configs import TritonConfig, choose_config
 from attention_kernels.canvas_attention.triton.kernels import (
     LOG2_E,
     canvas_attention_kernel,
@@ -20,16 +22,6 @@ from attention_kernels.canvas_attention.triton.kernels import (
 
 # Added to or taken from a position it leaves every key in reach, and fits int32 with it.
 NO_WINDOW = 2**30
-# Most pieces that the keys of a tile are cut into, and the fewest keys of a piece.
-MAX_SPLITS = 8
-MIN_SPLIT_KEYS = 320
-# What writing and folding a partial takes, in keys. It is twice 128 KiB for 64 rows of 512 or 128 of
-# 256, about 9 us at a multiprocessor's share of an H100's memory; a key of these takes about 40 ns.
-PARTIAL_KEYS = 256
-# How long a sequence is taken for without a window: a graph is captured for any length.
-LONG_KEYS = 8192
-# The most fp32 scratch of a launch.
-SCRATCH_BYTES = 256 * 2**20
 # Sequence lengths read at once when a program looks for its sequence.
 SEARCH_WIDTH = 128
 # Rows that one program of the combine kernel folds.
@@ -59,8 +51,8 @@ def canvas_attention_triton(
     key_scale: float | Tensor | None,
     value_scale: float | Tensor | None,
     out: Tensor,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    max_query_len: int,
+    max_seq_len: int,
     batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
@@ -87,8 +79,8 @@ def canvas_attention_triton(
         window_left,
         window_right,
         window_anchor == "canvas",
-        query.shape[0] if max_query_len is None else max_query_len,
-        block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+        max_query_len,
+        max_seq_len,
         batch_invariant,
     )
 
@@ -147,7 +139,7 @@ class CanvasLaunch:
                     # Without the tiles that sequences may leave empty at their ends.
                     -(-num_tokens // block_q) * head_programs,
                     multiprocessors(query.device) * config.programs,
-                    LONG_KEYS if window_left < 0 else window_left + max_query_len,
+                    longest_tile(window_left, max_query_len),
                     partial_size * 4,
                 )
             reach = max_seq_len
@@ -257,8 +249,8 @@ def plan(
     window_right: int,
     window_anchor: str,
     row_spans: Tensor | None,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    max_query_len: int,
+    max_seq_len: int,
     batch_invariant: bool,
     num_splits: int | None = None,
 ) -> CanvasLaunch:
@@ -278,8 +270,8 @@ def plan(
         window_left,
         window_right,
         window_anchor == "canvas",
-        query.shape[0] if max_query_len is None else max_query_len,
-        block_table.shape[1] * key_cache.shape[1] if max_seq_len is None else max_seq_len,
+        max_query_len,
+        max_seq_len,
         batch_invariant,
         num_splits=num_splits,
     )
@@ -310,38 +302,13 @@ def warm_up(
                 key_cache,
                 *(zeros(1, 1), zeros(2), zeros(1), zeros(1)),
                 row_spans=row_spans,
-                max_query_len=None,
-                max_seq_len=None,
+                max_query_len=query.shape[0],
+                max_seq_len=key_cache.shape[1],
                 batch_invariant=batch_invariant,
                 num_splits=num_splits,
                 **options,
             )
             step(query, key_cache, value_cache, out, key_scale, value_scale)
-
-
-def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
-    """Pieces that the keys of a tile are cut into, so that a GPU is neither idle nor busy folding.
-
-    Args:
-        programs: Of a launch in which every tile is in one piece.
-        at_once: Programs that the GPU runs at once.
-        keys: Of the longest tile.
-        partial_bytes: Scratch of a piece.
-
-    Returns:
-        The fewest of those that take the least time: as often as the GPU fills with programs, the
-        keys of one and what its partial costs. 1 where whole tiles fill it one and a half times:
-        of two rounds little is idle then.
-    """
-    if programs >= 1.5 * at_once:
-        return 1
-
-    def time(pieces: int) -> float:
-        rounds = -(-programs * pieces // at_once)
-        return rounds * (keys / pieces + (PARTIAL_KEYS if pieces > 1 else 0))
-
-    most = max(1, min(MAX_SPLITS, SCRATCH_BYTES // max(1, programs * partial_bytes)))
-    return min(range(1, most + 1), key=time)
 
 
 def _most_pieces(reach: int, block_n: int) -> int:

@@ -288,6 +288,22 @@ def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(cap
         assert plan.call_args.kwargs["impl"] == runs
 
 
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
+def test_a_start_compiles_flash_attention_4_and_triton_for_images(capability):
+    impl = make_impl(attention="cute", head_size=256)
+    layer = SimpleNamespace(kv_cache=torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 512))
+    for with_spans, expected in (
+        ([False], {"cute": [False]}),
+        ([True], {"triton": [True]}),
+        ([False, True], {"cute": [False], "triton": [True]}),
+    ):
+        with mock.patch("vllm_diffusion.attention.backend.warm_up_canvas_attention") as compiled:
+            impl.warm_up(layer, "canvas", with_spans, torch.bfloat16)
+        asked = [call.kwargs for call in compiled.call_args_list]
+        assert {given["impl"]: given["with_spans"] for given in asked} == expected
+
+
 def one_request(row_spans=None, rows=4, causal=0):
     """A step of one request on the first cache blocks."""
     return CanvasAttentionMetadata(

@@ -1,0 +1,62 @@
+"""What folds the splits of ``impl="cute"`` compiles for the chips that have such, within registers.
+
+Triton compiles for a chip that is not there only in a process without its interpreter: this file's.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+CHIPS = ("sm_90", "sm_100")
+
+
+def recorded_launch(head_dim: int) -> tuple:
+    """The launch for a canvas in two splits, on tensors without memory."""
+    from attention_kernels.canvas_attention.cute import combine
+
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launches.append((kernel, args, kwargs))
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    kernel = combine.combine_splits_kernel
+    out = empty(256, 16, head_dim, dtype=torch.bfloat16)
+    numbers = empty(2, dtype=torch.int32), empty(1, dtype=torch.int32)
+    with mock.patch.object(combine, "combine_splits_kernel", Recorder()):
+        combine.combine_splits(empty(2, *out.shape), empty(2, 16, 256), *numbers, out)
+    (launch,) = launches
+    return launch
+
+
+def test_combine_ahead_of_time():
+    """Both head sizes, without a spill, several programs to a multiprocessor."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) == 2 * len(CHIPS)
+    for line in lines:
+        assert line["spilled_bytes"] == 0, line
+        # Of 65,536, 128 threads each.
+        assert line["registers"] <= 128, line
+
+
+if __name__ == "__main__":
+    from tests.support.triton_compile import compile_for
+
+    for chip in CHIPS:
+        for head_dim in (256, 512):
+            print(json.dumps(compile_for(chip, *recorded_launch(head_dim))))

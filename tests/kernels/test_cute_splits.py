@@ -1,0 +1,284 @@
+"""Splits of ``impl="cute"``: which keys each takes, how they are folded, and how many there are.
+
+FlashAttention-4 cannot run here. In its place is a function of the same signature, in PyTorch, that
+writes what the kernel with splits would and leaves everything else NaN; what folds it is the kernel
+that serves.
+"""
+
+import ast
+import inspect
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import warm_up_canvas_attention
+from attention_kernels.canvas_attention.cute import launch
+from attention_kernels.canvas_attention.cute.visibility import Visibility
+from attention_kernels.canvas_attention.reference import visibility_mask
+from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
+from attention_kernels.testing import make_canvas_batch
+from tests.kernels.test_cute_rule import CUTS, sequences
+
+pytest.importorskip("triton")
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences(longest=400), st.sampled_from(CUTS), st.integers(2, 8))
+def test_visited_in_split(sequence, cut, num_splits):
+    """Splits of a query tile part its key tiles in order, and those left over have none."""
+    tile_m, _, group = cut
+    rule = sequence.rule()
+    live = rule.live_splits(num_splits)
+    assert 1 <= live <= num_splits
+    assert live == 1 or sequence.seq_len > (live - 1) * MIN_SPLIT_KEYS
+    for tile in range(-(-sequence.query_len * group // tile_m)):
+        first, end = rule.visited(tile, *cut)
+        found = []
+        for split in range(num_splits):
+            start, stop = rule.visited_in_split(tile, *cut, split, num_splits)
+            assert start >= stop or split < live
+            found += range(start, stop)
+        assert found == list(range(first, end))
+
+
+def flash_attention_4(
+    kernel,
+    query,
+    key_cache,
+    value_cache,
+    out,
+    lse,
+    scale,
+    query_start_loc,
+    sequences,
+    block_table,
+    window_left,
+    window_right,
+):
+    """What the compiled ``kernel`` writes."""
+    assert kernel.split == (lse is not None)
+    if lse is None:
+        out, lse = out[None], torch.empty(1, query.shape[1], query.shape[0])
+    num_splits = out.shape[0]
+    tile_m, tile_n = kernel.tile
+    windows = [-1 if size is None else size for size in (window_left, window_right)]
+    anchor = "canvas" if kernel.canvas_anchor else "query"
+    starts = query_start_loc.tolist()
+    for seq, (seq_len, causal) in enumerate(sequences.T.tolist()):
+        rows = range(starts[seq], starts[seq + 1])
+        rule = Visibility(
+            *(len(rows), seq_len, causal, window_left, window_right, kernel.canvas_anchor)
+        )
+        seen = visibility_mask(
+            len(rows),
+            seq_len,
+            causal,
+            window_left=windows[0],
+            window_right=windows[1],
+            window_anchor=anchor,
+        )
+        blocks = block_table[seq, : -(-seq_len // key_cache.shape[1])]
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:seq_len].double() for cache in (key_cache, value_cache)
+        )
+        for pair in range(len(rows) * kernel.group):
+            row, in_group = divmod(pair, kernel.group)
+            for kv_head in range(key_cache.shape[2]):
+                head = kv_head * kernel.group + in_group
+                scores = keys[:, kv_head] @ query[rows[row], head].double() * scale
+                scores = scores.masked_fill(~seen[row], float("-inf"))
+                for split in range(rule.live_splits(num_splits)):
+                    first, end = rule.visited_in_split(
+                        *(pair // tile_m, tile_m, tile_n, kernel.group), split, num_splits
+                    )
+                    some = slice(first * tile_n, max(first, end) * tile_n)
+                    found = scores[some].logsumexp(0)
+                    lse[split, head, rows[row]] = found
+                    # A split without a key tile writes no row on Blackwell, zeros on Hopper.
+                    if first < end:
+                        weights = (scores[some] - found.clamp(min=-1e30)).exp()
+                        out[split, rows[row], head] = weights @ values[some, kv_head]
+
+
+def attend(batch, num_splits, capability, out=None, **windows):
+    """``impl="cute"`` on this batch, with all that its kernel does not write NaN."""
+    options = {"window_left": -1, "window_right": -1, "window_anchor": "canvas", **windows}
+    out = torch.full_like(batch.query, 7.0) if out is None else out
+
+    def poisoned(*shape, device):
+        return torch.full(shape, float("nan"), device=device)
+
+    with (
+        mock.patch.object(
+            launch, "compile_kernel", lambda kernel: partial(flash_attention_4, kernel)
+        ),
+        mock.patch.object(launch, "_scratch", poisoned),
+    ):
+        launch.launch(
+            *(capability, batch.query, batch.key_cache, batch.value_cache, batch.block_table),
+            *(batch.query_start_loc, batch.seq_lens, batch.causal_rows, out, 0.3, 0.0),
+            *(options["window_left"], options["window_right"]),
+            *(options["window_anchor"] == "canvas", num_splits),
+            *(max(batch.query.shape[0], 1), int(batch.seq_lens.max())),
+        )
+    return out
+
+
+@st.composite
+def batches(draw):
+    """Query rows, keys and causal rows of a few sequences: in no split, in some, or in all."""
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        query_len = draw(st.integers(0, 4))
+        context = draw(st.one_of(st.just(0), st.integers(0, 4 * MIN_SPLIT_KEYS)))
+        rows.append((query_len, query_len + context, draw(st.integers(0, query_len))))
+    return rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batches(),
+    st.sampled_from([16, 48]),
+    st.integers(2, 8),
+    st.sampled_from([9, 10]),
+    st.sampled_from([(-1, -1, "canvas"), (500, -1, "canvas"), (400, 5, "query")]),
+    st.sampled_from([(4, 2), (6, 2), (3, 3)]),
+)
+@example([(3, 1300, 1), (0, 0, 0), (2, 2, 0)], 16, 4, 9, (-1, -1, "canvas"), (16, 2))
+@example([(4, 1500, 0)], 16, 8, 10, (500, -1, "canvas"), (4, 2))
+@example([(3, 0, 0), (2, 700, 0)], 16, 3, 9, (-1, -1, "canvas"), (4, 2))
+def test_splits_folded(rows, block_size, num_splits, capability, window, heads):
+    """What splits find, folded, is what one walk over all keys finds; other rows are left alone."""
+    batch = make_canvas_batch(
+        *zip(*rows, strict=True),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=16,
+        block_size=block_size,
+        padded_rows=2,
+    )
+    windows = dict(zip(("window_left", "window_right", "window_anchor"), window, strict=True))
+    got = attend(batch, num_splits, capability, **windows)
+    tensors = batch.tensors()
+    for name in ("query", "key_cache", "value_cache"):
+        tensors[name] = tensors[name].double()
+    exact = canvas_attention(**tensors, **windows, scale=0.3, impl="reference")
+    live = slice(batch.num_live_tokens)
+    torch.testing.assert_close(got[live].double(), exact[live], rtol=1e-5, atol=1e-5)
+    assert (got[batch.num_live_tokens :] == 7.0).all()
+
+
+def test_splits_folded_in_bf16():
+    """Splits of bf16 rows are folded in float32 and rounded once, into rows of any stride."""
+    batch = make_canvas_batch([4], [1300], [0], head_dim=16, dtype=torch.bfloat16)
+    out = torch.empty(4, 4, 32, dtype=torch.bfloat16)[..., :16]
+    got, whole = attend(batch, 4, 9, out=out), attend(batch, 1, 9)
+    torch.testing.assert_close(got, whole, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("chip", ["sm90", "sm100"])
+def test_stand_in_signature(chip):
+    """The stand-in takes what the kernels take."""
+    source = Path(launch.__file__).with_name(f"{chip}.py").read_text(encoding="utf-8")
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "__call__"
+    ]
+    assert [arg.arg for arg in call.args.args][1:-1] == list(
+        inspect.signature(flash_attention_4).parameters
+    )[1:]
+
+
+def query_shape(canvases, head_dim):
+    return canvases * 256, 16, head_dim
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "group", "window", "counts"),
+    [
+        (9, 512, 8, -1, {1: 2, 2: 1, 3: 2, 4: 1, 8: 1}),
+        (9, 256, 2, 1023, {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}),
+        (10, 256, 2, 1023, {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}),
+    ],
+)
+def test_splits_of(capability, head_dim, group, window, counts):
+    """As many as the Triton kernels take with tiles as large, of the 26B shape on 132 processors."""
+    kernel = launch.CuteKernel(
+        *(capability, head_dim, group, torch.bfloat16, 0.0, window >= 0, False, True, False)
+    )
+    for canvases, expected in counts.items():
+        # A graph is captured for the longest context, and is cut as one for a short context.
+        for longest in (4096, 131072):
+            found = launch.splits_of(
+                kernel, query_shape(canvases, head_dim), 132, window, 256, longest
+            )
+            assert found == expected, f"{canvases} canvases"
+        assert launch.splits_of(kernel, query_shape(canvases, head_dim), 132, window, 256, 300) == 1
+
+
+def test_splits_launched_unread():
+    """What is launched follows from shapes: no value of the batch is read on the host."""
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, cache = (
+        empty(*s, dtype=torch.bfloat16) for s in (query_shape(1, 512), (64, 16, 2, 512))
+    )
+    launched, combined = mock.Mock(), mock.Mock()
+    with (
+        mock.patch.object(launch, "compile_kernel", return_value=launched) as compiled,
+        mock.patch.object(launch, "multiprocessors", return_value=132),
+        mock.patch("attention_kernels.canvas_attention.cute.combine.combine_splits", combined),
+    ):
+        launch.launch(
+            *(9, query, cache, cache, empty(1, 64), empty(2), empty(1), empty(1), query),
+            *(0.1, 0.0, -1, -1, True, None, 256, 131072),
+        )
+    assert compiled.call_args.args[0].split
+    part, lse = launched.call_args.args[3:5]
+    assert (part.shape, lse.shape) == ((2, 256, 16, 512), (2, 16, 256))
+    assert combined.call_args.args[:2] == (part, lse)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_splits_batch_invariant(batch_invariant):
+    """Where the output of a sequence may not depend on its batch, nothing is cut."""
+    batch = make_canvas_batch([4], [8], [2], head_dim=256, dtype=torch.bfloat16)
+    tensors = {name: tensor for name, tensor in batch.tensors().items() if tensor is not None}
+    with FakeTensorMode(), mock.patch.object(launch, "_canvas_attention_op") as run:
+        traced = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+            for name, tensor in tensors.items()
+        }
+        canvas_attention(**traced, scale=1.0, impl="cute", batch_invariant=batch_invariant)
+    assert run.call_args.args[-3] == (1 if batch_invariant else None)
+
+
+def test_warm_up():
+    """Both kernels of a layer are compiled at the start, one of them in a batch-invariant server."""
+    batch = make_canvas_batch([1], [1], [0], head_dim=256, dtype=torch.bfloat16)
+    for batch_invariant, cut in ((False, [False, True]), (True, [False])):
+        with (
+            mock.patch.object(launch, "compile_kernel") as compiled,
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        ):
+            warm_up_canvas_attention(
+                *(batch.query, batch.key_cache, batch.value_cache),
+                scale=0.1,
+                window_left=3,
+                impl="cute",
+                batch_invariant=batch_invariant,
+            )
+        assert [call.args[0].split for call in compiled.call_args_list] == cut
+        for call in compiled.return_value.call_args_list:
+            # No rows: the first number is where the only sequence starts, the second where it ends.
+            assert call.args[6].tolist() == [0, 0]
