@@ -32,6 +32,8 @@ PARSERS = (
     "gemma4",
     "--enable-auto-tool-choice",
 )
+# vLLM logs a line for each pass.
+LOGS_PASSES = "--enable-logging-iteration-details"
 # Longer than a start takes on two busy cores.
 START_SECONDS = 600
 # A metric's name, and its labels where it has any.
@@ -183,7 +185,9 @@ def shared_server(folder: Path) -> Iterator[Server]:
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     longer = ("--max-model-len", str(SHARED_MAX_MODEL_LEN))
-    running = start_server(SHIPPED, folder / "server.log", *PARSERS, *longer, **stored)
+    running = start_server(
+        SHIPPED, folder / "server.log", *PARSERS, *longer, LOGS_PASSES, **stored
+    )
     try:
         yield running
     finally:
