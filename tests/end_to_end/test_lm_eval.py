@@ -75,10 +75,12 @@ EVALUATIONS = {
 }
 
 
-# lm-eval's command, once for each list of arguments: importing what it needs takes longer than it runs.
+# lm-eval's command, once for each list of arguments. It reads its thousands of tasks longer than ours run.
 COMMANDS = """
-import json, sys
+import functools, json, sys
+import lm_eval.tasks
 from lm_eval.__main__ import cli_evaluate
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 for arguments in json.load(sys.stdin):
     sys.argv[1:] = arguments
     cli_evaluate()

@@ -185,9 +185,7 @@ def shared_server(folder: Path) -> Iterator[Server]:
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     longer = ("--max-model-len", str(SHARED_MAX_MODEL_LEN))
-    running = start_server(
-        SHIPPED, folder / "server.log", *PARSERS, *longer, LOGS_PASSES, **stored
-    )
+    running = start_server(SHIPPED, folder / "server.log", *PARSERS, *longer, LOGS_PASSES, **stored)
     try:
         yield running
     finally:
