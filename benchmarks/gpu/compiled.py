@@ -229,7 +229,7 @@ def rows(chip: str) -> Iterator[Row]:
                 if whose == "ours"
                 else (kwargs["BLOCK_M"], kwargs["TILE_SIZE"])
             )
-            report = compile_for(chip, kernel, args, kwargs)
+            report = compile_for(chip, kernel, args, kwargs, loops=True)
             # What spins on a barrier is a loop too; the one over keys multiplies most.
             loop = max(report["loops"], key=lambda one: one["tensor"])
             of_warps = loop["instructions"] * report["num_warps"]
@@ -247,7 +247,7 @@ def rows(chip: str) -> Iterator[Row]:
         if chip == "sm_90":
             yield from flash_attention_4(case, what)
     for whose, launch in (("ours", our_statistics()), ("stock", stock_statistics())):
-        report = compile_for(chip, *launch)
+        report = compile_for(chip, *launch, loops=True)
         block = launch[2].get("B") or launch[2]["BLOCK"]
         # One for the maximum and one for the sums; the third goes over the embedding, or writes.
         loops, blocks = report["loops"][:2], (WIDER, 1)

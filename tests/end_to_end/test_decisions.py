@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import Server, start_server, stop_server
+from tests.support.server import LOGS_PASSES, Server, start_server, stop_server
 
 pytestmark = pytest.mark.engine
-
-# vLLM logs a line for each pass.
-LOGGING = "--enable-logging-iteration-details"
 
 QUESTIONS = [
     {"type": "predicate", "name": "blue", "instructions": "Is the sky blue?"},
@@ -48,15 +45,40 @@ def test_decisions(joint: bool, server: Server) -> None:
     assert server.post("/v1/decisions", body).json()["answers"] == response.json()["answers"]
 
 
+def passes(server: Server, text: str, num_questions: int, joint: bool) -> int:
+    """How many a decision takes."""
+
+    def count() -> int:
+        server.wait_until_idle()
+        return server.log.read_text(errors="replace").count("Iteration(")
+
+    before = count()
+    questions = (QUESTIONS * 2)[:num_questions]
+    body = {"input": f"{text} {num_questions} {joint}", "questions": questions, "joint": joint}
+    assert server.post("/v1/decisions", body).status_code == 200
+    return count() - before
+
+
+TEXTS = ("The grass is green.", "The sky, at night, is black and not blue. " * 4)
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+@pytest.mark.parametrize("num_questions", [1, 6])
+def test_a_decision_takes_one_pass(num_questions: int, joint: bool, server: Server) -> None:
+    """All of its questions, with their prompts."""
+    for text in TEXTS:
+        assert passes(server, text, num_questions, joint) == 1
+
+
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     """Ours, with stock's sliding window, and stock's own class on the same platform."""
     folder = tmp_path_factory.mktemp("peers")
     settings = ("--additional-config", '{"diffusion": {"window_anchor": "query"}}')
-    ours = start_server(SHIPPED, folder / "ours.log", LOGGING, *settings)
+    ours = start_server(SHIPPED, folder / "ours.log", LOGS_PASSES, *settings)
     try:
         stock = start_server(
-            SHIPPED, folder / "stock.log", LOGGING, VLLM_PLUGINS="vllm_diffusion_cpu"
+            SHIPPED, folder / "stock.log", LOGS_PASSES, VLLM_PLUGINS="vllm_diffusion_cpu"
         )
     except BaseException:
         stop_server(ours)
@@ -75,6 +97,9 @@ def numbers(answer: Any) -> list[float]:
     return [answer] if isinstance(answer, (int, float)) else []
 
 
+# Two servers of their own; that ours computes what stock does without the endpoint on top is with the
+# faster tests, in tests/integration/test_stock_comparison.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 def test_decisions_are_those_of_stock(joint: bool, peers: tuple[Server, Server]) -> None:
     """Same window, same canvas: the same probabilities, to what float32 sums leave."""
@@ -84,25 +109,14 @@ def test_decisions_are_those_of_stock(joint: bool, peers: tuple[Server, Server])
     assert numbers(ours) == pytest.approx(numbers(stock), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 @pytest.mark.parametrize("num_questions", [1, 6])
-def test_a_decision_takes_one_pass(
+def test_stock_takes_more_passes(
     num_questions: int, joint: bool, peers: tuple[Server, Server]
 ) -> None:
-    """All of its questions, with their prompts; stock's class takes one for prompts and one more."""
-
-    def passes(server: Server, text: str) -> int:
-        def count() -> int:
-            server.wait_until_idle()
-            return server.log.read_text(errors="replace").count("Iteration(")
-
-        before = count()
-        body = {"input": text, "questions": (QUESTIONS * 2)[:num_questions], "joint": joint}
-        assert server.post("/v1/decisions", body).status_code == 200
-        return count() - before
-
-    for text in ("The grass is green.", "The sky, at night, is black and not blue. " * 4):
-        text += f" {num_questions} {joint}"
-        ours, stock = (passes(peer, text) for peer in peers)
+    """Its class takes one for prompts and one more; ours one, whatever the window is anchored to."""
+    for text in TEXTS:
+        ours, stock = (passes(peer, text, num_questions, joint) for peer in peers)
         assert ours == 1
         assert stock >= 2

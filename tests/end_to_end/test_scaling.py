@@ -120,6 +120,7 @@ def test_dead_engine(replicas: Server) -> None:
         deadline = time.monotonic() + 60
         while replicas.metric("vllm:num_requests_running") < NUM_STREAMS:
             assert time.monotonic() < deadline
+            time.sleep(0.05)
         engine.kill()
         for stream in waiting:
             # The server may be gone before the sentence is said.

@@ -55,6 +55,9 @@ def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, lis
     return reason, [(name, arguments) for name, arguments in parts.values()]
 
 
+# A server for these alone; its parser is that of test_masked_tools.py, and its model, held to a schema
+# over HTTP, that of test_server.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_tool_choice(named: bool, stream: bool, tool_server: Server) -> None:

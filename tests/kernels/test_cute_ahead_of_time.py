@@ -89,6 +89,8 @@ MODEL_CASES = {
     ],
 }
 CHIPS = list(MODEL_CASES)
+# One of each kind, on one chip or the other: a kernel takes seconds.
+FEW = {"sm_90a": MODEL_CASES["sm_90a"][:1], "sm_100a": MODEL_CASES["sm_100a"][2:]}
 
 
 def all_cases(chip: str) -> list[Case]:
@@ -320,8 +322,17 @@ def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
     return {**asdict(case), "sequences": num_sequences, "scores": scores}
 
 
-def reports(chip: str, task: str, cases: list[Case]) -> list[dict]:
-    """What a process of its own reports of these cases."""
+def reports(chip: str, **tasks: list[Case]) -> dict[str, list[dict]]:
+    """What a process of its own reports of the cases of each task."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    source = "vllm" if chip == "sm_90a" else "flash_attn"
+    if importlib.util.find_spec(source) is None:
+        pytest.skip(f"needs the FlashAttention-4 inside {source}")
+    arguments = [
+        argument
+        for task, cases in tasks.items()
+        for argument in (task, json.dumps([asdict(case) for case in cases]))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -329,75 +340,82 @@ def reports(chip: str, task: str, cases: list[Case]) -> list[dict]:
             "CUTE_DSL_DUMP_DIR": folder,
         }
         result = subprocess.run(
-            [sys.executable, __file__, chip, task, json.dumps([asdict(case) for case in cases])],
+            [sys.executable, __file__, chip, *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {task: [line for line in lines if line["task"] == task] for task in tasks}
 
 
-def check(chip: str, cases: list[Case]) -> None:
-    require(chip)
-    lines = reports(chip, "compile", cases)
+def check(chip: str, cases: list[Case], lines: list[dict]) -> None:
     assert len(lines) == len(cases)
     for line in lines:
         assert line["shared_memory"] <= SHARED_MEMORY, line
         assert line["stack"] <= STACK[chip], line
 
 
-def require(chip: str) -> None:
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    source = "vllm" if chip == "sm_90a" else "flash_attn"
-    if importlib.util.find_spec(source) is None:
-        pytest.skip(f"needs the FlashAttention-4 inside {source}")
+def rule_cases(chip: str) -> list[Case]:
+    whole = [
+        Case(head_dim, window, group)
+        for head_dim in ((256, 512) if chip == "sm_90a" else (256,))
+        for window, group in (("none", 8), ("canvas", 2), ("query", 3), ("left", 1))
+    ]
+    return [*whole, Case(256, "canvas", split=True)]
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_cute_ahead_of_time(chip):
+@pytest.fixture(scope="module", params=CHIPS)
+def told(request):
+    """A chip, and what one process reports of it: the DSL is imported for longer than it traces."""
+    chip = request.param
+    return chip, reports(chip, compile=FEW[chip], rule=rule_cases(chip))
+
+
+def test_cute_ahead_of_time(told):
     """The model's layers compile for a chip within its registers and shared memory."""
-    check(chip, MODEL_CASES[chip])
+    chip, lines = told
+    check(chip, FEW[chip], lines["compile"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_cute_ahead_of_time_all(chip):
     """Every kind of kernel compiles for a chip within its registers and shared memory."""
-    check(chip, all_cases(chip))
+    cases = MODEL_CASES[chip] + all_cases(chip)
+    check(chip, cases, reports(chip, compile=cases)["compile"])
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_cute_traced_rule(chip):
+def test_cute_traced_rule(told):
     """The tiles and masks that a chip's kernels trace amount to the reference mask, bit by bit."""
-    require(chip)
-    head_dims = (256, 512) if chip == "sm_90a" else (256,)
-    cases = [
-        Case(head_dim, window, group)
-        for head_dim in head_dims
-        for window, group in (("none", 8), ("canvas", 2), ("query", 3), ("left", 1))
-    ]
-    cases.append(Case(256, "canvas", split=True))
-    lines = reports(chip, "rule", cases)
-    assert len(lines) == len(cases)
-    assert all(line["scores"] > 0 for line in lines)
+    chip, lines = told
+    assert len(lines["rule"]) == len(rule_cases(chip))
+    assert all(line["scores"] > 0 for line in lines["rule"])
 
 
-def main(chip: str, task: str = "compile", cases: str | None = None) -> None:
+def main(chip: str, *tasks: str) -> None:
+    """Of a chip, and of tasks: the name of each, and its cases in JSON."""
     os.environ["CUTE_DSL_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = chip
     # The only way to get at what was compiled.
     os.environ["CUTE_DSL_KEEP"] = "cubin"
     capability = int(chip.removeprefix("sm_").removesuffix("0a"))
     if capability == 9:
         find_vllm_copy()
-    for case in [Case(**case) for case in json.loads(cases)] if cases else all_cases(chip):
+    cases = [
+        (task, Case(**case))
+        for task, given in zip(tasks[::2], tasks[1::2], strict=True)
+        for case in json.loads(given)
+    ]
+    for task, case in cases or [("compile", case) for case in all_cases(chip)]:
         start = time.monotonic()
         if task == "rule":
             report = compare_rule(capability, case, num_sequences=100 if case.split else 300)
         else:
             report = compile_case(capability, case)
         seconds = round(time.monotonic() - start, 1)
-        print(json.dumps({"chip": chip, **report, "seconds": seconds}), flush=True)
+        line = {"chip": chip, "task": task, **report, "seconds": seconds}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

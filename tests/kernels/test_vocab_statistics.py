@@ -22,6 +22,8 @@ from attention_kernels.vocab_statistics.triton.logits import gumbel_bound
 
 EPS = torch.finfo(torch.float32).eps
 IMPLEMENTATIONS = ["reference", "triton"]
+# Of the longer sweeps: the kernels run some hundred times slower under the interpreter.
+SWEPT = [("reference", 15), ("triton", 4), pytest.param("triton", 40, marks=pytest.mark.slow)]
 
 
 def stream(logits, draws, tile, impl, softcap=None, embedding=None, adjustments=None):
@@ -158,39 +160,43 @@ def test_nothing_possible_has_no_confidence(impl):
     assert torch.equal(running.drawn_confidence(), torch.zeros(2))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@settings(max_examples=15, deadline=None)
-@given(
-    vocab=st.integers(20, 3000),
-    cuts=st.lists(st.integers(1, 700), max_size=3, unique=True),
-    tile=st.integers(50, 300),
-    seed=st.integers(0, 2**31),
-)
-def test_drawn_confidence_of_one_to_four_parts(impl, vocab, cuts, tile, seed):
+@pytest.mark.parametrize(("impl", "max_examples"), SWEPT)
+def test_drawn_confidence_of_one_to_four_parts(impl, max_examples):
     """Merged from parts that see their own tiles only, of adjusted logits, against float64."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(12, vocab, generator=generator) * 4
-    draws = make_draws(12, generator)
-    adjustments = make_adjustments(12, vocab, generator)
-    borders = [0, *sorted(4 * cut for cut in cuts if 4 * cut < vocab), vocab]
-    parts = []
-    for first, last in pairwise(borders):
-        part = RunningStatistics.empty(12, logits.device)
-        for start in range(first, last, 4 * tile):
-            ids = slice(start, min(start + 4 * tile, last))
-            update_statistics(
-                part, RowLogits(logits[:, ids], start, 30.0, adjustments), draws, impl=impl
-            )
-        parts.append(part)
-    merged = RunningStatistics.merge(torch.stack([part.packed() for part in parts]))
-    capped = torch.tanh(logits / 30.0) * 30.0
-    adjusted = adjustments.apply(capped, torch.arange(vocab)).double()
-    probs = (adjusted / draws.temperature.double()[:, None]).softmax(-1)
-    exact = probs.gather(1, merged.candidate[:, None])[:, 0]
-    # Of unlikely tokens too: the error is relative.
-    torch.testing.assert_close(merged.drawn_confidence().double(), exact, rtol=2e-4, atol=1e-30)
-    likeliest = merged.candidate == merged.argmax
-    assert torch.equal(merged.drawn_confidence()[likeliest], merged.confidence()[likeliest])
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(
+        vocab=st.integers(20, 3000),
+        cuts=st.lists(st.integers(1, 700), max_size=3, unique=True),
+        tile=st.integers(50, 300),
+        seed=st.integers(0, 2**31),
+    )
+    def every_case(vocab, cuts, tile, seed):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(12, vocab, generator=generator) * 4
+        draws = make_draws(12, generator)
+        adjustments = make_adjustments(12, vocab, generator)
+        borders = [0, *sorted(4 * cut for cut in cuts if 4 * cut < vocab), vocab]
+        parts = []
+        for first, last in pairwise(borders):
+            part = RunningStatistics.empty(12, logits.device)
+            for start in range(first, last, 4 * tile):
+                ids = slice(start, min(start + 4 * tile, last))
+                update_statistics(
+                    part, RowLogits(logits[:, ids], start, 30.0, adjustments), draws, impl=impl
+                )
+            parts.append(part)
+        merged = RunningStatistics.merge(torch.stack([part.packed() for part in parts]))
+        capped = torch.tanh(logits / 30.0) * 30.0
+        adjusted = adjustments.apply(capped, torch.arange(vocab)).double()
+        probs = (adjusted / draws.temperature.double()[:, None]).softmax(-1)
+        exact = probs.gather(1, merged.candidate[:, None])[:, 0]
+        # Of unlikely tokens too: the error is relative.
+        torch.testing.assert_close(merged.drawn_confidence().double(), exact, rtol=2e-4, atol=1e-30)
+        likeliest = merged.candidate == merged.argmax
+        assert torch.equal(merged.drawn_confidence()[likeliest], merged.confidence()[likeliest])
+
+    every_case()
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -231,23 +237,27 @@ def test_draws_do_not_depend_on_tiles_or_parts(impl, vocab, tiles, split, seed):
         torch.testing.assert_close(run.maximum, runs[0].maximum, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@settings(max_examples=15, deadline=None)
-@given(vocab=st.integers(8, 3000), tile=st.integers(100, 1000), seed=st.integers(0, 2**31))
-def test_adjustments_are_applied_to_each_tile(impl, vocab, tile, seed):
+@pytest.mark.parametrize(("impl", "max_examples"), SWEPT)
+def test_adjustments_are_applied_to_each_tile(impl, max_examples):
     """The statistics of adjusted logits are those of logits that were adjusted before."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(6, vocab, generator=generator) * 4
-    draws = make_draws(6, generator)
-    adjustments = make_adjustments(6, vocab, generator)
-    ours, _ = stream(logits, draws, 4 * tile, impl, 30.0, adjustments=adjustments)
-    capped = torch.tanh(logits / 30.0) * 30.0
-    adjusted = adjustments.apply(capped, torch.arange(vocab))
-    theirs, _ = stream(adjusted, draws, 4 * tile, "reference")
-    assert torch.equal(ours.argmax, theirs.argmax)
-    assert torch.equal(ours.candidate, theirs.candidate)
-    torch.testing.assert_close(ours.entropy(), theirs.entropy(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.confidence(), theirs.confidence(), rtol=1e-4, atol=1e-5)
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(vocab=st.integers(8, 3000), tile=st.integers(100, 1000), seed=st.integers(0, 2**31))
+    def every_case(vocab, tile, seed):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(6, vocab, generator=generator) * 4
+        draws = make_draws(6, generator)
+        adjustments = make_adjustments(6, vocab, generator)
+        ours, _ = stream(logits, draws, 4 * tile, impl, 30.0, adjustments=adjustments)
+        capped = torch.tanh(logits / 30.0) * 30.0
+        adjusted = adjustments.apply(capped, torch.arange(vocab))
+        theirs, _ = stream(adjusted, draws, 4 * tile, "reference")
+        assert torch.equal(ours.argmax, theirs.argmax)
+        assert torch.equal(ours.candidate, theirs.candidate)
+        torch.testing.assert_close(ours.entropy(), theirs.entropy(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.confidence(), theirs.confidence(), rtol=1e-4, atol=1e-5)
+
+    every_case()
 
 
 def without_skipping():
@@ -259,29 +269,36 @@ def without_skipping():
     )
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    vocab=st.integers(1, 6000),
-    tile=st.sampled_from([1024, 2048, 4096]),
-    scale=st.sampled_from([0.0, 1.0, 10.0, 30.0, 1e4]),
-    peaks=st.integers(0, 3),
-    seed=st.integers(0, 2**31),
-)
-def test_noise_that_cannot_decide_is_not_made(vocab, tile, scale, peaks, seed):
+@pytest.mark.parametrize("max_examples", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_noise_that_cannot_decide_is_not_made(max_examples):
     """Blocks that cannot win are skipped, and nothing that comes out differs by a bit."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(4, vocab, generator=generator) * scale
-    # Nearly as high as the highest, where the bounds decide.
-    for _ in range(peaks):
-        at = int(torch.randint(vocab, (), generator=generator))
-        logits[:, at] = logits.amax(-1) + torch.rand(4, generator=generator) * 30
-    logits[3, torch.rand(vocab, generator=generator) < 0.5] = float("-inf")
-    draws = make_draws(4, generator)
-    skipping, _ = stream(logits, draws, tile, "triton")
-    with without_skipping():
-        whole, _ = stream(logits, draws, tile, "triton")
-    for field in fields(whole):
-        assert torch.equal(getattr(skipping, field.name), getattr(whole, field.name)), field.name
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(
+        vocab=st.integers(1, 6000),
+        tile=st.sampled_from([1024, 2048, 4096]),
+        scale=st.sampled_from([0.0, 1.0, 10.0, 30.0, 1e4]),
+        peaks=st.integers(0, 3),
+        seed=st.integers(0, 2**31),
+    )
+    def every_case(vocab, tile, scale, peaks, seed):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(4, vocab, generator=generator) * scale
+        # Nearly as high as the highest, where the bounds decide.
+        for _ in range(peaks):
+            at = int(torch.randint(vocab, (), generator=generator))
+            logits[:, at] = logits.amax(-1) + torch.rand(4, generator=generator) * 30
+        logits[3, torch.rand(vocab, generator=generator) < 0.5] = float("-inf")
+        draws = make_draws(4, generator)
+        skipping, _ = stream(logits, draws, tile, "triton")
+        with without_skipping():
+            whole, _ = stream(logits, draws, tile, "triton")
+        for field in fields(whole):
+            assert torch.equal(getattr(skipping, field.name), getattr(whole, field.name)), (
+                field.name
+            )
+
+    every_case()
 
 
 def test_blocks_without_noise():

@@ -32,6 +32,8 @@ PARSERS = (
     "gemma4",
     "--enable-auto-tool-choice",
 )
+# vLLM logs a line for each pass.
+LOGS_PASSES = "--enable-logging-iteration-details"
 # Longer than a start takes on two busy cores.
 START_SECONDS = 600
 # A metric's name, and its labels where it has any.
@@ -194,7 +196,7 @@ def stop_server(server: Server) -> None:
 @contextmanager
 def shared_server(folder: Path) -> Iterator[Server]:
     """A server on the shipped checkpoint. Every test leaves it idle and alive."""
-    options = (*PARSERS, "--max-model-len", str(SHARED_MAX_MODEL_LEN))
+    options = (*PARSERS, "--max-model-len", str(SHARED_MAX_MODEL_LEN), LOGS_PASSES)
     # As users start it.
     vllm_serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
     # Without it vLLM stores no responses.

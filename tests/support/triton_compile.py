@@ -34,9 +34,17 @@ POINTERS = {
 
 
 def compile_for(
-    chip: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    chip: str,
+    kernel: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loops: bool = False,
 ) -> dict[str, Any]:
-    """Compile one launch for a chip; what Triton and the assembler report of it."""
+    """Compile one launch for a chip; what Triton and the assembler report of it.
+
+    With ``loops`` its innermost loops too, which takes as long as to compile it.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -95,14 +103,14 @@ def compile_for(
         ).stderr
     # Stack is not spills: a kernel may use some for other reasons.
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
-    return {
+    found = {
         "kernel": kernel.__name__,
         "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
         "spilled_bytes": int(stores) + int(loads),
         "shared_memory": compiled.metadata.shared,
         "num_warps": compiled.metadata.num_warps,
-        "loops": innermost_loops(compiled.asm["cubin"]),
     }
+    return found | {"loops": innermost_loops(compiled.asm["cubin"])} if loops else found
 
 
 def told_of(tool: str, option: str, *, cubin: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import json
 import os
 import pty
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
+from unittest import mock
 
 import pytest
 
@@ -99,22 +101,30 @@ def served() -> Iterator[tuple[str, type[Handler]]]:
     server.server_close()
 
 
-def chat(url: str, typed: str, *options: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    """Runs the command with its input and output in pipes."""
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_diffusion.cli.main", "chat", "--url", url, *options],
-        input=typed,
-        env={**os.environ, "VLLM_API_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def chat(url: str, typed: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
+    """Runs the command in this process, with its input and output in files."""
+    arguments, out, err = ["chat", "--url", url], io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, VLLM_API_KEY=key),
+        mock.patch.object(sys, "stdin", io.StringIO(typed)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = main(arguments)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def test_plain(served) -> None:
     """Where there is no terminal: the answer alone on standard output, harmless, and no frames."""
     url, handler = served
-    ended = chat(url, "Reverse the word pmal.\nAnd again.\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "vllm_diffusion.cli.main", "chat", "--url", url],
+        input="Reverse the word pmal.\nAnd again.\n",
+        env={**os.environ, "VLLM_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     said = ANSWER.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"{said}\n{said}\n"

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
 from vllm_diffusion.cli import diagnosis
+from vllm_diffusion.cli import doctor as command
 from vllm_diffusion.cli.diagnosis import Fact, Mark
 from vllm_diffusion.cli.doctor import lines
+from vllm_diffusion.cli.main import main
 from vllm_diffusion.platforms import detection
 
 
@@ -171,6 +174,31 @@ def test_doctor() -> None:
     assert "Traceback" not in report.stderr
 
 
+@pytest.mark.engine
+def test_stock_model_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model class that is not ours is a problem, whose remedy names the variables."""
+    from vllm.model_executor.models import ModelRegistry
+
+    stock = SimpleNamespace(module_name="vllm.a", class_name="Stock")
+    monkeypatch.setitem(ModelRegistry.models, "Shipped", stock)
+    fact = diagnosis._model_fact("Shipped")
+    assert (fact.mark, fact.value) == (Mark.PROBLEM, "vllm.a.Stock: stock vLLM's")
+    assert "VLLM_PLUGINS" in fact.remedy
+
+
+@pytest.mark.parametrize("mark", Mark)
+def test_exit_status(
+    mark: Mark, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 where something has to be mended, and 0 beside a warning."""
+    monkeypatch.setattr(command, "sections", lambda: [("Title", [Fact("a", "1", mark, "mend")])])
+    monkeypatch.setattr(command, "_quieten", lambda: None)
+    assert main(["doctor"]) == (mark is Mark.PROBLEM)
+    assert ("cannot serve" in capsys.readouterr().out) == (mark is Mark.PROBLEM)
+
+
+# A process that imports vLLM again; the pieces of it are tested above.
+@pytest.mark.slow
 @pytest.mark.engine
 def test_doctor_problem() -> None:
     """With the plugin shut out: exit status 1, and how to mend it."""

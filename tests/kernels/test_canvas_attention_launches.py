@@ -1,0 +1,289 @@
+"""How canvas_attention is launched: which tiles, in how many splits, and how PyTorch takes it."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_kernels.canvas_attention import canvas_attention
+from attention_kernels.canvas_attention.reference import visibility_mask
+from attention_kernels.testing import assert_within_error_budget
+from tests.support.canvas_attention import (
+    DEVICE,
+    SWEEP,
+    configured,
+    expected,
+    make_batch,
+    nan_scratch,
+)
+
+BATCH_TENSORS = ("block_table", "query_start_loc", "seq_lens", "causal_rows")
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "left", "right", "anchor", "spans"),
+    [
+        pytest.param(1, -1, -1, "canvas", False, id="1-full"),
+        pytest.param(1, 20, -1, "canvas", False, id="1-L20-canvas"),
+        pytest.param(1, 20, 3, "query", False, id="1-L20-R3-query"),
+        pytest.param(1, 5, -1, "canvas", True, id="1-L5-canvas-spans"),
+        pytest.param(4, -1, -1, "canvas", False, id="4-full", marks=pytest.mark.slow),
+        pytest.param(4, 20, -1, "canvas", False, id="4-L20-canvas", marks=pytest.mark.slow),
+        pytest.param(4, 20, 3, "query", False, id="4-L20-R3-query"),
+        pytest.param(4, 5, -1, "canvas", True, id="4-L5-canvas-spans"),
+    ],
+)
+def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
+    """The kernel computes the key tiles that some row of a query tile sees, and no other."""
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    query_lens, seq_lens, causal_rows = [40, 16, 24, 0, 9], [200, 150, 100, 60, 0], [40, 0, 9, 0, 9]
+    row_spans = [(0, 0)] * 8 + [(165, 190)] * 22 + [(0, 0)] * 26 + [(60, 85)] * 9 + [(0, 0)] * 24
+    batch = make_batch(
+        query_lens, seq_lens, causal_rows, row_spans=row_spans if spans else None, padded_rows=4
+    )
+    config = kernels.TritonConfig(32, 16, 4, 1, parts=num_splits // 2 or 1)
+    visited = torch.zeros(len(seq_lens), dtype=torch.int32, device=DEVICE)
+    kernels.launch(
+        *[tensor for name, tensor in batch.tensors().items() if name != "row_spans"],
+        torch.zeros_like(batch.query),
+        batch.row_spans,
+        None,
+        None,
+        0.2,
+        1.0,
+        0.0,
+        left,
+        right,
+        anchor == "canvas",
+        max(query_lens),
+        max(seq_lens),
+        config=config,
+        num_splits=num_splits,
+        visited=visited,
+    )
+    tokens_per_tile = 32 // 2  # two query heads share a key head
+    starts = batch.query_start_loc.tolist()
+    for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        mask = visibility_mask(
+            query_len,
+            seq_len,
+            causal_rows[seq],
+            window_left=left,
+            window_right=right,
+            window_anchor=anchor,
+            row_spans=batch.row_spans[starts[seq] : starts[seq + 1]] if spans else None,
+            device=DEVICE,
+        )
+        tiles = [keys.any() for rows in mask.split(tokens_per_tile) for keys in rows.split(16, 1)]
+        assert visited[seq] == sum(tiles) * 2, f"sequence {seq}"  # key heads
+
+
+def test_canvas_attention_split_is_used():
+    """Few rows and many keys run as several splits."""
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    batch = make_batch([8], [300], [0])
+    with (
+        configured("triton-tiny"),
+        mock.patch.object(kernels, "_scratch", side_effect=nan_scratch) as scratch,
+    ):
+        canvas_attention(**batch.tensors(), scale=0.2, impl="triton")
+        assert scratch.call_count == 1
+        canvas_attention(**batch.tensors(), scale=0.2, impl="triton", batch_invariant=True)
+        assert scratch.call_count == 1
+
+
+@st.composite
+def short_replays(draw):
+    """Canvases, and how a graph that was captured for longer ones cut their keys."""
+    canvases = draw(st.integers(1, 3))
+    canvas = draw(st.sampled_from([1, 8, 13]))
+    batch = make_batch(
+        [canvas] * canvases,
+        draw(st.lists(st.integers(canvas, 120), min_size=canvases, max_size=canvases)),
+        [draw(st.sampled_from([0, canvas]))] * canvases,
+        num_kv_heads=draw(st.sampled_from([1, 2])),
+        head_dim=32,
+        seed=draw(st.integers(0, 9)),
+    )
+    return batch, draw(st.integers(1, 8)), draw(st.sampled_from([-1, 20]))
+
+
+@pytest.mark.parametrize("max_examples", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
+    """However many splits were captured for how long a context, a short one is computed rightly,
+    in no more key tiles than without splits, and the splits that it leaves empty do nothing."""
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    config = kernels.TritonConfig(16, 16, 4, 1)
+
+    def launched(batch, num_splits, left):
+        out = torch.zeros_like(batch.query)
+        visited = torch.zeros_like(batch.seq_lens)
+        step = kernels.CanvasLaunch(
+            batch.query,
+            batch.key_cache,
+            *[batch.tensors()[name] for name in BATCH_TENSORS],
+            None,
+            0.2,
+            1.0,
+            0.0,
+            left,
+            -1,
+            True,
+            16,
+            131072,
+            config=config,
+            num_splits=num_splits,
+            visited=visited,
+        )
+        step(batch.query, batch.key_cache, batch.value_cache, out, None, None)
+        return out, visited
+
+    @settings(SWEEP, max_examples=max_examples)
+    @given(short_replays())
+    def every_case(case):
+        batch, num_splits, left = case
+        with (
+            mock.patch.object(kernels, "_scratch", nan_scratch),
+            mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32),
+        ):
+            out, visited = launched(batch, num_splits, left)
+            whole, visited_whole = launched(batch, 1, left)
+        assert torch.equal(visited, visited_whole)
+        exact = expected(batch, torch.float64, scale=0.2, left=left)
+        same = expected(batch, torch.float32, scale=0.2, left=left)
+        assert_within_error_budget(out[: len(exact)], same, exact, "split", factor=4.0)
+        if int(batch.seq_lens.max()) <= 32:
+            # Too short to be cut: written as it is without splits.
+            assert torch.equal(out, whole)
+
+    every_case()
+
+
+# Multiprocessors; programs that one runs at once; programs of a canvas; keys; bytes of a partial:
+# of full and sliding layers of the 26B shape on an H100 and an A100.
+GPUS = {
+    "full, H100": (132, 1, 64, None, 128 * 258 * 4),
+    "sliding, H100": (132, 1, 32, 1279, 128 * 258 * 4),
+    "full, A100": (108, 1, 64, None, 64 * 514 * 4),
+    "sliding, A100": (108, 2, 64, 1279, 64 * 258 * 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "counts"),
+    [
+        ("full, H100", {1: 2, 2: 1, 3: 2, 4: 1, 5: 1, 8: 1, 32: 1}),
+        ("sliding, H100", {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
+        ("full, A100", {1: 5, 2: 5, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
+        ("sliding, A100", {1: 3, 2: 1, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
+    ],
+)
+def test_splits(gpu, counts):
+    """One or two canvases fill a GPU with splits of their keys, and from four on there are none."""
+    from attention_kernels.canvas_attention.splits import LONG_KEYS, SCRATCH_BYTES, splits
+
+    multiprocessors, at_once, programs, keys, partial_bytes = GPUS[gpu]
+    at_once *= multiprocessors
+    for canvases, expected_splits in counts.items():
+        whole = canvases * programs
+        found = splits(whole, at_once, keys or LONG_KEYS, partial_bytes)
+        assert found == expected_splits, f"{canvases} canvases"
+        assert found == 1 or whole * found * partial_bytes <= SCRATCH_BYTES
+        # No fewer programs than without, and with splits most of a GPU has one.
+        assert found == 1 or whole * found >= 0.85 * at_once
+
+
+@pytest.mark.parametrize(
+    ("canvases", "context", "window", "grid"),
+    [
+        pytest.param(1, 30, -1, (16, 4, 1), id="1-short-full"),
+        pytest.param(1, 1024, -1, (16, 4, 2), id="1-1k-full"),
+        pytest.param(1, 131072 - 256, -1, (16, 4, 2), id="1-128k-full"),
+        pytest.param(2, 131072 - 256, -1, (33, 4, 1), id="2-128k-full"),
+        pytest.param(4, 131072 - 256, -1, (67, 4, 1), id="4-128k-full"),
+        pytest.param(1, 131072 - 256, 1023, (4, 8, 4), id="1-128k-sliding"),
+        pytest.param(2, 131072 - 256, 1023, (9, 8, 2), id="2-128k-sliding"),
+        pytest.param(8, 131072 - 256, 1023, (39, 8, 1), id="8-128k-sliding"),
+    ],
+)
+def test_programs_of_a_launch(canvases, context, window, grid):
+    """Query tiles, heads and splits by requests and context, of the 26B shape on an H100."""
+    from attention_kernels.canvas_attention.triton import configs
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    head_dim, num_kv_heads = (512, 2) if window < 0 else (256, 8)
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    config = configs.tuned_config(head_dim, torch.bfloat16, torch.bfloat16, (9, 0))
+    with mock.patch.object(kernels, "multiprocessors", return_value=132):
+        launch = kernels.CanvasLaunch(
+            empty(canvases * 256, 16, head_dim, dtype=torch.bfloat16),
+            empty(4, 16, num_kv_heads, head_dim, dtype=torch.bfloat16),
+            empty(canvases, 8192),
+            empty(canvases + 1),
+            empty(canvases),
+            empty(canvases),
+            None,
+            0.1,
+            1.0,
+            0.0,
+            window,
+            -1,
+            True,
+            256,
+            context + 256,
+            config=config,
+        )
+    assert launch.grid == grid
+
+
+def test_canvas_attention_op():
+    """The custom op passes torch's own checks."""
+    import attention_kernels.canvas_attention.triton.launch  # noqa: F401 (registers the op)
+
+    batch = make_batch([4, 3], [10, 9], [2, 0])
+    tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
+    out = torch.zeros_like(batch.query)
+    arguments = (*tensors, out, None, None, None, 0.2, 1.0, 0.0, 5, -1, True, 7, 32, False)
+    torch.library.opcheck(torch.ops.attention_kernels.canvas_attention_triton.default, arguments)
+
+
+@pytest.mark.parametrize("impl", ["triton"])
+def test_canvas_attention_compiled(impl):
+    """The public function traces into one graph and computes the same bits."""
+    batch = make_batch([4, 3], [10, 9], [2, 0])
+
+    def attend(query: Tensor) -> Tensor:
+        arguments = {**batch.tensors(), "query": query}
+        return canvas_attention(**arguments, scale=0.2, window_left=5, impl=impl) * 2
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(batch.query), attend(batch.query))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_canvas_attention_graph_replay():
+    """A captured graph computes with the lengths and causal rows of its replay."""
+    batch = make_batch([64, 64], [300, 5000], [0, 64], dtype=torch.bfloat16)
+    out = torch.zeros_like(batch.query)
+    arguments = {**batch.tensors(), "scale": 0.2, "impl": "triton"}
+    bounds = {"max_query_len": 64, "max_seq_len": 5000}
+    canvas_attention(**arguments, **bounds, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        canvas_attention(**arguments, **bounds, out=out)
+    for causal_rows, seq_lens in [([64, 0], [300, 5000]), ([20, 1], [290, 64])]:
+        batch.causal_rows.copy_(torch.tensor(causal_rows))
+        batch.seq_lens.copy_(torch.tensor(seq_lens))
+        graph.replay()
+        assert torch.equal(out, canvas_attention(**arguments, **bounds))

@@ -1,0 +1,171 @@
+"""Rows of canvases with what their requests ask of the sampler, made without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from tests.support.heads import output_head
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments
+from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
+
+
+def row_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = None) -> RowDraws:
+    zeros = torch.zeros(rows, dtype=torch.int32)
+    return RowDraws(
+        torch.ones(rows),
+        torch.full((rows,), temperature),
+        torch.arange(rows) if seeds is None else seeds,
+        zeros,
+        zeros,
+        torch.arange(rows, dtype=torch.int32),
+    )
+
+
+def filtered_rows(rows: Iterable[int], filters: CandidateFilters) -> FilteredRows:
+    return FilteredRows(np.array(list(rows)), filters)
+
+
+def reported_rows(
+    rows: Iterable[int],
+    request: LogprobsRequest,
+    adjustments: LogitAdjustments | None = None,
+    temperature: torch.Tensor | None = None,
+) -> ReportedRows:
+    index = np.array(list(rows))
+    if temperature is None:
+        temperature = torch.ones(len(index))
+    return ReportedRows(index, request, adjustments, temperature)
+
+
+def all_filters(top_k: Any, top_p: Any, min_p: Any) -> CandidateFilters:
+    return CandidateFilters(*(torch.as_tensor(values) for values in (top_k, top_p, min_p)))
+
+
+class Case:
+    """Rows of several requests that ask for everything at once."""
+
+    def __init__(self, seed: int, vocab: int, hidden: int = 8) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        self.vocab = vocab
+        self.weight = torch.randn(vocab, hidden, generator=generator)
+        n = 12
+        self.rows = torch.randn(n, hidden, generator=generator)
+        draws = row_draws(n, seeds=torch.randint(0, 2**62, (n,), generator=generator))
+        temperatures = torch.rand(n, generator=generator) * 1.5
+        temperatures[:2] = 0.0
+        adjustments, readable = self._adjustments(rng)
+        # Rows with a filter, with log-probabilities, with both and with neither, at both ends.
+        filtered, reported = [0, 1, 2, 4, 5, 7, 8, 9], [1, 2, 3, 4, 8, 11]
+        f, r = len(filtered), len(reported)
+        self.requests = RowRequests(
+            draws._replace(
+                temperature=torch.rand(n, generator=generator) + 0.3,
+                request_temperature=temperatures,
+            ),
+            adjustments,
+            filtered_rows(
+                filtered,
+                all_filters(
+                    torch.randint(1, vocab + 1, (f,), generator=generator),
+                    torch.rand(f, generator=generator).clamp(min=0.1),
+                    torch.rand(f, generator=generator) * 0.2,
+                ),
+            ),
+            reported_rows(
+                reported,
+                LogprobsRequest(
+                    min(3, vocab),
+                    torch.randint(0, vocab, (r, 4), generator=generator),
+                    torch.tensor([0, 2, 4] * (r // 3), dtype=torch.int32),
+                    as_logits=False,
+                ),
+                (readable if seed % 2 else adjustments).rows(torch.tensor(reported)),
+                torch.rand(r, generator=generator) + 0.5,
+            ),
+        )
+
+    def _adjustments(self, rng: np.random.Generator) -> tuple[LogitAdjustments, LogitAdjustments]:
+        """Three requests of four rows: one of penalties, one of bias and length, one restricted."""
+        adjustments = row_adjustments(fake_penalties(3, self.vocab, rng), self.vocab)
+        some = rng.integers(0, self.vocab, 10).tolist()
+        for slot, (params, readable) in enumerate(
+            (
+                ({"has_penalties": True}, None),
+                ({"logit_bias": dict.fromkeys(some, 1.5), "min_tokens": 4}, None),
+                ({"allowed_token_ids": some}, tuple(some[:6])),
+            )
+        ):
+            params = sampling_params(all_stop_token_ids=some[:3], **params)
+            adjustments.add_request(slot, params, readable)
+        assert adjustments.has_readable(np.arange(3))
+        slot = torch.arange(3).repeat_interleave(4)
+        return bind(adjustments, [4, 4, 4]), adjustments.bind_readable(slot)
+
+    def run(self, head: Any = None, tile: int = 4096) -> RowResults:
+        head = head or output_head(self.weight, 5.0)
+        return sample_rows(head, self.rows, self.requests, self.vocab, tile)
+
+
+def sampling_params(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "logit_bias": None,
+        "min_tokens": 0,
+        "all_stop_token_ids": set(),
+        "allowed_token_ids": None,
+        "has_penalties": False,
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+def row_adjustments(penalties: Any, vocab: int, prompt_len: int = 5) -> RowAdjustments:
+    num_slots, cpu = len(penalties.output_bin_counts), torch.device("cpu")
+    sampler = SimpleNamespace(
+        penalties_state=penalties,
+        req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.full(num_slots, prompt_len))),
+    )
+    masks = torch.zeros(num_slots, -(-vocab // 32), dtype=torch.int32)
+    return RowAdjustments(
+        sampler,
+        SimpleNamespace(masks=masks),
+        num_slots=num_slots,
+        vocab_size=vocab,
+        device=cpu,
+    )
+
+
+def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:
+    """Of requests with so many canvas rows each, in slots 0, 1, ..., at positions 0, 1, ..."""
+    adjustments.apply_staged_writes()
+    slot = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+    asked = adjustments.asked_by(np.arange(len(rows)), None)
+    assert asked is not None
+    n = len(slot)
+    return adjustments.bind(asked, slice(n), slot, torch.arange(n))
+
+
+def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:
+    """vLLM's tensors of counted tokens, filled at random."""
+
+    def per_slot(value: float) -> Any:
+        return SimpleNamespace(gpu=torch.full((slots,), value))
+
+    words = rng.integers(-(2**31), 2**31, (slots, (vocab + 31) // 32))
+    return SimpleNamespace(
+        add_request=lambda slot, params: params.has_penalties,
+        apply_staged_writes=lambda: None,
+        repetition_penalty=per_slot(1.7),
+        frequency_penalty=per_slot(0.4),
+        presence_penalty=per_slot(-0.6),
+        prompt_bin_mask=torch.from_numpy(words.astype(np.int32)),
+        output_bin_counts=torch.from_numpy(rng.integers(0, 3, (slots, vocab), dtype=np.int32)),
+    )

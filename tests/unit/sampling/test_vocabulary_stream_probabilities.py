@@ -1,0 +1,192 @@
+"""What is said of a draw from streamed logits: its log-probabilities, rank and confidence."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.testing import make_adjustments
+from attention_kernels.testing import make_draws as random_draws
+from attention_kernels.vocab_statistics import api, reference, triton
+from tests.support.heads import identity_head, on_shards, output_head
+from tests.support.row_requests import filtered_rows, reported_rows, row_draws
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+
+
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request, monkeypatch):
+    """Everything runs in one of the two, as it would on a CPU or on a GPU."""
+    module = {"reference": reference, "triton": triton}[request.param]
+    # Triton's interpreter keeps its state in globals, and ranks are threads here.
+    lock = threading.Lock()
+
+    def one_at_a_time(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with lock:
+                return function(*args)
+
+        return call
+
+    serial = SimpleNamespace(
+        **{name: one_at_a_time(getattr(module, name)) for name in triton.__all__}
+    )
+    monkeypatch.setattr(api, "_implementation", lambda impl, rows: serial)
+
+
+def test_a_token_counts_itself(implementation):
+    """The rank of the likeliest is 1 and its score is that of the first column, capped or not."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 100, generator=generator) * 20
+    head = output_head(torch.eye(100), 30.0)
+    nothing = torch.zeros(64, 0, dtype=torch.int64)
+    wanted = LogprobsRequest(1, nothing, torch.zeros(64, dtype=torch.int32), as_logits=False)
+    temperature = torch.rand(64, generator=generator) + 0.5
+    requests = RowRequests(
+        row_draws(64), reported=reported_rows(range(64), wanted, None, temperature)
+    )
+    logprobs = sample_rows(head, logits, requests, 100).logprobs
+    assert (logprobs.selected_token_ranks == 1).all()
+    assert torch.equal(logprobs.logprobs[:, 0], logprobs.logprobs[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "max_examples"),
+    [("reference", 10), ("triton", 3), pytest.param("triton", 20, marks=pytest.mark.slow)],
+    indirect=["implementation"],
+)
+def test_logprobs_are_those_of_vllm(implementation, max_examples):
+    """Scores and ranks against vLLM's function over whole rows of the same logits."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(seed=st.integers(0, 2**31), vocab=st.integers(8, 200), raw=st.booleans())
+    def every_case(seed, vocab, raw):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(6, vocab, generator=generator) * 4
+        temperature = torch.rand(6, generator=generator) + 0.5
+        nothing = torch.zeros(6, 0, dtype=torch.int64)
+        wanted = LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw)
+        reported = reported_rows(range(6), wanted, temperature=temperature)
+        requests = RowRequests(row_draws(6), reported=reported)
+        ours = sample_rows(identity_head(vocab), logits, requests, vocab, tile_size=12).logprobs
+        stock = compute_topk_scores(
+            (logits / temperature[:, None]).contiguous(), 4, logits.argmax(-1), logits_mode=raw
+        )
+        assert torch.equal(ours.logprob_token_ids, stock.logprob_token_ids.long())
+        torch.testing.assert_close(ours.logprobs, stock.logprobs)
+        assert torch.equal(ours.selected_token_ranks, stock.selected_token_ranks)
+
+    every_case()
+
+
+def test_min_p_of_one_draws_the_argmax(implementation):
+    """The likeliest token is at the threshold itself, whatever computed the statistics."""
+    rows, vocab = 60, 64
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
+    head = output_head(torch.eye(vocab), 30.0)
+    draws = row_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
+    filtered = filtered_rows(range(rows), CandidateFilters(None, None, torch.ones(rows)))
+    requests = RowRequests(draws, filtered=filtered)
+    results = sample_rows(head, logits, requests, vocab)
+    assert torch.equal(results.candidate, logits.argmax(-1))
+    # Nothing else is kept.
+    assert torch.equal(results.drawn_confidence, torch.ones(rows))
+
+
+def filtered_probs(
+    logits: torch.Tensor, divisor: torch.Tensor, filters: CandidateFilters
+) -> torch.Tensor:
+    """The candidate's distribution by definition: whole rows, sorted.
+
+    Args:
+        logits: [num_rows, vocab_size], float64.
+        divisor: [num_rows], float64.
+        filters: One entry per row.
+    """
+    probs = (logits / divisor[:, None]).softmax(-1)
+    if filters.min_p is not None:
+        floor = filters.min_p.double()[:, None] * probs.amax(-1, keepdim=True)
+        probs = torch.where(probs >= floor, probs, 0.0)
+    if filters.top_k is not None:
+        least = probs.sort(dim=1, descending=True)[0].gather(1, filters.top_k[:, None] - 1)
+        probs = torch.where(probs >= least, probs, 0.0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    if filters.top_p is not None:
+        ordered, order = probs.sort(dim=1, descending=True)
+        kept = ordered.cumsum(-1) - ordered < filters.top_p.double()[:, None]
+        probs = torch.zeros_like(probs).scatter(1, order, torch.where(kept, ordered, 0.0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
+FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]
+# Of the kernels, which take seconds under the interpreter: none, one and all, on one rank and three.
+OFTEN = [([], ()), ([], ("top_p",)), ([12, 60], FILTERS[-1])]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "borders", "used"),
+    [
+        pytest.param(
+            name,
+            borders,
+            used,
+            id=f"{name}-{borders}-{'+'.join(used)}",
+            marks=()
+            if (borders, used) in OFTEN or (name == "reference" and borders in ([], [12, 60]))
+            else pytest.mark.slow,
+        )
+        for name in ("reference", "triton")
+        for borders in ([], [12, 60], [40], [8, 40, 100])
+        for used in FILTERS
+    ],
+    indirect=["implementation"],
+)
+def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, used, borders):
+    """Of one to four ranks, in rows with and without filters, greedy and adjusted ones, in float64.
+
+    Without a filter at the schedule's temperature, with one at that of the draw.
+    """
+    n, vocab = 12, 150
+    generator = torch.Generator().manual_seed(len(borders) + 1)
+    weight = torch.randn(vocab, 8, generator=generator)
+    rows = torch.randn(n, 8, generator=generator) * 2
+    draws = random_draws(n, generator)
+    adjustments = make_adjustments(n, vocab, generator)
+    some = torch.arange(0, n, 2)
+    values = {
+        "top_k": torch.randint(1, 40, (len(some),), generator=generator),
+        "top_p": torch.rand(len(some), generator=generator) * 0.9 + 0.05,
+        "min_p": torch.rand(len(some), generator=generator) * 0.3,
+    }
+    filters = CandidateFilters(*(values[name] if name in used else None for name in values))
+    requests = RowRequests(draws, adjustments, filtered_rows(some, filters) if used else None)
+
+    logits = torch.tanh(rows @ weight.T / 5.0) * 5.0
+    logits = adjustments.apply(logits, torch.arange(vocab)).double()
+    temperature = draws.temperature.double()
+    probs = (logits / temperature[:, None]).softmax(-1)
+    if used:
+        divisor = (temperature * draws.rate.double())[some]
+        probs[some] = filtered_probs(logits[some], divisor, filters)
+    for results in on_shards(
+        weight, borders, 5.0, lambda head: sample_rows(head, rows, requests, vocab, 16)
+    ):
+        exact = probs.gather(1, results.candidate[:, None])[:, 0]
+        assert (exact > 0).all()
+        ours = results.drawn_confidence
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-30)
+        likeliest = results.candidate == results.argmax
+        if used:
+            likeliest[some] = False
+        assert 0 < likeliest.sum() < n
+        assert torch.equal(ours[likeliest], results.confidence[likeliest])
