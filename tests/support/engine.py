@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowLogits
+from tests.support.generate import run_batches
 from vllm_diffusion.canvas.slots import Phase
 
 
@@ -138,3 +139,13 @@ class TracedEngine:
             del self.llm, self.runner, self.scheduler
             cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def run_here(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The ``batches`` of :func:`tests.support.generate.run_engine`, of an engine in this process."""
+    options = dict(job["engine"])
+    engine = TracedEngine(options.pop("model"), **options)
+    try:
+        return run_batches(engine.llm, job)
+    finally:
+        engine.close()

@@ -60,12 +60,11 @@ def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
     return params | own
 
 
-def main() -> None:
-    from vllm import LLM, SamplingParams
+def run_batches(llm: Any, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """What each request of ``job`` is answered, batch by batch, by an engine of any process."""
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    job = json.load(sys.stdin)
-    llm = LLM(**job["engine"])
     batches: list[list[dict[str, Any]]] = []
     while len(batches) < len(job["batches"]) + ("then_read" in job):
         if len(batches) < len(job["batches"]):
@@ -100,7 +99,15 @@ def main() -> None:
                 ]
             answers.append(answer)
         batches.append(answers)
-    result: dict[str, Any] = {"batches": batches}
+    return batches
+
+
+def main() -> None:
+    from vllm import LLM
+
+    job = json.load(sys.stdin)
+    llm = LLM(**job["engine"])
+    result: dict[str, Any] = {"batches": run_batches(llm, job)}
     if not job["engine"].get("disable_log_stats", True):
         (count,) = (m for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
         result["num_preemptions"] = count.value
