@@ -14,15 +14,15 @@ from tests.support.oracle import Oracle
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Random weights, as Hugging Face's classes save them."""
     return random_checkpoint(tmp_path_factory.mktemp("random"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def oracle(checkpoint):
-    """Hugging Face's own generation from ``checkpoint``."""
+    """Hugging Face's own generation from ``checkpoint``, which nobody changes."""
     return Oracle(checkpoint)
 
 

@@ -386,6 +386,8 @@ def test_layer_scalars_that_differ(tmp_path: Path) -> None:
 def test_target_device_set(tmp_path: Path) -> None:
     """VLLM_TARGET_DEVICE=cpu, which switches platform plugins off, is named with what to do."""
     program = (
+        # What collections would walk is the million objects of the import.
+        "import atexit, gc\ngc.disable()\natexit.register(gc.freeze)\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
         f"EngineArgs(model={str(copy_checkpoint(tmp_path))!r}, max_model_len=256)"
         ".create_engine_config()\n"

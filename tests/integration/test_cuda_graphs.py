@@ -53,7 +53,7 @@ def test_replayed_steps_change_no_token(engine):
     ]
 
     # Few steps a canvas do: every kind of pass is among them.
-    few = {"diffusion_max_steps": 6}
+    few = {"diffusion_max_steps": 3}
     defaults = {"max_tokens": 2 * CANVAS, "ignore_eos": True, "extra_args": few}
 
     def answers() -> list[tuple[list[int], Any]]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine import TracedEngine
+from tests.support.engine import TracedEngine, run_here
 from tests.support.generate import run_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
+from vllm_diffusion.model_state import base
 
 pytestmark = pytest.mark.engine
 
@@ -42,8 +43,7 @@ def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint):
-    oracle = Oracle(checkpoint)
+def expected(oracle):
     return [
         oracle.generate(
             random_prompt(20 + 30 * i, i), seed=i, max_tokens=3 * CANVAS, ignore_eos=True
@@ -61,15 +61,19 @@ def expected(checkpoint):
     ],
     ids=["asynchronous", "separate encode", "default"],
 )
-def test_order_of_passes(options, order, checkpoint, expected):
+def test_order_of_passes(options, order, checkpoint, expected, monkeypatch):
     """Whatever is scheduled when, the answers are those of the reference."""
-    answer = run_engine(generation_job(checkpoint, **options), VLLM_LOGGING_LEVEL="INFO")
-    assert [request["tokens"] for request in answer["batches"][0]] == expected
-    (line,) = {
+    said = []
+    monkeypatch.setattr(
+        base.logger, "info_once", lambda line, *args: said.append(line % args if args else line)
+    )
+    answers = run_here(generation_job(checkpoint, **options))
+    assert [request["tokens"] for request in answers[0]] == expected
+    (line,) = (
         text.partition("vllm-diffusion serves this model: ")[2]
-        for text in answer["log"].splitlines()
+        for text in said
         if "vllm-diffusion serves this model" in text
-    }
+    )
     assert line == (
         "model DiffusionGemmaForBlockDiffusion, sampler DiffusionSampler, attention "
         f"vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler ({order})"
@@ -115,12 +119,10 @@ def test_two_ranks(checkpoint, expected):
         filtered_requests(setting) for setting in ({"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.5})
     ]
     last_alone = [requests[-1:] for requests in filtered]
-    answers = []
-    for num_ranks in (1, 2):
-        job = generation_job(checkpoint, tensor_parallel_size=num_ranks)
-        job["batches"] += [settings, *filtered, *last_alone]
-        answers.append(run_engine(job)["batches"])
-    one, two = answers
+    job = generation_job(checkpoint)
+    job["batches"] += [settings, *filtered, *last_alone]
+    one = run_here(job)
+    two = run_engine(job | {"engine": job["engine"] | {"tensor_parallel_size": 2}})["batches"]
     assert [request["tokens"] for request in two[0]] == expected
     assert [request["tokens"] for request in two[1]] == [request["tokens"] for request in one[1]]
     for ours, theirs in zip(two[1][2]["logprobs"], one[1][2]["logprobs"], strict=True):
@@ -171,7 +173,7 @@ def test_stages_keep_the_last_canvas(checkpoint):
     assert found[1][1][0]["num_cached_tokens"] == (20 + 3 * CANVAS) // 16 * 16
 
 
-def test_bfloat16(checkpoint):
+def test_bfloat16(checkpoint, oracle):
     """In bf16 both sides round at every layer; the distributions stay close."""
     prompt = random_prompt(150, 9)
     engine = TracedEngine(checkpoint, dtype="bfloat16")
@@ -181,7 +183,7 @@ def test_bfloat16(checkpoint):
     finally:
         engine.close()
     theirs = Oracle(checkpoint, dtype=torch.bfloat16).first_step(prompt, steps[0].canvas.tolist())
-    exact = Oracle(checkpoint).first_step(prompt, steps[0].canvas.tolist())
+    exact = oracle.first_step(prompt, steps[0].canvas.tolist())
 
     def divergence(logits: torch.Tensor) -> float:
         reference = exact.double().log_softmax(-1)

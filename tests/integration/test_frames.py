@@ -197,7 +197,10 @@ def test_preempted(asynchronous: bool) -> None:
     )
     crowd = [random_prompt(20 + 9 * (i % 5), i) for i in range(12)]
     params = [
-        params_of({"seed": i, "ignore_eos": True, "temperature": 1.5}, EVERY_FIELD)
+        params_of(
+            {"seed": i, "ignore_eos": True, "temperature": 1.5},
+            EVERY_FIELD | {"diffusion_max_steps": 6},
+        )
         for i in range(12)
     ]
     watched = Watched(tight.llm, crowd, params)

@@ -40,7 +40,8 @@ class Engine:
             checkpoint = CASES[family].make().save(folder)
             options |= CASES[family].options
         else:
-            checkpoint = random_checkpoint(folder)
+            # A canvas in few steps: what is moved is what it is denoised on.
+            checkpoint = random_checkpoint(folder, generation_config={"max_denoising_steps": 6})
         self.traced = TracedEngine(
             checkpoint,
             language_model_only=True,

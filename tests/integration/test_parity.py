@@ -141,10 +141,15 @@ def test_batch_of_prefill_denoise_and_encode(engine, oracle):
         assert_each_step_agrees(own, prompt, oracle)
 
 
-def test_tokens_of_twenty_prompts(engine, oracle):
+@pytest.mark.parametrize(
+    "numbers",
+    [range(0, 20, 3), pytest.param(range(20), marks=pytest.mark.slow)],
+    ids=lambda numbers: f"{len(numbers)} prompts",
+)
+def test_tokens_of_many_prompts(engine, oracle, numbers):
     """Whole generations of several canvases, end tokens included, token by token."""
-    prompts = [prompt_of(17 + 13 * i, seed=2) for i in range(20)]
-    seeds = [100 + i for i in range(20)]
+    prompts = [prompt_of(17 + 13 * i, seed=2) for i in numbers]
+    seeds = [100 + i for i in numbers]
     outputs = engine.generate(prompts, seeds=seeds, max_tokens=3 * CANVAS)
     for prompt, seed, output in zip(prompts, seeds, outputs, strict=True):
         expected = oracle.generate(prompt, seed=seed, max_tokens=3 * CANVAS)
@@ -156,9 +161,14 @@ def test_tokens_of_twenty_prompts(engine, oracle):
 def test_with_the_triton_kernel(engine, oracle):
     """Two prompts of several canvases in one batch, one of them prefilled in two chunks."""
     prompts = [prompt_of(25, seed=2), prompt_of(90, seed=2)]
-    outputs = engine.generate(prompts, seeds=[100, 101], max_tokens=3 * CANVAS)
+    few_steps = {"diffusion_max_steps": 4}
+    outputs = engine.generate(
+        prompts, seeds=[100, 101], max_tokens=2 * CANVAS, ignore_eos=True, extra_args=few_steps
+    )
     for prompt, seed, output in zip(prompts, (100, 101), outputs, strict=True):
-        expected = oracle.generate(prompt, seed=seed, max_tokens=3 * CANVAS)
+        expected = oracle.generate(
+            prompt, seed=seed, max_tokens=2 * CANVAS, ignore_eos=True, max_denoising_steps=4
+        )
         assert list(output.token_ids) == expected.tokens
 
 

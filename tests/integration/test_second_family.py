@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.support.engine import TracedEngine
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
 from vllm_diffusion.quantization.body_tensors import BodyTensors
@@ -88,16 +89,13 @@ OPTIONS = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
 def llm(request, checkpoint, model_class):
-    from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS_CONFIG_MAP, "MaskedLlamaForTests", MaskedLlamaEngineConfig)
-        llm = LLM(str(checkpoint), async_scheduling=request.param, **OPTIONS)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
+        engine = TracedEngine(checkpoint, async_scheduling=request.param, **OPTIONS)
+    yield engine.llm
+    engine.close()
 
 
 def expected_tokens(checkpoint: Path, prompt: list[int], num_canvases: int) -> list[int]:

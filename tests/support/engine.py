@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowLogits
+from tests.support.generate import run_batches
 from vllm_diffusion.canvas.slots import Phase
 
 
@@ -46,7 +48,12 @@ class TracedEngine:
             "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
             "kv_cache_memory_bytes": 64 * 1024**2,
         }
-        self.llm = LLM(str(checkpoint), **(defaults | kwargs))
+        # vLLM collects garbage a dozen times in an engine's life. Each time it would walk the million
+        # objects that imports have made, half a second each, since it thaws whatever is frozen.
+        gc.collect()
+        gc.freeze()
+        with mock.patch.object(gc, "freeze"):
+            self.llm = LLM(str(checkpoint), **(defaults | kwargs))
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         # None where the workers are other processes.
@@ -127,7 +134,18 @@ class TracedEngine:
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm, self.runner, self.scheduler
-        cleanup_dist_env_and_memory()
+        with mock.patch.object(gc, "unfreeze"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm, self.runner, self.scheduler
+            cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def run_here(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The ``batches`` of :func:`tests.support.generate.run_engine`, of an engine in this process."""
+    options = dict(job["engine"])
+    engine = TracedEngine(options.pop("model"), **options)
+    try:
+        return run_batches(engine.llm, job)
+    finally:
+        engine.close()

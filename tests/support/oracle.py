@@ -129,6 +129,7 @@ class Oracle:
             checkpoint, dtype=dtype, attn_implementation="eager"
         ).eval()
         self.end_tokens = set(self.model.generation_config.eos_token_id)
+        self._runs: dict[Any, OracleRun] = {}
 
     def generate(
         self,
@@ -139,7 +140,16 @@ class Oracle:
         ignore_eos: bool = False,
         **kwargs: Any,
     ) -> OracleRun:
-        """Generate from token ids with our noise of ``seed``."""
+        """Generate from token ids with our noise of ``seed``; the same run where asked again."""
+        wanted = (seed, max_tokens, ignore_eos, *sorted(kwargs.items()))
+        asked = (self.model, tuple(prompt), *wanted)
+        if asked not in self._runs:
+            self._runs[asked] = self._generate(prompt, seed, max_tokens, ignore_eos, **kwargs)
+        return self._runs[asked]
+
+    def _generate(
+        self, prompt: list[int], seed: int, max_tokens: int, ignore_eos: bool, **kwargs: Any
+    ) -> OracleRun:
         run = OracleRun(tokens=[])
         noise = OurNoise(seed)
         original = self.model.forward

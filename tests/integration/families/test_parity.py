@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engine import TracedEngine
-from tests.support.families.cases import CASES, Case, Wanted, expected
+from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
 from tests.support.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
@@ -25,12 +27,23 @@ OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 TIGHT = ("sdar", "llada2.1", "nemotron", "fast-dllm")
 
 
+@functools.cache
+def model_of(name: str) -> TinyModel:
+    return CASES[name].make()
+
+
+@functools.cache
+def loop_of(name: str, prompt: tuple[int, ...], wanted: Wanted, ends: tuple[int, ...]) -> Run:
+    """Engines of both orders are asked the same, and the loop once."""
+    return expected(CASES[name], model_of(name), prompt, wanted, ends)
+
+
 class Family:
     """A family's tiny model, and the engine that serves it."""
 
     def __init__(self, name: str, folder: Path, **options: Any) -> None:
-        self.case: Case = CASES[name]
-        self.model: TinyModel = self.case.make()
+        self.name, self.case = name, CASES[name]
+        self.model = model_of(name)
         self.block_length = self.model.block_length
         self.is_asynchronous = bool(options.get("async_scheduling"))
         options = OPTIONS | self.case.options | options
@@ -67,16 +80,19 @@ class Family:
 
     def loop_until(self, prompt: list[int], wanted: Wanted) -> Run:
         """The loop's passes up to the block of the last token that is wanted."""
-        run = self.case.loop(self.model, prompt, wanted, ())
+        run = self.expected(prompt, wanted)
         end = len(prompt) + wanted.max_tokens
-        run.passes = [one for one in run.passes if one.start < end]
-        return run
+        return replace(run, passes=[one for one in run.passes if one.start < end])
+
+    def expected(self, prompt: list[int], wanted: Wanted, ends: tuple[int, ...] = ()) -> Run:
+        """The loop's run, its tokens cut to what a request gets."""
+        return loop_of(self.name, tuple(prompt), wanted, ends)
 
     def check(self, prompts: list[list[int]], wanted: list[Wanted]) -> None:
         """The answers, in one batch, are the loop's."""
         answers = self.generate(prompts, wanted)
         for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
-            loop = expected(self.case, self.model, prompt, one)
+            loop = self.expected(prompt, one)
             assert answer == loop.tokens, (len(prompt), one)
 
 
@@ -193,7 +209,7 @@ def test_editing(family: Family, max_post_steps: int) -> None:
     ]
     prompts = [prompt_of(45, seed=3), prompt_of(20, seed=4)]
     family.check(prompts, wanted)
-    loop = expected(family.case, family.model, prompts[0], wanted[0])
+    loop = family.expected(prompts[0], wanted[0])
     assert loop.rewritten > 0
 
 
@@ -204,7 +220,7 @@ def test_an_end_token_ends_the_answer(family: Family) -> None:
     whole = family.generate(prompts, [wanted] * len(prompts))
     for prompt, answer in zip(prompts, whole, strict=True):
         for end in {answer[0], answer[len(answer) // 2]}:
-            expected_run = expected(family.case, family.model, prompt, wanted, [end])
+            expected_run = family.expected(prompt, wanted, (end,))
             (found,) = family.generate([prompt], [wanted], stop_token_ids=[end])
             assert found == expected_run.tokens
             assert found[-1] == end
@@ -223,7 +239,7 @@ def test_prefix_cache(family: Family) -> None:
         assert output.num_cached_tokens >= 64
         assert output.num_cached_tokens % family.block_length == 0 or not family.is_aligned
         tokens = list(output.outputs[0].token_ids)
-        assert tokens == expected(family.case, family.model, one, wanted).tokens
+        assert tokens == family.expected(one, wanted).tokens
 
 
 def test_passes(family: Family) -> None:
