@@ -36,6 +36,8 @@ from tests.support.triton_compile import innermost_loops, told_of
 SHARED_MEMORY = 227 * 1024
 # The most stack, in bytes, that the stock kernels have at these head sizes: more would be our spills.
 STACK = {"sm_90a": 0, "sm_100a": 432}
+# What is added with splits, once a program, where a group's heads do not fill a tile evenly.
+SPLIT_STACK = 8
 
 # Of a traced rule with splits.
 NUM_SPLITS = 3
@@ -354,7 +356,7 @@ def check(chip: str, cases: list[Case], lines: list[dict]) -> None:
     assert len(lines) == len(cases)
     for line in lines:
         assert line["shared_memory"] <= SHARED_MEMORY, line
-        assert line["stack"] <= STACK[chip], line
+        assert line["stack"] <= STACK[chip] + line["split"] * SPLIT_STACK, line
 
 
 def rule_cases(chip: str) -> list[Case]:

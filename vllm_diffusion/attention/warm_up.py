@@ -1,7 +1,7 @@
 """Has vLLM's start-up compile every variant of our kernels that serving may launch.
 
 Which one a pass takes depends on how many rows it has and on whether an image is among them, and
-compiling one takes about ten seconds: none is left to a request.
+compiling one takes seconds: none is left to a request.
 """
 
 from __future__ import annotations
