@@ -1,5 +1,6 @@
 """Settings that must be in place before anything imports torch or vLLM, and shared fixtures."""
 
+import atexit
 import gc
 import os
 import signal
@@ -14,8 +15,9 @@ from vllm_diffusion.settings.bytecode import compile_once
 # Dozens of processes import vLLM here.
 compile_once()
 
-# What tests import stays: Python's collector need not walk through it, again and again.
+# What tests import stays: Python's collector need not walk through it, again and again, nor at the end.
 gc.disable()
+atexit.register(gc.freeze)
 
 # The engine runs in the test's process, where its state can be looked at.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
