@@ -113,7 +113,7 @@ def short_replays(draw):
     return batch, draw(st.integers(1, 8)), draw(st.sampled_from([-1, 20]))
 
 
-@pytest.mark.parametrize("max_examples", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [5, pytest.param(10, marks=pytest.mark.slow)])
 def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
     """However many splits were captured for how long a context, a short one is computed rightly,
     in no more key tiles than without splits, and the splits that it leaves empty do nothing."""

@@ -363,7 +363,7 @@ def test_mask_token_is_not_proposed(target) -> None:
         assert logits[:, MASK].tolist() == [-math.inf] * (BLOCK - 1)
 
 
-@pytest.mark.parametrize("num_draws", [300, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_draws", [300, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("sampled", "steps"), [(False, 1), (True, 3)])
 def test_verified_law(sampled: bool, steps: int, num_draws: int) -> None:
     """Two tokens of a small target have the target's own law: chi-square, 99.9 %."""
