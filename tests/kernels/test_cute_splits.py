@@ -148,11 +148,12 @@ def batches(draw):
     st.sampled_from([16, 48]),
     st.integers(2, 8),
     st.sampled_from([9, 10]),
-    st.sampled_from([(-1, -1, "canvas"), (500, -1, "canvas"), (400, 5, "query")]),
+    st.sampled_from([(-1, -1, "canvas"), (300, -1, "canvas"), (400, 5, "query")]),
     st.sampled_from([(4, 2), (6, 2), (3, 3)]),
 )
 @example([(3, 1300, 1), (0, 0, 0), (2, 2, 0)], 16, 4, 9, (-1, -1, "canvas"), (16, 2))
-@example([(4, 1500, 0)], 16, 8, 10, (500, -1, "canvas"), (4, 2))
+# Three key tiles in a window, and five splits of the sequence: two of them are empty.
+@example([(4, 1500, 0)], 16, 8, 10, (300, -1, "canvas"), (4, 2))
 @example([(3, 0, 0), (2, 700, 0)], 16, 3, 9, (-1, -1, "canvas"), (4, 2))
 def test_splits_folded(rows, block_size, num_splits, capability, window, heads):
     """What splits find, folded, is what one walk over all keys finds; other rows are left alone."""
