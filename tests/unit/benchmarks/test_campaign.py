@@ -305,27 +305,15 @@ def rehearse(folder: Path, *options: str) -> tuple[int, str]:
     return ran.returncode, reported.stdout
 
 
-MEASURED = ["probe", "counters", "kernels", "graphs", "attention", "sampler", "sampler-variants"]
-MEASURED += ["pass"]
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [
-        # Each is a process that imports torch, and runs kernels under the interpreter.
-        ["probe", "kernels", "graphs"],
-        pytest.param(MEASURED, marks=pytest.mark.slow),
-    ],
-    ids=["some", "all"],
-)
-def test_rehearsal(measured, tmp_path):
+def test_rehearsal(tmp_path):
     """Everything but serving, at toy size and without vLLM, from the list to the report."""
-    asked = [e.name for e in EXPERIMENTS if e.name in measured or e.name not in MEASURED]
-    status, told = rehearse(tmp_path, "--stub", "--only", *asked)
+    status, told = rehearse(tmp_path, "--stub")
     found = results.read(tmp_path)
     assert status == 0, {name: result.log for name, result in found.items()}
     states = {name: result.state for name, result in found.items()}
-    assert states == {name: "done" if name in measured else "not run" for name in asked}
+    measured = ["probe", "counters", "kernels", "graphs", "attention", "sampler"]
+    measured += ["sampler-variants", "pass"]
+    assert states == {e.name: "done" if e.name in measured else "not run" for e in EXPERIMENTS}
     assert all(result.reason for result in found.values() if result.state == "not run")
     assert all(found[name].rows for name in measured)
     assert {row["state"] for row in found["kernels"].rows} == {"right"}
