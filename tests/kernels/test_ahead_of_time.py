@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support import baselines
-from tests.support.chips import chips
+from tests.support.chips import CHIPS
 from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for
 
 
@@ -141,8 +141,7 @@ def check(chip: str, cases: list[Case]) -> list[dict]:
     return lines
 
 
-# Others compile as sm_80 does, within the shared memory of sm_120.
-@pytest.mark.parametrize("chip", chips("sm_80", "sm_90", "sm_100", "sm_120"))
+@pytest.mark.parametrize("chip", CHIPS)
 def test_ahead_of_time(chip):
     """The model's layers compile for a chip within its registers, shared memory and baselines."""
     triton = pytest.importorskip("triton")

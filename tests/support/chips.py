@@ -4,10 +4,10 @@ import pytest
 
 from tests.support.triton_compile import SHARED_MEMORY
 
+# These compile as sm_80 does, within the shared memory of sm_120: with the slow tests.
+_LESS_OFTEN = ("sm_86", "sm_89")
 
-def chips(*often: str) -> list:
-    """Every chip as a parameter; all but these with the slow tests."""
-    return [
-        pytest.param(chip, marks=() if chip in often else pytest.mark.slow)
-        for chip in SHARED_MEMORY
-    ]
+CHIPS = [
+    pytest.param(chip, marks=pytest.mark.slow if chip in _LESS_OFTEN else ())
+    for chip in SHARED_MEMORY
+]
