@@ -129,9 +129,10 @@ def assert_all_end(clients: list[Waiting]) -> list[str]:
 
 
 @contextmanager
-def small_server(tmp_path: Path, *options: str) -> Iterator[Server]:
+def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Server]:
     """A server of its own, short of KV cache."""
-    server = start_server(SHIPPED, tmp_path / "server.log", *SMALL_CACHE, *options)
+    log = tmp_path / "server.log"
+    server = start_server(SHIPPED, log, *SMALL_CACHE, *options, **variables)
     try:
         yield server
     finally:
@@ -166,8 +167,9 @@ def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -
     "options", [(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
 )
 def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
-    """SIGTERM with requests in flight: each client gets an error or an end."""
-    with small_server(tmp_path, *options) as server:
+    """SIGTERM with requests in flight: each client gets an error or an end. Processes are spawned, as
+    ``vllm serve`` does."""
+    with small_server(tmp_path, *options, VLLM_WORKER_MULTIPROC_METHOD="spawn") as server:
         clients = start_clients(server)
         with leaves_nothing(server):
             server.process.send_signal(signal.SIGTERM)
