@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +108,9 @@ def start_headless(checkpoint: Path, log: Path, *options: str) -> Server:
     return _spawn(checkpoint, log, 0, *options, "--headless")
 
 
-def _spawn(
-    checkpoint: Path,
-    log: Path,
-    port: int,
-    *options: str,
-    command: Sequence[str] = VLLM_SERVE,
-    **variables: str,
-) -> Server:
-    command = [*command, str(checkpoint)]
+def _spawn(checkpoint: Path, log: Path, port: int, *options: str, **variables: str) -> Server:
+    # `vllm serve`, as this package's own commands start it, which is there sooner.
+    command = [*VLLM_SERVE, str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
     command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}']
@@ -149,26 +142,19 @@ def _spawn(
     )
 
 
-def start_server(
-    checkpoint: Path,
-    log: Path,
-    *options: str,
-    command: Sequence[str] = VLLM_SERVE,
-    **variables: str,
-) -> Server:
+def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -> Server:
     """Start a text-only ``vllm serve`` on a free port and wait until it answers.
 
     Args:
         checkpoint: What to serve.
         log: File for what it prints.
         options: Of ``vllm serve``.
-        command: The one that this package's own commands start, which is there sooner, or another.
         variables: Of its environment.
 
     Raises:
         RuntimeError: With the end of its log, if it ends or does not answer in time.
     """
-    server = _spawn(checkpoint, log, free_port(), *options, command=command, **variables)
+    server = _spawn(checkpoint, log, free_port(), *options, **variables)
     deadline = time.monotonic() + START_SECONDS
     while server.process.poll() is None and time.monotonic() < deadline:
         try:
@@ -197,11 +183,9 @@ def stop_server(server: Server) -> None:
 def shared_server(folder: Path) -> Iterator[Server]:
     """A server on the shipped checkpoint. Every test leaves it idle and alive."""
     options = (*PARSERS, "--max-model-len", str(SHARED_MAX_MODEL_LEN), LOGS_PASSES)
-    # As users start it.
-    vllm_serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    running = start_server(SHIPPED, folder / "server.log", *options, command=vllm_serve, **stored)
+    running = start_server(SHIPPED, folder / "server.log", *options, **stored)
     try:
         yield running
     finally:
