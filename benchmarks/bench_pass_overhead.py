@@ -248,6 +248,12 @@ def measured(side: str, what: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def overhead(side: str) -> dict[str, dict[str, Any]]:
+    """By number of requests, what is counted and clocked of a side."""
+    counts, times = measured(side, "count"), measured(side, "clock")
+    return {n: counts[n] | times[n] for n in counts}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
@@ -265,10 +271,10 @@ def main() -> int:
     data = DataFile(options.data)
     print("| requests | | launches | copies to the device | host, microseconds |")
     print("|---|---|---|---|---|")
-    sides = {side: (measured(side, "count"), measured(side, "clock")) for side in SIDES}
+    sides = {side: overhead(side) for side in SIDES}
     for n in map(str, REQUESTS):
-        for side, (counts, times) in sides.items():
-            row = counts[n] | times[n]
+        for side, rows in sides.items():
+            row = rows[n]
             print(f"| {n} | {side} | {row['launches']} | {row['copies']} | {row['host_us']} |")
             data.add("overhead of a pass", side=side, requests=int(n), **row)
     return 0

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.graphs import emulated_capture
 
 COPY, GRAPH = "copy to the device", "graph"
 
@@ -123,7 +128,7 @@ class PassLaunches(TorchDispatchMode):
         self, function: Callable[..., Any], inputs: tuple[Tensor, ...]
     ) -> Callable[[], Any]:
         """A captured graph, emulated; a replay is one launch."""
-        return self.as_one(_emulated_capture(function, inputs), f"{GRAPH} of {_name(function)}")
+        return self.as_one(emulated_capture(function, inputs), f"{GRAPH} of {_name(function)}")
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[PassLaunches]:
@@ -229,22 +234,7 @@ class HostClock:
         self, function: Callable[..., Any], inputs: tuple[Tensor, ...]
     ) -> Callable[[], Any]:
         """As :meth:`PassLaunches.capture`."""
-        return self.as_one(_emulated_capture(function, inputs), _name(function))
-
-
-def _emulated_capture(
-    function: Callable[..., Any], inputs: tuple[Tensor, ...]
-) -> Callable[[], Any]:
-    """As ``tests/support/graphs.py`` has it."""
-    output = function(*inputs)
-
-    def replay() -> Any:
-        for held, new in zip(tree_leaves(output), tree_leaves(function(*inputs)), strict=True):
-            if held is not None:
-                held.copy_(new)
-        return output
-
-    return replay
+        return self.as_one(emulated_capture(function, inputs), _name(function))
 
 
 def _name(function: Callable[..., Any]) -> str:

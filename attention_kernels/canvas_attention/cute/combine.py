@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
+from attention_kernels.canvas_attention.triton.kernels import LOG2_E, find_sequence
+from attention_kernels.canvas_attention.triton.launch import SEARCH_WIDTH
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-# Heads that one program folds, and sequences that it looks through at once.
+# Heads that one program folds.
 HEADS_OF_PROGRAM = 8
-SEARCH_WIDTH = 128
 
 
 # What changes between steps must not compile the kernel anew when it happens to be 1 or a multiple
@@ -45,12 +45,8 @@ def combine_splits_kernel(
     token = tl.program_id(0)
     if token >= tl.load(query_start_ptr + num_seqs):
         return
-    # The last sequence that starts here or before; those without rows start where the next one does.
-    seq = -1
-    for first in range(0, num_seqs, WIDTH):
-        idx = first + tl.arange(0, WIDTH)
-        start = tl.load(query_start_ptr + idx, mask=idx < num_seqs, other=0)
-        seq += tl.sum(((idx < num_seqs) & (start <= token)).to(tl.int32), 0)
+    # A tile is a token.
+    seq = find_sequence(token, query_start_ptr, num_seqs, 1, WIDTH)
     keys = tl.maximum(tl.load(seq_lens_ptr + seq), 1)
     live_splits = tl.minimum(tl.cdiv(keys, MIN_SPLIT), num_splits)
 

@@ -350,7 +350,7 @@ def splits_of(
     programs = -(-num_tokens * kernel.group // rows) * (num_heads // kernel.group)
     longest = longest_tile(window_left, max_query_len)
     most = splits(programs, at_once, longest, rows * (head_dim + 1) * 4)
-    reach = max_seq_len if window_left < 0 else min(max_seq_len, window_left + max_query_len)
+    reach = max_seq_len if window_left < 0 else min(max_seq_len, longest)
     return min(most, max(1, -(-reach // MIN_SPLIT_KEYS)))
 
 

@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr):
+def find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr):
     """The sequence that a query tile belongs to.
 
     Sequence i starts at tile (query_start[i] + i * (BLOCK_Q - 1)) // BLOCK_Q, which leaves every
@@ -309,7 +309,7 @@ def canvas_attention_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     PARTS: tl.constexpr = BLOCK_D // BLOCK_V
     tile = tl.program_id(0)
-    seq = _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
+    seq = find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     first_row = (tile - (query_start + seq * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
@@ -471,7 +471,7 @@ def combine_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     PARTS: tl.constexpr = BLOCK_D // BLOCK_V
     tile = tl.program_id(0)
-    seq = _find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
+    seq = find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q, WIDTH)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     first_row = (tile - (query_start + seq * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
