@@ -100,7 +100,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def run_demo(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Runs ``vllm-diffusion demo`` against a fake server."""
     # The test's process keeps its own signal handlers.
-    monkeypatch.setattr(shipped_server, "_ENDING_SIGNALS", ())
+    monkeypatch.setattr(shipped_server, "ENDING_SIGNALS", ())
     monkeypatch.setattr(shipped_server, "shipped_checkpoint", lambda family: tmp_path)
 
     def run(behaviour: str, *arguments: str) -> tuple[int, str, str]:
@@ -340,6 +340,25 @@ def test_demo_interrupted(kind: signal.Signals, command, tmp_path: Path) -> None
     assert "Traceback" not in err
     assert_gone(pids)
     assert not list(tmp_path.glob("*.log"))
+
+
+def test_interrupted_while_it_begins(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is there already is not left behind."""
+    begun = []
+
+    class Interrupting(subprocess.Popen):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            begun.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(server.subprocess, "Popen", Interrupting)
+    starting = server.Server(command("never-ready"), report=print, timeout=60.0)
+    with pytest.raises(KeyboardInterrupt), starting:
+        pass
+    monkeypatch.undo()
+    assert_gone(begun)
+    assert not starting.log_path.exists()
 
 
 def test_server_timeout(command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,8 @@ _POLL_SECONDS = 0.25
 _REPORT_SECONDS = 10.0
 # What each signal is given before the next, harder one.
 _STOP_SECONDS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+# Closing the terminal or ending this process ends the server too.
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # What the server does after it has logged the line that holds the text on the left.
 _STAGES = (
     ("Application startup complete", "answering its first health check"),
@@ -89,17 +92,18 @@ class Server:
     def __enter__(self) -> Server:
         handle, path = tempfile.mkstemp(prefix="vllm-diffusion-", suffix=".log")
         self.log_path = Path(path)
-        with os.fdopen(handle, "wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environment | {"VLLM_API_KEY": self.api_key},
-                # A process group of its own: Ctrl-C reaches us alone, and we can end all of it.
-                start_new_session=True,
-            )
         try:
+            # No interrupt comes between a process and the note of it.
+            with os.fdopen(handle, "wb") as log, _signals_held():
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | self._environment | {"VLLM_API_KEY": self.api_key},
+                    # A process group of its own: Ctrl-C reaches us alone, and we can end all of it.
+                    start_new_session=True,
+                )
             self._wait_until_ready(self._process)
         except BaseException as error:
             self.__exit__(type(error))
@@ -191,6 +195,26 @@ class Server:
             # What it left behind, or all of it if somebody is too impatient for the above.
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals that end this process, and that Python handles, are handled behind the block."""
+    if threading.current_thread() is not threading.main_thread():
+        # They reach the main thread alone.
+        yield
+        return
+    came: list[int] = []
+    ending = (signal.SIGINT, *ENDING_SIGNALS)
+    kinds = [kind for kind in ending if callable(signal.getsignal(kind))]
+    handlers = {kind: signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _signal_group(group: int, kind: signal.Signals) -> None:

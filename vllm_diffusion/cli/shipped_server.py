@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
-from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
+from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, ServerError, vllm_serve
 
 # Under which the server knows the checkpoint, whichever it is.
 MODEL_NAME = "tiny"
@@ -29,15 +29,13 @@ _SERVE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# Closing the terminal or ending this process ends the server too.
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # A machine that is busy with other work may need minutes; one that failed is noticed at once.
 _START_SECONDS = 900.0
 
 
 def end_with_signals() -> None:
     """Have the signals that end this process end its server too."""
-    for kind in _ENDING_SIGNALS:
+    for kind in ENDING_SIGNALS:
         signal.signal(kind, _interrupt)
 
 
