@@ -67,6 +67,7 @@ def _register_shared() -> Exception | None:
 
         from vllm_diffusion.adapters import door
         from vllm_diffusion.requests import validation
+        from vllm_diffusion.scheduling import engine_seam
         from vllm_diffusion.startup import early_options, refusals, request_capacity
 
         refusals.install()
@@ -75,6 +76,7 @@ def _register_shared() -> Exception | None:
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         early_options.install([family.architecture for family in FAMILIES])
         request_capacity.install()
+        engine_seam.ask_for_no_drafts()
         _register_weight_transfer()
     except Exception as error:
         return error

@@ -27,7 +27,7 @@ from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.metrics import PassCounters, PassRows
 from vllm_diffusion.requests.params import is_read_only
-from vllm_diffusion.scheduling import engine_seam, outlines_rollback
+from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constrained_canvas import (
     ConstrainedCanvas,
@@ -448,9 +448,7 @@ class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):
     With a rule that leaves final keys and values it is emitted by the pass that wrote them.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        engine_seam.install()
+    takes_drafts = False  # for engine_seam.py: canvases are the scheduler's own
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -8,11 +8,13 @@ from vllm_diffusion.replacement import replace
 from vllm_diffusion.training import WEIGHT_TRANSFER
 
 
-def install() -> None:
+def ask_for_no_drafts() -> None:
     """Have the synchronous loop not ask a canvas scheduler's workers. Safe to call twice.
 
     It asks the workers for draft tokens after each pass, and waits for the answer: with pipeline stages
-    no pass would begin before the last one has ended. A canvas scheduler needs none.
+    no pass would begin before the last one has ended. A canvas scheduler needs none, and stock's own
+    would be cut to what a grammar accepts of them. For every process, also one without an engine:
+    Ray's actors have the methods that their class had where the actor was made.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -32,10 +34,8 @@ def hear_all_workers() -> None:
 
 
 def _not_asking(stock: Any) -> Any:
-    from vllm_diffusion.scheduling.canvas_scheduler import CanvasScheduler
-
     def post_step(self: Any, model_executed: bool) -> None:
-        if not isinstance(self.scheduler, CanvasScheduler):
+        if getattr(self.scheduler, "takes_drafts", True):
             stock(self, model_executed)
 
     return post_step
