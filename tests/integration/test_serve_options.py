@@ -48,10 +48,9 @@ def trial(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.slow
 def test_sample() -> None:
-    """A few options, with the same tokens as without them."""
-    trial(*(f"--only={name}" for name in SAMPLE))
+    """A few options in one start, with the same tokens as without them."""
+    trial("--together", *(f"--only={name}" for name in SAMPLE))
 
 
 @pytest.mark.slow
