@@ -202,7 +202,7 @@ class Experts:
     expected: list[Tokens]
 
 
-@pytest.fixture(scope="module", params=["sdar-moe", "llada2.2", "fp8-dynamic", "nvfp4"])
+@pytest.fixture(scope="module")
 def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Experts:
     """Of another family, or of the shipped one with quantised experts."""
     name, folder = request.param, tmp_path_factory.mktemp("experts")
@@ -222,7 +222,17 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("layout", ["--data-parallel-size", "--tensor-parallel-size"])
+@pytest.mark.parametrize(
+    ("experts", "layout"),
+    [
+        (name, layout)
+        for name in ("sdar-moe", "llada2.2", "fp8-dynamic", "nvfp4")
+        for layout in ("--data-parallel-size", "--tensor-parallel-size")
+        # A rank scales its part of a row by itself, and has other tokens (docs/scaling.md).
+        if (name, layout) != ("fp8-dynamic", "--tensor-parallel-size")
+    ],
+    indirect=["experts"],
+)
 def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> None:
     """Engines or ranks with half of the experts each: the same tokens."""
     assert len(experts.chosen) >= 13
