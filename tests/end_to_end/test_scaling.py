@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -14,11 +15,15 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import SHIPPED
+from tests.support.families.cases import CASES
+from tests.support.quantized import quantized_checkpoint
 from tests.support.seeded_requests import (
+    ALL,
     Tokens,
     answers_alone,
     answers_of_one_process,
     answers_together,
+    seeded_request,
 )
 from tests.support.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -143,6 +148,9 @@ def test_dead_engine(replicas: Server) -> None:
         "--tensor-parallel-size 2 --enable-expert-parallel --async-scheduling",
         "--tensor-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel",
         "--pipeline-parallel-size 2 --data-parallel-size 2",
+        # How often engines ask one another whether all are done, and over which of their groups.
+        "--data-parallel-size 2 --dp-sync-interval 1 --disable-nccl-for-dp-synchronization",
+        "--data-parallel-size 2 --async-scheduling --no-disable-nccl-for-dp-synchronization",
     ],
 )
 def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path: Path) -> None:
@@ -159,16 +167,124 @@ def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
     _check(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
 
 
-def _check(checkpoint: Path, folder: Path, options: list[str], expected: list[Tokens]) -> None:
+def _check(
+    checkpoint: Path,
+    folder: Path,
+    options: Sequence[str],
+    expected: list[Tokens],
+    chosen: Sequence[int] = ALL,
+) -> None:
     running = start_server(checkpoint, folder / "server.log", *options)
     try:
-        assert answers_alone(running) == expected
-        assert answers_together(running) == expected
+        assert answers_alone(running, chosen) == expected
+        assert answers_together(running, chosen) == expected
         running.wait_until_idle()
         running.assert_alive()
         assert "Traceback" not in running.log.read_text(errors="replace")
     finally:
         stop_server(running)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A checkpoint with experts, and what one engine answers.
+
+    Attributes:
+        checkpoint: Its folder.
+        options: That it needs.
+        chosen: The requests that its family takes.
+        expected: Their tokens.
+    """
+
+    checkpoint: Path
+    options: tuple[str, ...]
+    chosen: list[int]
+    expected: list[Tokens]
+
+
+@pytest.fixture(scope="module")
+def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Experts:
+    """Of another family, or of the shipped one with quantised experts."""
+    name, folder = request.param, tmp_path_factory.mktemp("experts")
+    options: tuple[str, ...] = ()
+    if name in CASES:
+        checkpoint = CASES[name].make().save(folder / name)
+        options = ("--max-model-len", "256")
+    else:
+        checkpoint = quantized_checkpoint(folder / name, name)
+    running = start_server(checkpoint, folder / "one.log", *options)
+    try:
+        taken = [i for i in ALL if running.post(*seeded_request(i)).status_code == 200]
+        return Experts(checkpoint, options, taken, answers_alone(running, taken))
+    finally:
+        stop_server(running)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("experts", "layout"),
+    [
+        (name, layout)
+        for name in ("sdar-moe", "llada2.2", "fp8-dynamic", "nvfp4")
+        for layout in ("--data-parallel-size", "--tensor-parallel-size")
+        # A rank scales its part of a row by itself, and has other tokens (docs/scaling.md).
+        if (name, layout) != ("fp8-dynamic", "--tensor-parallel-size")
+    ],
+    indirect=["experts"],
+)
+def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> None:
+    """Engines or ranks with half of the experts each: the same tokens."""
+    assert len(experts.chosen) >= 13
+    options = (*experts.options, layout, "2", "--enable-expert-parallel")
+    _check(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> None:
+    """vLLM's supervisor starts a server for each engine, and ends all of them with one."""
+    supervisor = free_port()
+    first = start_server(
+        SHIPPED,
+        tmp_path / "server.log",
+        *(
+            "--data-parallel-multi-port-external-lb",
+            "--data-parallel-supervisor-port",
+            str(supervisor),
+        ),
+        *("--data-parallel-size", "2", "--data-parallel-size-local", "2"),
+        *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
+    )
+    try:
+        address, _, port = first.url.rpartition(":")
+        servers = [first, replace(first, url=f"{address}:{int(port) + 1}")]
+        _wait_for(f"{address}:{supervisor}/health")
+        # One of them is idle meanwhile, and runs dummy batches.
+        assert answers_alone(servers[1]) == expected
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(answers_together, servers)) == [expected, expected]
+        for engine, running in enumerate(servers):
+            running.wait_until_idle()
+            assert _canvases(running, str(engine)) > 0
+        processes = psutil.Process(first.process.pid).children(recursive=True)
+        (engine_1,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
+        engine_1.kill()
+        first.process.wait(120)
+        _, left = psutil.wait_procs(processes, timeout=30)
+        assert not left
+    finally:
+        stop_server(first)
+
+
+def _wait_for(url: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        assert time.monotonic() < deadline, f"{url} does not answer"
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -178,7 +294,13 @@ def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> N
     """Servers of a port each, whose engines keep in step: what balances the load is elsewhere."""
     shared = ["--data-parallel-rpc-port", str(free_port()), "--data-parallel-address", "127.0.0.1"]
     if mode == "external":
-        layouts = [["--data-parallel-size", "2", "--data-parallel-rank", str(i)] for i in range(2)]
+        layouts = [
+            [
+                *("--data-parallel-size", "2", "--data-parallel-rank", str(rank)),
+                "--data-parallel-external-lb",
+            ]
+            for rank in range(2)
+        ]
     else:
         layouts = [
             [

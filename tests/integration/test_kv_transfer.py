@@ -27,6 +27,26 @@ LENGTHS = (1, 15, 16, 33, 90, 150)
 # Canvases that end with the answer, and that it cuts.
 NUM_TOKENS = 70
 PREFILL = {"kv_transfer_params": {"do_remote_decode": True}}
+MEMORY = {
+    "kv_connector": "MemoryConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "tests.support.memory_connector",
+}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "TorchOffloadingSpec",
+        "spec_module_path": "tests.support.torch_offloading",
+        "cpu_bytes_to_use": 64 * 1024**2,
+        "offload_prompt_only": False,
+    },
+}
+SEVERAL = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [MEMORY, OFFLOADING]},
+}
 # One for each way in which canvases lie, and the one whose rows are routed by block.
 MASKED = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
 
@@ -34,7 +54,15 @@ MASKED = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dll
 class Engine:
     """An engine whose connector keeps what requests leave."""
 
-    def __init__(self, family: str, folder: Path, *, is_asynchronous: bool) -> None:
+    def __init__(
+        self,
+        family: str,
+        folder: Path,
+        *,
+        is_asynchronous: bool,
+        connector: dict[str, Any] = MEMORY,
+        num_stages: int = 1,
+    ) -> None:
         options: dict[str, Any] = {"max_model_len": 256}
         if family in CASES:
             checkpoint = CASES[family].make().save(folder)
@@ -49,15 +77,11 @@ class Engine:
             max_num_batched_tokens=128,
             # So that nothing but the connector brings a prompt.
             enable_prefix_caching=False,
-            kv_transfer_config={
-                "kv_connector": "MemoryConnector",
-                "kv_role": "kv_both",
-                "kv_connector_module_path": "tests.support.memory_connector",
-                "kv_load_failure_policy": "recompute",
-            },
+            kv_transfer_config=connector | {"kv_load_failure_policy": "recompute"},
+            pipeline_parallel_size=num_stages,
             **options,
         )
-        self.spec = self.traced.state.spec
+        self.spec = self.traced.scheduler.spec
 
     def generate(self, lengths: tuple[int, ...], extra: list[dict[str, Any]]) -> list[Any]:
         """Finished requests, all in one batch."""
@@ -78,7 +102,8 @@ class Engine:
             [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
         )
         # The connector takes what finished requests left when the engine runs next.
-        while self.traced.scheduler.requests:
+        core = self.traced.llm.llm_engine.engine_core.engine_core
+        while self.traced.scheduler.requests or core.batch_queue:
             self.traced.llm.llm_engine.step()
         return outputs
 
@@ -124,6 +149,43 @@ def engine(
     )
     yield engine
     engine.traced.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("order", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("connector", "num_stages"),
+    [
+        pytest.param(MEMORY, 2, id="stages"),
+        pytest.param(SEVERAL, 1, id="several"),
+        pytest.param(SEVERAL, 2, id="several-stages"),
+    ],
+)
+def test_layouts(connector: dict[str, Any], num_stages: int, order: str, tmp_path: Path) -> None:
+    """Each stage carries its own layers; beside a store, whichever connector has a prompt loads it."""
+    engine = Engine(
+        "gemma",
+        tmp_path,
+        is_asynchronous=order == "asynchronous",
+        connector=connector,
+        num_stages=num_stages,
+    )
+    try:
+        if connector is MEMORY:
+            test_tokens(engine)
+            return
+        # From an empty store, from it, and from the other connector, which is asked first.
+        plain = engine.plain()
+        stored = engine.generate(LENGTHS, [PREFILL] * len(LENGTHS))
+        extra = [{"kv_transfer_params": output.kv_transfer_params} for output in stored]
+        outputs = [engine.generate(LENGTHS, extra), engine.plain()]
+        assert [tokens(one) for one in outputs] == [tokens(plain)] * 2
+        rows = [sum(taken_by(one).encode_rows for one in each) for each in (plain, *outputs)]
+        assert rows[1] == rows[0] - sum(map(engine.num_loaded, LENGTHS))
+        assert rows[1] < rows[2] < rows[0]
+    finally:
+        engine.traced.close()
 
 
 @pytest.fixture(autouse=True)
@@ -187,16 +249,14 @@ def test_offered_keys_and_values(engine: Engine) -> None:
 
 
 def assert_same(kept: Kept, fresh: Kept, num_tokens: int) -> None:
-    for name, found in kept.layers.items():
+    for name, (ids, found) in kept.layers.items():
+        fresh_ids, written = fresh.layers[name]
         size = found.shape[2]
-        ids = zip(kept.block_ids[name], fresh.block_ids[name], strict=False)
         # Blocks that left the window were given back.
-        live = [i for i, both in enumerate(ids) if all(both)]
+        live = [i for i, both in enumerate(zip(ids, fresh_ids, strict=False)) if all(both)]
         assert live
         for i in live:
-            rows, expected = (
-                blocks[i, :, : num_tokens - i * size] for blocks in (found, fresh.layers[name])
-            )
+            rows, expected = (blocks[i, :, : num_tokens - i * size] for blocks in (found, written))
             torch.testing.assert_close(
                 rows, expected, msg=lambda text, at=(name, i): f"{at}: {text}"
             )

@@ -33,6 +33,13 @@ def test_refused(row: OptionRow) -> None:
         configure(options)
 
 
+def test_settings_without_their_switch() -> None:
+    """vLLM's command line would drop them in silence."""
+    with pytest.raises(ValueError, match="--enable-fault-tolerance needs") as raised:
+        configure("--fault-tolerance-config.engine_recovery_timeout_sec 5")
+    assert refusal_in(raised.value) is not None
+
+
 def test_models_that_are_not_ours() -> None:
     """What a diffusion model refuses early is vLLM's matter elsewhere."""
     from vllm.engine.arg_utils import EngineArgs
@@ -48,10 +55,9 @@ def trial(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.slow
 def test_sample() -> None:
-    """A few options, with the same tokens as without them."""
-    trial(*(f"--only={name}" for name in SAMPLE))
+    """A few options in one start, with the same tokens as without them."""
+    trial("--together", *(f"--only={name}" for name in SAMPLE))
 
 
 @pytest.mark.slow

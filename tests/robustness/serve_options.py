@@ -1,6 +1,6 @@
 """Start the shipped checkpoint with each option of ``vllm serve``, and say what becomes of it.
 
-python -m tests.robustness.serve_options [--only=NAME ...] [--try="--option value" ...]
+python -m tests.robustness.serve_options [--only=NAME ...] [--together] [--try="--option value" ...]
 
 What is tried is in ``vllm_diffusion/startup/serve_options.toml``. Each trial has a process of its
 own, which answers 15 seeded requests; their tokens are compared with those of a server without
@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -208,7 +208,7 @@ def _answers(config: Any) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One start, and what the table says of it."""
+    """One start, and what the table says of it; of options of several rows, what is said of each."""
 
     options: str
     row: OptionRow | None
@@ -216,7 +216,7 @@ class Trial:
 
     def agrees(self, outcome: Outcome) -> bool:
         if self.row is None:
-            return True
+            return self.expected in ("", outcome.kind)
         if self.expected == "refused":
             return outcome.kind == "refused" and self.row.explains(outcome.line)
         if self.expected == "works" and self.row.tokens == "other":
@@ -233,6 +233,12 @@ def trials(only: list[str]) -> Iterator[Trial]:
             yield Trial(row.probe, row, row.state)
         for options in row.works:
             yield Trial(options, row, "works")
+
+
+def together(chosen: Iterable[Trial]) -> Trial:
+    """One start with the options of several, all of them served."""
+    served = [trial.options for trial in chosen if trial.expected == "works"]
+    return Trial(" ".join(served), None, "works")
 
 
 def against(plain: Outcome, outcome: Outcome) -> Outcome:
@@ -256,10 +262,13 @@ def _prepare() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--together", action="store_true", help="all of --only in one start")
     parser.add_argument("--try", action="append", default=[], dest="options", metavar="OPTIONS")
     chosen = parser.parse_args()
     chosen_trials = [Trial(options, None, "") for options in chosen.options]
-    if chosen.only or not chosen.options:
+    if chosen.together:
+        chosen_trials.append(together(trials(chosen.only)))
+    elif chosen.only or not chosen.options:
         chosen_trials += trials(chosen.only)
     _prepare()
     folder = Path(tempfile.mkdtemp(prefix="serve-options-"))

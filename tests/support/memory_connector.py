@@ -1,4 +1,4 @@
-"""A KV connector within one process: what finished requests leave is kept, and prompts are loaded from it.
+"""A KV connector within one engine: what finished requests leave is kept, and prompts are loaded from it.
 
 It speaks as NIXL's do: a request with ``do_remote_decode`` is answered with the parameters with which
 another one loads its prompt, ``do_remote_prefill``. Every other finished request is kept as well, for
@@ -26,27 +26,30 @@ class Kept:
     Attributes:
         tokens: Those whose keys and values a connector is offered.
         num_hashed: How many of them are in blocks with a hash.
-        block_ids: Of each layer; 0 for a block that no window reaches.
-        layers: [num_blocks, num_kv_heads, block_size, 2 * head_size] of each layer, filled in by the
-            worker.
+        layers: Of each layer of a worker the ids of its blocks, 0 for one that no window reaches, and
+            [num_blocks, num_kv_heads, block_size, 2 * head_size]. A worker in a process of its own has
+            nothing of the rest.
     """
 
-    tokens: list[int]
-    num_hashed: int
-    block_ids: dict[str, list[int]]
-    layers: dict[str, Tensor] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    num_hashed: int = 0
+    layers: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)
+
+
+# Ids of blocks, by group of layers: each stage has layers of its own in them.
+_Blocks = tuple[list[int], ...]
 
 
 @dataclass
 class _Transfers(KVConnectorMetadata):
-    """Requests that are kept; and those that are loaded, with what, and each layer's blocks of it."""
+    """Requests that are kept, and those that are loaded, with what: each with its blocks."""
 
-    saved: list[str]
-    loaded: dict[str, tuple[str, dict[str, list[int]]]]
+    saved: dict[str, _Blocks]
+    loaded: dict[str, tuple[str, _Blocks]]
 
 
 class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both halves of it, in one process."""
+    """Both halves of it. Each worker keeps what its own layers have."""
 
     kept: ClassVar[dict[str, Kept]] = {}
     # Requests whose load is reported as failed.
@@ -54,7 +57,7 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._transfers = _Transfers([], {})
+        self._transfers = _Transfers({}, {})
         self._results = KVConnectorTransferResults()
 
     # In the scheduler.
@@ -72,23 +75,15 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
             params["do_remote_prefill"] = False
             self._transfers.loaded[request.request_id] = (
                 params["remote_request_id"],
-                self._by_layer(blocks.get_block_ids()),
+                blocks.get_block_ids(),
             )
-
-    def _by_layer(self, block_ids: tuple[list[int], ...]) -> dict[str, list[int]]:
-        groups = self._kv_cache_config.kv_cache_groups
-        return {
-            name: ids
-            for group, ids in zip(groups, block_ids, strict=True)
-            for name in group.layer_names
-        }
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         params = request.kv_transfer_params or {}
         tokens = list(request.all_token_ids[: request.num_computed_tokens])
         num_hashed = len(request.block_hashes) * self._vllm_config.cache_config.block_size
-        self.kept[request.request_id] = Kept(tokens, num_hashed, self._by_layer(block_ids))
-        self._transfers.saved.append(request.request_id)
+        self.kept[request.request_id] = Kept(tokens, num_hashed)
+        self._transfers.saved[request.request_id] = block_ids
         hands_over = params.get("do_remote_decode")
         return True, (
             {
@@ -101,7 +96,7 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        transfers, self._transfers = self._transfers, _Transfers([], {})
+        transfers, self._transfers = self._transfers, _Transfers({}, {})
         return transfers
 
     # In the worker.
@@ -111,10 +106,10 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         transfers = self._get_connector_metadata()
-        for request_id in transfers.saved:
-            kept = self.kept[request_id]
-            for name, cache in self._caches.items():
-                kept.layers[name] = cache[kept.block_ids[name]].clone()
+        for request_id, block_ids in transfers.saved.items():
+            kept = self.kept.setdefault(request_id, Kept())
+            for name, ids in self._by_layer(block_ids).items():
+                kept.layers[name] = ids, self._caches[name][ids].clone()
             self._results.finished_sending.add(request_id)
         for request_id, (key, block_ids) in transfers.loaded.items():
             self._results.finished_recving.add(request_id)
@@ -122,11 +117,19 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
                 self._results.failed_recving.add(request_id)
                 continue
             kept = self.kept[key]
-            for name, cache in self._caches.items():
-                into, of = block_ids[name], kept.block_ids[name]
+            for name, into in self._by_layer(block_ids).items():
+                of, rows = kept.layers[name]
                 assert len(into) == len(of), "the two requests have other blocks"
                 live = [i for i, block in enumerate(of) if block > 0]
-                cache[[into[i] for i in live]] = kept.layers[name][live]
+                self._caches[name][[into[i] for i in live]] = rows[live]
+
+    def _by_layer(self, block_ids: _Blocks) -> dict[str, list[int]]:
+        groups = self._kv_cache_config.kv_cache_groups
+        return {
+            name: ids
+            for group, ids in zip(groups, block_ids, strict=True)
+            for name in group.layer_names
+        }
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults()

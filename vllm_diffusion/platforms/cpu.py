@@ -179,6 +179,8 @@ class DiffusionCpuPlatform(CpuPlatform):
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 
+        # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers theirs.
+        parallel_config.assigned_physical_gpu_ids = None
         if parallel_config.worker_cls == "auto":
             parallel_config.worker_cls = "vllm_diffusion.platforms.cpu_worker.DiffusionCpuWorker"
         if parallel_config.distributed_executor_backend == "ray":

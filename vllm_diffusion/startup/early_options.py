@@ -16,8 +16,19 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+
+def _is_changed(settings: Any) -> bool:
+    """Whether a dataclass of settings has another value than by default."""
+    return bool(settings != type(settings)())
+
+
 CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
     "--enable-eplb": lambda arguments, model: arguments.enable_eplb,
+    # vLLM's workers say so themselves, in a trace, and the command line drops settings alone.
+    "--enable-fault-tolerance": lambda arguments, model: (
+        (arguments.enable_fault_tolerance or _is_changed(arguments.fault_tolerance_config))
+        and arguments.all2all_backend not in ("deepep_low_latency", "nixl_ep")
+    ),
     "--model-impl": lambda arguments, model: arguments.model_impl not in ("auto", "vllm"),
     "--disable-sliding-window": lambda arguments, model: (
         arguments.disable_sliding_window

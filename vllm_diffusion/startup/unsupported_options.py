@@ -42,6 +42,7 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
         "scheduler_cls": scheduler.scheduler_cls,
         "lora_target_modules": ", ".join(_targets_out_of_reach(vllm_config)),
+        "all2all_backend": vllm_config.parallel_config.all2all_backend,
         "quantization": vllm_config.model_config.quantization,
         "runner": vllm_config.model_config.runner_type,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
@@ -134,6 +135,11 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--enable-expert-parallel": (
         lambda config: (
             config.parallel_config.enable_expert_parallel and not config.model_config.is_moe
+        )
+    ),
+    "--all2all-backend": (
+        lambda config: (
+            config.parallel_config.all2all_backend != "allgather_reducescatter" and _is_cpu()
         )
     ),
     "--decode-context-parallel-size": (
