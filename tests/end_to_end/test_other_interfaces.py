@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.support.checkpoints import SHIPPED
 from tests.support.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
@@ -107,3 +112,35 @@ def test_thinking_budget_of_a_chat(server: Server) -> None:
     # Twelve tokens are the channel's name, "thought", and the first of its line.
     assert "Task: sums.".startswith(choice.message.reasoning.strip())
     assert choice.message.reasoning.strip() != "Task: sums."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_batch_file(tmp_path: Path, server: Server) -> None:
+    """``vllm run-batch``: a server's answers, and what is refused harms no other line."""
+    plain = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 40, "seed": 3}
+    bodies = {
+        "plain": plain,
+        "frames": {**plain, "diffusing": True},
+        "setting": {**plain, "vllm_xargs": {"diffusion_max_steps": "x"}},
+        "again": {**plain, "temperature": 1.0},
+    }
+    asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    with asked.open("w") as file:
+        for name, body in bodies.items():
+            line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
+            print(json.dumps(line | {"body": {**body, "model": MODEL}}), file=file)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
+    command += ["-i", str(asked), "-o", str(answered), "--model", str(SHIPPED)]
+    command += ["--served-model-name", MODEL, "--max-model-len", "512", "--max-num-seqs", "8"]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = [json.loads(line) for line in answered.read_text().splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    refused = {name: line["error"] for name, line in found.items() if line["error"]}
+    assert refused.keys() == {"frames", "setting"}
+    assert "set stream to true" in refused["frames"]["error"]["message"]
+    assert refused["setting"]["error"]["param"] == "diffusion_max_steps"
+    for name in ("plain", "again"):
+        alone = server.post("/v1/chat/completions", bodies[name]).json()
+        (choice,) = found[name]["response"]["body"]["choices"]
+        assert choice["message"]["content"] == alone["choices"][0]["message"]["content"]
