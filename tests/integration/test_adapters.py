@@ -266,6 +266,9 @@ def test_other_orders(tmp_path, order):
     [
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "fully_sharded_loras": True},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": True},
     ],
     ids=lambda layout: " ".join(layout),
 )
