@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.adapters import DECODER, ENCODER, adapt
+from tests.support.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import Tokens, answers_alone, answers_together
 from tests.support.server import MODEL, Server, start_server, stop_server
@@ -51,12 +52,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    cache = tmp_path_factory.mktemp("hub")
+    for repository, name in (("someone/two", "two"), ("someone/misfit", "other model")):
+        put_into_hub_cache(cache, repository, folders[name])
+    in_hub = {"name": "in hub", "path": "someone/two", "base_model_name": MODEL}
     running = start_server(
         SHIPPED,
         tmp_path_factory.mktemp("adapted") / "server.log",
         *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
-        *("--lora-modules", f"one={folders['one']}"),
+        *("--lora-modules", f"one={folders['one']}", json.dumps(in_hub)),
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+        HF_HUB_CACHE=str(cache),
+        HF_HUB_OFFLINE="1",
     )
     try:
         yield running
@@ -114,7 +121,7 @@ def test_loaded_and_unloaded(server: Server, adapted: Server, folders: dict[str,
     metrics = httpx.get(f"{adapted.url}/metrics", timeout=60).text
     assert re.search(r'vllm:lora_requests_info\{max_lora="2",[^}]*running_lora_adapters="', metrics)
     models = httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]
-    assert {model["id"] for model in models} == {*names, "two"}
+    assert {model["id"] for model in models} == {*names, "two", "in hub"}
     assert unload(adapted, "two").status_code == 200
     assert ask(adapted, "two").status_code == 404
     assert [tokens(adapted, name) for name in names] == before
@@ -137,6 +144,46 @@ def test_bad_adapters(adapted: Server, folders: dict[str, Path], name: str, sent
     assert response.json()["error"]["param"] == "lora_path"
     assert ask(adapted, "bad").status_code == 404
     assert tokens(adapted, "one") == before
+
+
+def test_repositories(adapted: Server, folders: dict[str, Path]) -> None:
+    """One of the command line, in JSON, and others while it serves; what was not fetched is told."""
+    assert load(adapted, "two", folders["two"]).status_code == 200
+    assert load(adapted, "fetched", Path("someone/two")).status_code == 200
+    answers = {tokens(adapted, name) for name in ("two", "in hub", "fetched")}
+    assert len(answers) == 1
+    assert answers != {tokens(adapted, MODEL)}
+    models = httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]
+    (card,) = (model for model in models if model["id"] == "in hub")
+    assert (card["root"], card["parent"]) == ("someone/two", MODEL)
+    for path, sentence in (
+        ("someone/misfit", "which this model has not; serve it with the model"),
+        ("someone/nothing", "no repository of this name could be fetched"),
+    ):
+        response = load(adapted, "bad", Path(path))
+        assert response.status_code == 400, response.text
+        assert sentence in response.json()["error"]["message"]
+    for name in ("two", "fetched"):
+        assert unload(adapted, name).status_code == 200
+    adapted.assert_alive()
+
+
+def test_frames(adapted: Server) -> None:
+    """What is shown of a canvas is the adapter's answer."""
+    body = PROMPT | {"model": "one", "stream": True, "diffusing": True}
+    expected = tokens(adapted, "one")
+    chunks = []
+    url = f"{adapted.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=300) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
+    assert tuple(token for choice in choices for token in choice.get("token_ids") or ()) == expected
 
 
 def test_taken_away(adapted: Server, folders: dict[str, Path], tmp_path: Path) -> None:

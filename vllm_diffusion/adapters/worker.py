@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,6 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.v1.worker import lora_model_runner_mixin
@@ -86,8 +86,9 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         Raises:
             ValueError: If the adapter does not fit; nothing of it is loaded then.
         """
-        self._rules.check(get_adapter_absolute_path(lora_request.lora_path))
-        return super()._load_adapter(lora_request)
+        checked = copy(lora_request)
+        checked.lora_path = str(self._rules.check(lora_request.lora_path))
+        return super()._load_adapter(checked)
 
 
 def _route_by_adapters(model: nn.Module, adapted: dict[str, BaseLayerWithLoRA]) -> None:
