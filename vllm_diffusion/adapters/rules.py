@@ -97,6 +97,14 @@ class AdapterRules:
     # By path or name: where the adapter is.
     _fetched: dict[str, Path] = field(default_factory=dict, repr=False)
 
+    @property
+    def endings(self) -> set[str]:
+        """Of the modules' names, as vLLM tells them apart: from ``experts`` on, or the last part."""
+        return {
+            name[name.index(".experts") + 1 :] if ".experts" in name else name.rpartition(".")[2]
+            for name in self.modules
+        }
+
     def check_loading(self, name: str, path: str) -> None:
         """Refuse an adapter that does not fit, or whose name and folder stood for other files before.
 

@@ -77,7 +77,10 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         self._manager_cls = model.adapter_manager
         self._lora_model_cls = model.adapter_weights
         adapted = super().create_lora_manager(model, vllm_config)
-        _route_by_adapters(adapted, self._adapter_manager.modules)
+        manager = self._adapter_manager
+        # vLLM refuses what this stage has no module for; that another one has it is known from the rules.
+        manager.supported_lora_modules += self._rules.endings
+        _route_by_adapters(adapted, manager.modules)
         return adapted
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:

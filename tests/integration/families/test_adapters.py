@@ -16,6 +16,7 @@ from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.llada2_model import MLP
 from tests.support.families.model import prompt_of
+from tests.support.generate import run_engine
 
 pytestmark = pytest.mark.engine
 
@@ -138,39 +139,73 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     adapted.check([list(output.outputs[0].token_ids) for output in outputs])
 
 
+# Of LLaDA2's three layers the first has no experts: with three stages it is a stage.
+STAGES = [(name, n) for name in CASES for n in ((2, 3) if name == "llada2.0" else (2,))]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("name", "num_stages"), STAGES)
+def test_stages(name: str, num_stages: int, is_async: bool, tmp_path: Path) -> None:
+    """The same, of processes with some of the layers each."""
+    adapted = Adapted(name, tmp_path)
+    requests = []
+    for i, prompt, one in adapted.work:
+        params = {key: getattr(one, key) for key in ("max_tokens", "temperature", "seed")}
+        params |= {"ignore_eos": True, "extra_args": one.extra_args()}
+        requests.append({"prompt": prompt, "params": params})
+        if i:
+            requests[-1]["adapter"] = (str(i), i, str(adapted.adapters[i]))
+    engine = adapted.options | {
+        "model": str(adapted.checkpoint),
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 1024**2,
+        "pipeline_parallel_size": num_stages,
+        "async_scheduling": is_async,
+    }
+    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
+    adapted.check([answer["tokens"] for answer in answers])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+    ],
+    ids=["plain", "stages", "stages-async"],
+)
+def test_drafts(layout: dict[str, Any], tmp_path: Path) -> None:
     """With ``linear_spec`` the checkpoint's own adapter drafts beside one of a request, and both act.
 
-    Tokens are those of the autoregressive mode, with the request's adapter alone.
+    Tokens are those of the autoregressive mode in one process, with the request's adapter alone.
     """
     checkpoint = CASES["nemotron"].make().save(tmp_path / "checkpoint")
     model = CASES["nemotron"].make()
     adapt(model.body, tmp_path / "adapter", seed=1, target_modules=TARGETS["nemotron"])
     rename(tmp_path / "adapter", lambda module: module.replace("model.", "encoder.", 1))
-    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    prompts = [prompt_of(length, seed=length) for length in (5, 33, 70)]
+    params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    plain = [{"prompt": prompt_of(length, seed=length), "params": params} for length in (5, 33, 70)]
+    adapter = ("adapter", 1, str(tmp_path / "adapter"))
     found = {}
-    for rule in ("linear_spec", "autoregressive"):
-        engine = TracedEngine(
-            checkpoint,
-            max_model_len=256,
-            enable_lora=True,
-            max_lora_rank=8,
-            additional_config={"diffusion": {"rule": rule}},
-        )
-        try:
-            for adapter in (None, request):
-                outputs = engine.llm.generate(
-                    [{"prompt_token_ids": prompt} for prompt in prompts],
-                    engine.sampling_params(temperature=0.0, max_tokens=40, ignore_eos=True),
-                    lora_request=adapter,
-                    use_tqdm=False,
-                )
-                found[rule, adapter] = [list(output.outputs[0].token_ids) for output in outputs]
-        finally:
-            engine.close()
-    assert found["linear_spec", None] == found["autoregressive", None]
-    assert found["linear_spec", request] == found["autoregressive", request]
-    assert found["linear_spec", request] != found["linear_spec", None]
+    for rule, own in (("linear_spec", layout), ("autoregressive", {})):
+        engine = {
+            "model": str(checkpoint),
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 * 1024**2,
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "additional_config": {"diffusion": {"rule": rule}},
+            **own,
+        }
+        batches = [plain, [request | {"adapter": adapter} for request in plain]]
+        answers = run_engine({"engine": engine, "batches": batches})["batches"]
+        found[rule] = [[answer["tokens"] for answer in batch] for batch in answers]
+    assert found["linear_spec"] == found["autoregressive"]
+    assert found["linear_spec"][0] != found["linear_spec"][1]
