@@ -19,6 +19,7 @@ from tests.support.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import Tokens, answers_alone, answers_together
 from tests.support.server import MODEL, Server, start_server, stop_server
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -184,6 +185,87 @@ def test_frames(adapted: Server) -> None:
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
     assert tuple(token for choice in choices for token in choice.get("token_ids") or ()) == expected
+
+
+TWO_ENGINES = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni")
+LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+
+
+def check_engines(
+    replicas: Server, expected: dict[str, list[tuple[int, ...]]], seeds: range
+) -> None:
+    """Each engine's answers, one beside an idle engine and all at once."""
+
+    def of(engine: str, name: str, seed: int) -> tuple[int, ...]:
+        response = httpx.post(
+            f"{replicas.url}/v1/chat/completions",
+            json=PROMPT | {"model": name, "seed": seed},
+            headers={"X-data-parallel-rank": engine},
+            timeout=300,
+        )
+        assert response.status_code == 200, response.text
+        return tuple(response.json()["choices"][0]["token_ids"])
+
+    for engine in "01":
+        for name, answers in expected.items():
+            assert of(engine, name, seeds[0]) == answers[0], (engine, name)
+    with ThreadPoolExecutor(16) as pool:
+        found = {
+            (engine, name): [pool.submit(of, engine, name, seed) for seed in seeds]
+            for engine in "01"
+            for name in expected
+        }
+    for (engine, name), answers in found.items():
+        assert [answer.result() for answer in answers] == expected[name], (engine, name)
+    replicas.wait_until_idle()
+
+
+def test_engines_that_share_experts(
+    adapted: Server, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two of them behind two API servers, each of which has the adapters of the command line."""
+    assert load(adapted, "two", folders["two"]).status_code == 200
+    seeds = range(2)
+    expected = {
+        name: [tokens(adapted, name, seed=seed) for seed in seeds] for name in (MODEL, "one", "two")
+    }
+    assert unload(adapted, "two").status_code == 200
+    modules = [f"{name}={folders[name]}" for name in ("one", "two")]
+    running = start_server(
+        SHIPPED, tmp_path / "server.log", *TWO_ENGINES, *LORA, "--lora-modules", *modules
+    )
+    try:
+        check_engines(running, expected, seeds)
+    finally:
+        stop_server(running)
+
+
+def test_engines_of_a_dense_model(tmp_path: Path) -> None:
+    """Two of them behind one API server, which loads an adapter into both while they serve."""
+    from transformers import Qwen3ForCausalLM
+
+    sdar = shipped_checkpoint("sdar")
+    model = Qwen3ForCausalLM.from_pretrained(sdar)
+    adapt(model, tmp_path / "one", size=1.0, target_modules=r".*\.(self_attn|mlp)\..*_proj")
+    names, seeds, expected = (MODEL, "one"), range(2), {}
+    for kind, options in (("one", ()), ("two", (*TWO_ENGINES, "--api-server-count", "1"))):
+        running = start_server(
+            sdar,
+            tmp_path / f"{kind}.log",
+            *options,
+            *LORA,
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+        )
+        try:
+            assert load(running, "one", tmp_path / "one").status_code == 200
+            if kind == "one":
+                for name in names:
+                    expected[name] = [tokens(running, name, seed=seed) for seed in seeds]
+                assert expected[MODEL] != expected["one"]
+            else:
+                check_engines(running, expected, seeds)
+        finally:
+            stop_server(running)
 
 
 def test_taken_away(adapted: Server, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ def test_start(tmp_path, options, sentence):
     [
         ("--max-lora-rank 8", ""),
         ("--fully-sharded-loras --tensor-parallel-size 2", "--fully-sharded-loras on the CPU"),
+        ("--data-parallel-size 2", "experts that several engines share"),
         ("--data-parallel-size 2 --enable-expert-parallel", "experts that several engines share"),
     ],
 )
