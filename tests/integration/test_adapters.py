@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.integration.test_images import picture
+from tests.integration.test_parity import denoising
 from tests.robustness.serve_options import configure
 from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt, write_adapter
 from tests.support.checkpoints import random_checkpoint
@@ -255,6 +258,94 @@ def test_other_orders(tmp_path, order):
             check_parity(served, name, prompt_of(70, seed=2))
         wanted = various(served)
         assert served.tokens(wanted) == [served.tokens([one])[0] for one in wanted]
+    finally:
+        served.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_images(tmp_path):
+    """The tower is the checkpoint's; how a picture's rows are read is the encoder's part."""
+    from transformers import AutoProcessor
+
+    served = Served(tmp_path, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0})
+    processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
+    content = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    image, names = picture(1), [*ADAPTERS, None]
+    inputs = processor(text=text, images=[image], return_tensors="pt")
+    prompt = inputs.pop("input_ids")[0].tolist()
+    inputs.pop("attention_mask", None)
+    params = {"seed": 5, "max_tokens": CANVAS, "ignore_eos": True}
+    runs = [served.oracles[name].generate(prompt, **params, **inputs) for name in names]
+    try:
+        generate = partial(
+            served.engine.llm.generate,
+            sampling_params=served.engine.sampling_params(**params),
+            use_tqdm=False,
+        )
+        asked = {"prompt": text, "multi_modal_data": {"image": image}}
+        for name, run in zip(names, runs, strict=True):
+            with served.engine.recording() as steps:
+                (output,) = generate([asked], lora_request=served.requests[name])
+            for ours, logits in zip(denoising(steps), run.logits, strict=True):
+                assert (ours.logits - logits).abs().max() <= LOGIT_TOLERANCE
+            assert list(output.outputs[0].token_ids) == run.tokens
+        outputs = generate(
+            [asked] * len(names), lora_request=[served.requests[name] for name in names]
+        )
+    finally:
+        served.engine.close()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [run.tokens for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sleep_and_new_weights(tmp_path):
+    """Adapters are what they were: on the old weights after a sleep, and on new ones."""
+    served = Served(
+        tmp_path, weight_transfer_config={"backend": "safetensors"}, enable_sleep_mode=True
+    )
+    llm = served.engine.llm
+    prompt = prompt_of(60, seed=1)
+    params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
+    names = ["everything", "decoder", None]
+
+    def check() -> None:
+        found = served.tokens([(name, prompt, {"seed": 7}) for name in names])
+        for name, tokens in zip(names, found, strict=True):
+            run = served.oracles[name].generate(prompt, seed=7, **params)
+            assert tokens == run.tokens, name
+
+    def update(path: Path) -> None:
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(path)}})
+        llm.finish_weight_update()
+
+    try:
+        check()
+        llm.sleep(level=1)
+        llm.wake_up()
+        check()
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        update(tmp_path / "checkpoint")
+        llm.wake_up(tags=["kv_cache"])
+        check()
+        changed = random_checkpoint(tmp_path / "changed", seed=1, **STEPS)
+        before = {name: served.oracles[name].generate(prompt, seed=7, **params) for name in names}
+        for i, name in enumerate([*ADAPTERS, None]):
+            oracle = served.oracles[name] = Oracle(changed)
+            if name is not None:
+                adapt(oracle.model, tmp_path / "again", seed=i, **ADAPTERS[name])
+                oracle.model.eval()
+        update(changed)
+        llm.reset_prefix_cache()
+        check()
+        for name in names:
+            assert served.oracles[name].generate(prompt, seed=7, **params) != before[name]
     finally:
         served.engine.close()
 
