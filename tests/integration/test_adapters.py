@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 from functools import partial
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.integration.test_images import picture
 from tests.integration.test_parity import denoising
+from tests.integration.test_quantized import divergence, perturbed_first_step
 from tests.robustness.serve_options import configure
 from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt, write_adapter
 from tests.support.checkpoints import random_checkpoint
@@ -24,6 +27,7 @@ from tests.support.generate import run_engine
 from tests.support.graphs import emulated_capture
 from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
+from tests.support.quantized import QuantizedOracle, quantized_checkpoint
 from vllm_diffusion.adapters import door
 from vllm_diffusion.startup.refusals import refusal_in
 
@@ -303,6 +307,59 @@ def test_images(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
+def test_quantized(tmp_path, scheme):
+    """First steps are those of PEFT's model on the rounded weights, as near as without adapters."""
+    checkpoint = quantized_checkpoint(tmp_path / "checkpoint", scheme)
+    # To compressed-tensors encoder and decoder are one; PEFT has an adapter for each.
+    oracles = [
+        separate_parts(QuantizedOracle(checkpoint, t)) for t in (torch.float32, torch.float64)
+    ]
+    targets = rf"(?!.*\.experts\.)({ENCODER}|{DECODER}|{CONDITIONING})"
+    plain = []
+    prompts = [prompt_of(5 + 7 * i, seed=i) for i in range(6)]
+    engine = TracedEngine(checkpoint, enable_lora=True, max_lora_rank=8)
+    try:
+        steps = []
+        for name, oracle in zip(("adapter", "exact"), oracles, strict=True):
+            if name == "exact":
+                plain = [oracle.first_step(prompt, [7] * CANVAS) for prompt in prompts]
+            adapt(oracle.model, tmp_path / name, seed=1, target_modules=targets)
+        for prompt in prompts:
+            with engine.recording() as recorded:
+                engine.llm.generate(
+                    [{"prompt_token_ids": prompt}],
+                    engine.sampling_params(seed=1, max_tokens=CANVAS, ignore_eos=True),
+                    lora_request=LoRARequest("adapter", 1, str(tmp_path / "adapter")),
+                    use_tqdm=False,
+                )
+            steps.append(recorded[0])
+    finally:
+        engine.close()
+    errors, ours, theirs = [], [], []
+    for prompt, step, without in zip(prompts, steps, plain, strict=True):
+        canvas = step.canvas.tolist()
+        exact = oracles[1].first_step(prompt, canvas).double()
+        errors.append((step.logits - exact).abs().amax(-1).median().item())
+        ours.append(divergence(exact, step.logits))
+        theirs.append(divergence(exact, perturbed_first_step(oracles[0], prompt, canvas)))
+        # Another canvas, but the same order of size: the adapter is not nothing.
+        assert (oracles[1].first_step(prompt, [7] * CANVAS) - without).abs().mean() > 0.1
+    assert sorted(errors)[len(errors) // 2] <= 1e-3
+    assert sum(ours) <= 2 * sum(theirs) + len(prompts) * 1e-2
+
+
+def separate_parts(oracle: QuantizedOracle) -> QuantizedOracle:
+    for layer in oracle.model.model.encoder.language_model.layers:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear) and "experts" not in name:
+                stem, _, end = name.rpartition(".")
+                setattr(layer.get_submodule(stem), end, copy.deepcopy(module))
+    return oracle
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_sleep_and_new_weights(tmp_path):
     """Adapters are what they were: on the old weights after a sleep, and on new ones."""
     served = Served(
@@ -357,6 +414,7 @@ def test_sleep_and_new_weights(tmp_path):
     [
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "fully_sharded_loras": True},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         {"pipeline_parallel_size": 2},
         {"pipeline_parallel_size": 2, "async_scheduling": True},
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": True},
