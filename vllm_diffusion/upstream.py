@@ -236,6 +236,11 @@ TABLE: tuple[Symbol, ...] = (
         for name in ("__init__", "create_lora_manager", "_load_adapter")
     ),
     Symbol(
+        "vllm.model_executor.layers.fused_moe:MoERunner",
+        Use.CALLED,
+        "Experts that call their router themselves are given the one with adapters.",
+    ),
+    Symbol(
         "vllm.lora.utils:get_adapter_absolute_path",
         Use.CALLED,
         "Where an adapter is that a repository holds.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.adapters import DECODER, ENCODER, adapt
+from tests.support.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import Tokens, answers_alone, answers_together
 from tests.support.server import MODEL, Server, start_server, stop_server
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -51,12 +53,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    cache = tmp_path_factory.mktemp("hub")
+    for repository, name in (("someone/two", "two"), ("someone/misfit", "other model")):
+        put_into_hub_cache(cache, repository, folders[name])
+    in_hub = {"name": "in hub", "path": "someone/two", "base_model_name": MODEL}
     running = start_server(
         SHIPPED,
         tmp_path_factory.mktemp("adapted") / "server.log",
         *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
-        *("--lora-modules", f"one={folders['one']}"),
+        *("--lora-modules", f"one={folders['one']}", json.dumps(in_hub)),
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+        HF_HUB_CACHE=str(cache),
+        HF_HUB_OFFLINE="1",
     )
     try:
         yield running
@@ -114,7 +122,7 @@ def test_loaded_and_unloaded(server: Server, adapted: Server, folders: dict[str,
     metrics = httpx.get(f"{adapted.url}/metrics", timeout=60).text
     assert re.search(r'vllm:lora_requests_info\{max_lora="2",[^}]*running_lora_adapters="', metrics)
     models = httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]
-    assert {model["id"] for model in models} == {*names, "two"}
+    assert {model["id"] for model in models} == {*names, "two", "in hub"}
     assert unload(adapted, "two").status_code == 200
     assert ask(adapted, "two").status_code == 404
     assert [tokens(adapted, name) for name in names] == before
@@ -137,6 +145,127 @@ def test_bad_adapters(adapted: Server, folders: dict[str, Path], name: str, sent
     assert response.json()["error"]["param"] == "lora_path"
     assert ask(adapted, "bad").status_code == 404
     assert tokens(adapted, "one") == before
+
+
+def test_repositories(adapted: Server, folders: dict[str, Path]) -> None:
+    """One of the command line, in JSON, and others while it serves; what was not fetched is told."""
+    assert load(adapted, "two", folders["two"]).status_code == 200
+    assert load(adapted, "fetched", Path("someone/two")).status_code == 200
+    answers = {tokens(adapted, name) for name in ("two", "in hub", "fetched")}
+    assert len(answers) == 1
+    assert answers != {tokens(adapted, MODEL)}
+    models = httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]
+    (card,) = (model for model in models if model["id"] == "in hub")
+    assert (card["root"], card["parent"]) == ("someone/two", MODEL)
+    for path, sentence in (
+        ("someone/misfit", "which this model has not; serve it with the model"),
+        ("someone/nothing", "no repository of this name could be fetched"),
+    ):
+        response = load(adapted, "bad", Path(path))
+        assert response.status_code == 400, response.text
+        assert sentence in response.json()["error"]["message"]
+    for name in ("two", "fetched"):
+        assert unload(adapted, name).status_code == 200
+    adapted.assert_alive()
+
+
+def test_frames(adapted: Server) -> None:
+    """What is shown of a canvas is the adapter's answer."""
+    body = PROMPT | {"model": "one", "stream": True, "diffusing": True}
+    expected = tokens(adapted, "one")
+    chunks = []
+    url = f"{adapted.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=300) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
+    assert tuple(token for choice in choices for token in choice.get("token_ids") or ()) == expected
+
+
+TWO_ENGINES = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni")
+LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+
+
+def check_engines(
+    replicas: Server, expected: dict[str, list[tuple[int, ...]]], seeds: range
+) -> None:
+    """Each engine's answers, one beside an idle engine and all at once."""
+
+    def of(engine: str, name: str, seed: int) -> tuple[int, ...]:
+        response = httpx.post(
+            f"{replicas.url}/v1/chat/completions",
+            json=PROMPT | {"model": name, "seed": seed},
+            headers={"X-data-parallel-rank": engine},
+            timeout=300,
+        )
+        assert response.status_code == 200, response.text
+        return tuple(response.json()["choices"][0]["token_ids"])
+
+    for engine in "01":
+        for name, answers in expected.items():
+            assert of(engine, name, seeds[0]) == answers[0], (engine, name)
+    with ThreadPoolExecutor(16) as pool:
+        found = {
+            (engine, name): [pool.submit(of, engine, name, seed) for seed in seeds]
+            for engine in "01"
+            for name in expected
+        }
+    for (engine, name), answers in found.items():
+        assert [answer.result() for answer in answers] == expected[name], (engine, name)
+    replicas.wait_until_idle()
+
+
+def test_engines_that_share_experts(
+    adapted: Server, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two of them behind two API servers, each of which has the adapters of the command line."""
+    assert load(adapted, "two", folders["two"]).status_code == 200
+    seeds = range(2)
+    expected = {
+        name: [tokens(adapted, name, seed=seed) for seed in seeds] for name in (MODEL, "one", "two")
+    }
+    assert unload(adapted, "two").status_code == 200
+    modules = [f"{name}={folders[name]}" for name in ("one", "two")]
+    running = start_server(
+        SHIPPED, tmp_path / "server.log", *TWO_ENGINES, *LORA, "--lora-modules", *modules
+    )
+    try:
+        check_engines(running, expected, seeds)
+    finally:
+        stop_server(running)
+
+
+def test_engines_of_a_dense_model(tmp_path: Path) -> None:
+    """Two of them behind one API server, which loads an adapter into both while they serve."""
+    from transformers import Qwen3ForCausalLM
+
+    sdar = shipped_checkpoint("sdar")
+    model = Qwen3ForCausalLM.from_pretrained(sdar)
+    adapt(model, tmp_path / "one", size=1.0, target_modules=r".*\.(self_attn|mlp)\..*_proj")
+    names, seeds, expected = (MODEL, "one"), range(2), {}
+    for kind, options in (("one", ()), ("two", (*TWO_ENGINES, "--api-server-count", "1"))):
+        running = start_server(
+            sdar,
+            tmp_path / f"{kind}.log",
+            *options,
+            *LORA,
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+        )
+        try:
+            assert load(running, "one", tmp_path / "one").status_code == 200
+            if kind == "one":
+                for name in names:
+                    expected[name] = [tokens(running, name, seed=seed) for seed in seeds]
+                assert expected[MODEL] != expected["one"]
+            else:
+                check_engines(running, expected, seeds)
+        finally:
+            stop_server(running)
 
 
 def test_taken_away(adapted: Server, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.integration.test_images import picture
+from tests.integration.test_parity import denoising
+from tests.integration.test_quantized import divergence, perturbed_first_step
 from tests.robustness.serve_options import configure
 from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt, write_adapter
 from tests.support.checkpoints import random_checkpoint
@@ -21,6 +27,7 @@ from tests.support.generate import run_engine
 from tests.support.graphs import emulated_capture
 from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
+from tests.support.quantized import QuantizedOracle, quantized_checkpoint
 from vllm_diffusion.adapters import door
 from vllm_diffusion.startup.refusals import refusal_in
 
@@ -261,11 +268,156 @@ def test_other_orders(tmp_path, order):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_images(tmp_path):
+    """The tower is the checkpoint's; how a picture's rows are read is the encoder's part."""
+    from transformers import AutoProcessor
+
+    served = Served(tmp_path, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0})
+    processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
+    content = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    image, names = picture(1), [*ADAPTERS, None]
+    inputs = processor(text=text, images=[image], return_tensors="pt")
+    prompt = inputs.pop("input_ids")[0].tolist()
+    inputs.pop("attention_mask", None)
+    params = {"seed": 5, "max_tokens": CANVAS, "ignore_eos": True}
+    runs = [served.oracles[name].generate(prompt, **params, **inputs) for name in names]
+    try:
+        generate = partial(
+            served.engine.llm.generate,
+            sampling_params=served.engine.sampling_params(**params),
+            use_tqdm=False,
+        )
+        asked = {"prompt": text, "multi_modal_data": {"image": image}}
+        for name, run in zip(names, runs, strict=True):
+            with served.engine.recording() as steps:
+                (output,) = generate([asked], lora_request=served.requests[name])
+            for ours, logits in zip(denoising(steps), run.logits, strict=True):
+                assert (ours.logits - logits).abs().max() <= LOGIT_TOLERANCE
+            assert list(output.outputs[0].token_ids) == run.tokens
+        outputs = generate(
+            [asked] * len(names), lora_request=[served.requests[name] for name in names]
+        )
+    finally:
+        served.engine.close()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [run.tokens for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
+def test_quantized(tmp_path, scheme):
+    """First steps are those of PEFT's model on the rounded weights, as near as without adapters."""
+    checkpoint = quantized_checkpoint(tmp_path / "checkpoint", scheme)
+    # To compressed-tensors encoder and decoder are one; PEFT has an adapter for each.
+    oracles = [
+        separate_parts(QuantizedOracle(checkpoint, t)) for t in (torch.float32, torch.float64)
+    ]
+    targets = rf"(?!.*\.experts\.)({ENCODER}|{DECODER}|{CONDITIONING})"
+    plain = []
+    prompts = [prompt_of(5 + 7 * i, seed=i) for i in range(6)]
+    engine = TracedEngine(checkpoint, enable_lora=True, max_lora_rank=8)
+    try:
+        steps = []
+        for name, oracle in zip(("adapter", "exact"), oracles, strict=True):
+            if name == "exact":
+                plain = [oracle.first_step(prompt, [7] * CANVAS) for prompt in prompts]
+            adapt(oracle.model, tmp_path / name, seed=1, target_modules=targets)
+        for prompt in prompts:
+            with engine.recording() as recorded:
+                engine.llm.generate(
+                    [{"prompt_token_ids": prompt}],
+                    engine.sampling_params(seed=1, max_tokens=CANVAS, ignore_eos=True),
+                    lora_request=LoRARequest("adapter", 1, str(tmp_path / "adapter")),
+                    use_tqdm=False,
+                )
+            steps.append(recorded[0])
+    finally:
+        engine.close()
+    errors, ours, theirs = [], [], []
+    for prompt, step, without in zip(prompts, steps, plain, strict=True):
+        canvas = step.canvas.tolist()
+        exact = oracles[1].first_step(prompt, canvas).double()
+        errors.append((step.logits - exact).abs().amax(-1).median().item())
+        ours.append(divergence(exact, step.logits))
+        theirs.append(divergence(exact, perturbed_first_step(oracles[0], prompt, canvas)))
+        # Another canvas, but the same order of size: the adapter is not nothing.
+        assert (oracles[1].first_step(prompt, [7] * CANVAS) - without).abs().mean() > 0.1
+    assert sorted(errors)[len(errors) // 2] <= 1e-3
+    assert sum(ours) <= 2 * sum(theirs) + len(prompts) * 1e-2
+
+
+def separate_parts(oracle: QuantizedOracle) -> QuantizedOracle:
+    for layer in oracle.model.model.encoder.language_model.layers:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear) and "experts" not in name:
+                stem, _, end = name.rpartition(".")
+                setattr(layer.get_submodule(stem), end, copy.deepcopy(module))
+    return oracle
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sleep_and_new_weights(tmp_path):
+    """Adapters are what they were: on the old weights after a sleep, and on new ones."""
+    served = Served(
+        tmp_path, weight_transfer_config={"backend": "safetensors"}, enable_sleep_mode=True
+    )
+    llm = served.engine.llm
+    prompt = prompt_of(60, seed=1)
+    params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
+    names = ["everything", "decoder", None]
+
+    def check() -> None:
+        found = served.tokens([(name, prompt, {"seed": 7}) for name in names])
+        for name, tokens in zip(names, found, strict=True):
+            run = served.oracles[name].generate(prompt, seed=7, **params)
+            assert tokens == run.tokens, name
+
+    def update(path: Path) -> None:
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(path)}})
+        llm.finish_weight_update()
+
+    try:
+        check()
+        llm.sleep(level=1)
+        llm.wake_up()
+        check()
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        update(tmp_path / "checkpoint")
+        llm.wake_up(tags=["kv_cache"])
+        check()
+        changed = random_checkpoint(tmp_path / "changed", seed=1, **STEPS)
+        before = {name: served.oracles[name].generate(prompt, seed=7, **params) for name in names}
+        for i, name in enumerate([*ADAPTERS, None]):
+            oracle = served.oracles[name] = Oracle(changed)
+            if name is not None:
+                adapt(oracle.model, tmp_path / "again", seed=i, **ADAPTERS[name])
+                oracle.model.eval()
+        update(changed)
+        llm.reset_prefix_cache()
+        check()
+        for name in names:
+            assert served.oracles[name].generate(prompt, seed=7, **params) != before[name]
+    finally:
+        served.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "layout",
     [
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "fully_sharded_loras": True},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": True},
     ],
     ids=lambda layout: " ".join(layout),
 )
@@ -335,6 +487,7 @@ def test_start(tmp_path, options, sentence):
     [
         ("--max-lora-rank 8", ""),
         ("--fully-sharded-loras --tensor-parallel-size 2", "--fully-sharded-loras on the CPU"),
+        ("--data-parallel-size 2", "experts that several engines share"),
         ("--data-parallel-size 2 --enable-expert-parallel", "experts that several engines share"),
     ],
 )

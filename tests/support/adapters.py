@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,17 @@ def write_adapter(
     named = {f"base_model.model.{name}.weight": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def put_into_hub_cache(cache: Path, repository: str, folder: Path) -> Path:
+    """Lay a folder out as Hugging Face's hub does what it has fetched.
+
+    Returns:
+        The snapshot.
+    """
+    stored = cache / f"models--{repository.replace('/', '--')}"
+    snapshot = stored / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(folder, snapshot)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(snapshot.name)
+    return snapshot

@@ -7,8 +7,8 @@ batch would end the engine.
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_diffusion.replacement import replace
 # Only vLLM's own commands import it.
 _COMMAND = "vllm.entrypoints.common.cli_args"
 # Name and path of each, as this process's command line has them.
-_named: list[tuple[str, str]] = []
+_named: list[tuple[Any, Any]] = []
 
 
 def note_command_line() -> None:
@@ -49,6 +49,11 @@ def check_command_line(rules: AdapterRules) -> None:
     named = _named.copy()
     _named.clear()
     for name, path in named:
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise ValueError(
+                f"--lora-modules: name={name!r} and path={path!r} must both be strings; give name=path, or "
+                'JSON like {"name": "poet", "path": "/adapters/poet"}.'
+            )
         try:
             rules.check(path)
         except ValueError as error:
@@ -74,13 +79,18 @@ def _checked_before_loading(stock: Any) -> Any:
             return refusal
         at_start = {lora.name for lora in self.static_lora_modules or ()}
         num_servers = self.engine_client.vllm_config.parallel_config._api_process_count
+        problem = None
         if num_servers > 1 and request.lora_name not in at_start:
-            problem: str | None = (
+            problem = (
                 "cannot be loaded by one of several API servers, since the others would not know it; "
                 "name it in --lora-modules, or start with --api-server-count 1."
             )
         else:
-            problem = _sentence(rules.check_loading, request.lora_name, request.lora_path)
+            try:
+                # A repository may have to be fetched.
+                await asyncio.to_thread(rules.check_loading, request.lora_name, request.lora_path)
+            except ValueError as error:
+                problem = str(error)
         if problem is None:
             return None
         return create_error_response(
@@ -101,19 +111,13 @@ def _checked_before_queueing(stock: Any) -> Any:
         rules: AdapterRules | None = getattr(self.model_config, "adapter_rules", None)
         if lora_request is None or rules is None:
             return
-        if problem := _sentence(rules.check, lora_request.lora_path):
+        try:
+            rules.check(lora_request.lora_path)
+        except ValueError as error:
             raise VLLMValidationError(
-                f"model {lora_request.lora_name!r}: {problem}",
+                f"model {lora_request.lora_name!r}: {error}",
                 parameter="model",
                 value=lora_request.lora_name,
-            )
+            ) from None
 
     return validate_lora
-
-
-def _sentence(check: Callable[..., None], *args: str) -> str | None:
-    try:
-        check(*args)
-    except ValueError as error:
-        return str(error)
-    return None

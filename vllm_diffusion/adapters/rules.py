@@ -94,6 +94,16 @@ class AdapterRules:
     _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
     # By name and folder: what the files were when they were first loaded so.
     _loaded: dict[tuple[str, Path], object] = field(default_factory=dict, repr=False)
+    # By path or name: where the adapter is.
+    _fetched: dict[str, Path] = field(default_factory=dict, repr=False)
+
+    @property
+    def endings(self) -> set[str]:
+        """Of the modules' names, as vLLM tells them apart: from ``experts`` on, or the last part."""
+        return {
+            name[name.index(".experts") + 1 :] if ".experts" in name else name.rpartition(".")[2]
+            for name in self.modules
+        }
 
     def check_loading(self, name: str, path: str) -> None:
         """Refuse an adapter that does not fit, or whose name and folder stood for other files before.
@@ -107,10 +117,7 @@ class AdapterRules:
         Raises:
             ValueError: As :meth:`check`.
         """
-        self.check(path)
-        folder = local_folder(path)
-        if folder is None:
-            return
+        folder = self.check(path)
         now = self._seen[folder][0]
         if self._loaded.setdefault((name, folder), now) != now:
             raise ValueError(
@@ -118,20 +125,21 @@ class AdapterRules:
                 "may be cached of what it was; load it under another name, or from another folder."
             )
 
-    def check(self, path: str) -> None:
-        """Refuse an adapter that does not fit; nothing for one that is in a repository.
+    def check(self, path: str) -> Path:
+        """Refuse an adapter that does not fit; one that is in a repository is fetched first.
 
         Files that are what they were when they were last read are not read again.
 
         Args:
             path: Of its folder, or the name of a repository.
 
+        Returns:
+            Its folder on this machine.
+
         Raises:
             ValueError: Naming the folder, what is wrong with it and what to do.
         """
-        folder = local_folder(path)
-        if folder is None:
-            return
+        folder = self._folder(path)
         now = [_signature(folder / name) for name in (_CONFIG, _WEIGHTS)]
         then, problem = self._seen.get(folder, (None, None))
         if then != now:
@@ -139,6 +147,15 @@ class AdapterRules:
             self._seen[folder] = (now, problem)
         if problem is not None:
             raise ValueError(f"LoRA adapter {folder}: {problem}.")
+        return folder
+
+    def _folder(self, path: str) -> Path:
+        """A repository is asked for once: what it holds may change while its adapter is served."""
+        folder = self._fetched.get(path)
+        # These rules may have come here from another machine.
+        if folder is None or not folder.exists():
+            folder = self._fetched[path] = local_folder(path)
+        return folder
 
     def _problem(self, folder: Path) -> str | None:
         try:
@@ -237,11 +254,30 @@ def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
     }
 
 
-def local_folder(path: str) -> Path | None:
-    """Where an adapter is on this machine; ``None`` for the name of a repository, which vLLM fetches."""
+def local_folder(path: str) -> Path:
+    """Where an adapter is on this machine; by the name of a repository vLLM finds or fetches it.
+
+    Raises:
+        ValueError: If it is the name of none that could be fetched.
+    """
     folder = Path(path).expanduser()
-    looks_like_a_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None
-    return None if looks_like_a_name and not folder.exists() else folder
+    if folder.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
+        return folder
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    try:
+        fetched = Path(get_adapter_absolute_path(path))
+    except OSError as error:
+        # Its first line; what follows is about the machine's network.
+        why = f": {str(error).partition(chr(10))[0].rstrip('.')}"
+    else:
+        if fetched.is_absolute():
+            return fetched
+        why = ", for the reason that is in the log"
+    raise ValueError(
+        f"LoRA adapter {path}: there is no such folder, and no repository of this name could be fetched{why}; "
+        f"{_GIVE}, or the name of a repository that holds one."
+    )
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.v1.worker import lora_model_runner_mixin
 
 from vllm_diffusion.adapters.rules import AdapterRules
@@ -74,7 +76,12 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
     def create_lora_manager(self, model: nn.Module, vllm_config: VllmConfig) -> Any:
         self._manager_cls = model.adapter_manager
         self._lora_model_cls = model.adapter_weights
-        return super().create_lora_manager(model, vllm_config)
+        adapted = super().create_lora_manager(model, vllm_config)
+        manager = self._adapter_manager
+        # vLLM refuses what this stage has no module for; that another one has it is known from the rules.
+        manager.supported_lora_modules += self._rules.endings
+        _route_by_adapters(adapted, manager.modules)
+        return adapted
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         """As vLLM's.
@@ -82,5 +89,18 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         Raises:
             ValueError: If the adapter does not fit; nothing of it is loaded then.
         """
-        self._rules.check(get_adapter_absolute_path(lora_request.lora_path))
-        return super()._load_adapter(lora_request)
+        checked = copy(lora_request)
+        checked.lora_path = str(self._rules.check(lora_request.lora_path))
+        return super()._load_adapter(checked)
+
+
+def _route_by_adapters(model: nn.Module, adapted: dict[str, BaseLayerWithLoRA]) -> None:
+    """Have experts whose router is theirs to call (SDAR-MoE's) call the one that has adapters.
+
+    vLLM looks for the second name of a layer among what it has put in place of the experts meanwhile, and
+    leaves them the layer without adapters.
+    """
+    layer_of = {id(layer.base_layer): layer for layer in adapted.values()}
+    for module in model.modules():
+        if isinstance(module, MoERunner) and id(module.gate) in layer_of:
+            module.gate = layer_of[id(module.gate)]

@@ -92,6 +92,11 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
         return activation in GATES
 
     @staticmethod
+    def supports_lora() -> bool:
+        """Without it vLLM would build no such layer where others have adapters; its own are refused."""
+        return True
+
+    @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
         return True
 

@@ -53,9 +53,10 @@ def _why_no_experts(vllm_config: VllmConfig) -> str:
             "experts are not adapted with --fully-sharded-loras on the CPU; leave the option out, or "
             "train the adapter without them"
         )
-    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+    if parallel.data_parallel_size > 1:
+        # Whole or cut, they get the rows of all engines, each of which knows the adapters of its own.
         return (
             "experts that several engines share are not adapted on the CPU; leave "
-            "--enable-expert-parallel or --data-parallel-size out"
+            "--data-parallel-size out, or train the adapter without them"
         )
     return ""

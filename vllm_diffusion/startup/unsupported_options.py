@@ -149,12 +149,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.parallel_config.prefill_context_parallel_size > 1
     ),
     "--enable-dbo": lambda config: config.parallel_config.use_ubatching,
-    # Stages gave other tokens than one process.
-    "--enable-lora": (
-        lambda config: (
-            config.lora_config is not None and config.parallel_config.pipeline_parallel_size > 1
-        )
-    ),
     "--enable-tower-connector-lora": lambda config: _adapters(
         config, "enable_tower_connector_lora"
     ),

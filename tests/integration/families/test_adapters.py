@@ -6,24 +6,115 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import LINEAR, adapt, rename
 from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.llada2_model import MLP
 from tests.support.families.model import prompt_of
+from tests.support.generate import run_engine
 
 pytestmark = pytest.mark.engine
 
-# PEFT's modules of each family's layers; SDAR's experts are published one by one, and not so here.
+# PEFT's modules of each family's layers, experts among them.
 TARGETS: dict[str, Any] = {
     **dict.fromkeys(CASES, rf".*\.(self_attn|mlp)\.{LINEAR}"),
     **dict.fromkeys(
         ("llada2.0", "llada2.1", "llada2.2"),
         r".*\.(query_key_value|dense|gate_proj|up_proj|down_proj)",
     ),
-    "sdar-moe": r".*\.self_attn\.[qkvo]_proj",
+    "sdar-moe": rf".*\.(self_attn|experts\.\d+)\.{LINEAR}",
 }
+# What chooses the experts is no module to PEFT, but a parameter.
+ROUTERS = dict.fromkeys(("sdar-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"])
+
+
+class SeparateExperts(nn.ModuleList):
+    """SDAR-MoE's experts as they are published, a module each; ``transformers`` has them as one."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+            expert = MLP(experts.hidden_dim, experts.intermediate_dim)
+            gate, up = both.chunk(2)
+            for module, weight in (
+                (expert.gate_proj, gate),
+                (expert.up_proj, up),
+                (expert.down_proj, down),
+            ):
+                module.weight.data = weight.data
+            self.append(expert)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden_size] of the same, and [T, top_k] experts and weights."""
+        routed = torch.zeros_like(x)
+        for i, expert in enumerate(self):
+            rows, place = (chosen == i).nonzero(as_tuple=True)
+            routed[rows] += weights[rows, place, None] * expert(x[rows])
+        return routed
+
+
+def separate_experts(body: nn.Module) -> None:
+    """Give PEFT a module for each expert, in place."""
+    for module in list(body.modules()):
+        if isinstance(module, Qwen3MoeSparseMoeBlock):
+            module.experts = SeparateExperts(module.experts)
+            # By the name of the type that transformers knows PEFT would take the experts for one.
+            body.config.model_type = "sdar_moe"
+
+
+class Adapted:
+    """A family's checkpoint with two adapters, and its own model with each of them and with none.
+
+    Attributes:
+        checkpoint: Its folder.
+        adapters: Their folders, by number.
+        work: Number of the adapter or 0, prompt, and what is asked.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._case = CASES[name]
+        self.checkpoint = self._case.make().save(folder / "checkpoint")
+        self.adapters = {i: folder / str(i) for i in (1, 2)}
+        self._models = {0: self._case.make()}
+        for i, path in self.adapters.items():
+            model = self._models[i] = self._case.make()
+            separate_experts(model.body)
+            adapted = adapt(
+                model.body,
+                path,
+                seed=i,
+                rank=2 * i,
+                target_modules=TARGETS[name],
+                target_parameters=ROUTERS.get(name),
+            )
+            # What PEFT changed in place is called as before.
+            assert adapted.base_model.model is model.body
+            if name == "nemotron":
+                rename(path, lambda module: module.replace("model.", "encoder.", 1))
+        wanted = [Wanted(), Wanted(temperature=1.0, seed=3)]
+        self.work = [
+            (i, prompt_of(n, seed=n), one) for i in self._models for n in (5, 33) for one in wanted
+        ]
+        self.options: dict[str, Any] = {
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": 8,
+            **self._case.options,
+        }
+
+    def check(self, answers: list[list[int]]) -> None:
+        """Each is the published loop's, and they are not the same."""
+        for (i, prompt, one), answer in zip(self.work, answers, strict=True):
+            tokens = expected(self._case, self._models[i], prompt, one).tokens
+            assert answer == tokens, (i, len(prompt), one)
+        assert len(set(map(tuple, answers))) > len(self.work) // 2
 
 
 @pytest.mark.slow
@@ -31,78 +122,90 @@ TARGETS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CASES)
 def test_tokens(name: str, tmp_path: Path) -> None:
     """Two adapters and the model without one, in one batch, greedy and drawn."""
-    case = CASES[name]
-    checkpoint = case.make().save(tmp_path / "checkpoint")
-    models: dict[int, Any] = {0: case.make()}
-    for i in (1, 2):
-        models[i] = case.make()
-        folder = tmp_path / str(i)
-        adapted = adapt(models[i].body, folder, seed=i, rank=2 * i, target_modules=TARGETS[name])
-        # What PEFT changed in place is called as before.
-        assert adapted.base_model.model is models[i].body
-        if name == "nemotron":
-            rename(folder, lambda module: module.replace("model.", "encoder.", 1))
-    wanted = [Wanted(), Wanted(temperature=1.0, seed=3)]
-    work = [(i, prompt_of(n, seed=n), one) for i in models for n in (5, 33) for one in wanted]
-    engine = TracedEngine(
-        checkpoint,
-        max_model_len=256,
-        max_num_seqs=8,
-        enable_lora=True,
-        max_loras=2,
-        max_lora_rank=8,
-        **case.options,
-    )
+    adapted = Adapted(name, tmp_path)
+    engine = TracedEngine(adapted.checkpoint, **adapted.options)
     try:
         outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompt} for _, prompt, _ in work],
-            [one.sampling_params() for *_, one in work],
+            [{"prompt_token_ids": prompt} for _, prompt, _ in adapted.work],
+            [one.sampling_params() for *_, one in adapted.work],
             lora_request=[
-                LoRARequest(str(i), i, str(tmp_path / str(i))) if i else None for i, *_ in work
+                LoRARequest(str(i), i, str(adapted.adapters[i])) if i else None
+                for i, *_ in adapted.work
             ],
             use_tqdm=False,
         )
     finally:
         engine.close()
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
-    for (i, prompt, one), answer in zip(work, answers, strict=True):
-        assert answer == expected(case, models[i], prompt, one).tokens, (i, len(prompt), one)
-    assert len(set(map(tuple, answers))) > len(work) // 2
+    adapted.check([list(output.outputs[0].token_ids) for output in outputs])
+
+
+# Of LLaDA2's three layers the first has no experts: with three stages it is a stage.
+STAGES = [(name, n) for name in CASES for n in ((2, 3) if name == "llada2.0" else (2,))]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("name", "num_stages"), STAGES)
+def test_stages(name: str, num_stages: int, is_async: bool, tmp_path: Path) -> None:
+    """The same, of processes with some of the layers each."""
+    adapted = Adapted(name, tmp_path)
+    requests = []
+    for i, prompt, one in adapted.work:
+        params = {key: getattr(one, key) for key in ("max_tokens", "temperature", "seed")}
+        params |= {"ignore_eos": True, "extra_args": one.extra_args()}
+        requests.append({"prompt": prompt, "params": params})
+        if i:
+            requests[-1]["adapter"] = (str(i), i, str(adapted.adapters[i]))
+    engine = adapted.options | {
+        "model": str(adapted.checkpoint),
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 1024**2,
+        "pipeline_parallel_size": num_stages,
+        "async_scheduling": is_async,
+    }
+    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
+    adapted.check([answer["tokens"] for answer in answers])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+    ],
+    ids=["plain", "stages", "stages-async"],
+)
+def test_drafts(layout: dict[str, Any], tmp_path: Path) -> None:
     """With ``linear_spec`` the checkpoint's own adapter drafts beside one of a request, and both act.
 
-    Tokens are those of the autoregressive mode, with the request's adapter alone.
+    Tokens are those of the autoregressive mode in one process, with the request's adapter alone.
     """
     checkpoint = CASES["nemotron"].make().save(tmp_path / "checkpoint")
     model = CASES["nemotron"].make()
     adapt(model.body, tmp_path / "adapter", seed=1, target_modules=TARGETS["nemotron"])
     rename(tmp_path / "adapter", lambda module: module.replace("model.", "encoder.", 1))
-    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    prompts = [prompt_of(length, seed=length) for length in (5, 33, 70)]
+    params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    plain = [{"prompt": prompt_of(length, seed=length), "params": params} for length in (5, 33, 70)]
+    adapter = ("adapter", 1, str(tmp_path / "adapter"))
     found = {}
-    for rule in ("linear_spec", "autoregressive"):
-        engine = TracedEngine(
-            checkpoint,
-            max_model_len=256,
-            enable_lora=True,
-            max_lora_rank=8,
-            additional_config={"diffusion": {"rule": rule}},
-        )
-        try:
-            for adapter in (None, request):
-                outputs = engine.llm.generate(
-                    [{"prompt_token_ids": prompt} for prompt in prompts],
-                    engine.sampling_params(temperature=0.0, max_tokens=40, ignore_eos=True),
-                    lora_request=adapter,
-                    use_tqdm=False,
-                )
-                found[rule, adapter] = [list(output.outputs[0].token_ids) for output in outputs]
-        finally:
-            engine.close()
-    assert found["linear_spec", None] == found["autoregressive", None]
-    assert found["linear_spec", request] == found["autoregressive", request]
-    assert found["linear_spec", request] != found["linear_spec", None]
+    for rule, own in (("linear_spec", layout), ("autoregressive", {})):
+        engine = {
+            "model": str(checkpoint),
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 * 1024**2,
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "additional_config": {"diffusion": {"rule": rule}},
+            **own,
+        }
+        batches = [plain, [request | {"adapter": adapter} for request in plain]]
+        answers = run_engine({"engine": engine, "batches": batches})["batches"]
+        found[rule] = [[answer["tokens"] for answer in batch] for batch in answers]
+    assert found["linear_spec"] == found["autoregressive"]
+    assert found["linear_spec"][0] != found["linear_spec"][1]

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
 
+from tests.support.adapters import adapt
 from tests.support.engine import StepRecord, TracedEngine
 from tests.support.families import model as tiny
 from tests.support.families.cases import Wanted
@@ -129,13 +131,16 @@ def save_compressed(model: TinyModel, scheme: dict[str, Any], folder: Path) -> P
     return compressed.save(folder)
 
 
-def first_step(folder: Path, prompt: list[int]) -> StepRecord:
-    """The engine's first denoising step behind a prompt."""
-    engine = TracedEngine(folder, max_model_len=256)
+def first_step(folder: Path, prompt: list[int], adapter: Path | None = None) -> StepRecord:
+    """The engine's first denoising step behind a prompt, with an adapter or none."""
+    engine = TracedEngine(folder, max_model_len=256, enable_lora=adapter is not None)
     try:
         with engine.recording() as steps:
             outputs = engine.llm.generate(
-                [{"prompt_token_ids": prompt}], Wanted(8).sampling_params(), use_tqdm=False
+                [{"prompt_token_ids": prompt}],
+                Wanted(8).sampling_params(),
+                lora_request=adapter and LoRARequest("adapter", 1, str(adapter)),
+                use_tqdm=False,
             )
     finally:
         engine.close()
@@ -192,6 +197,36 @@ def test_nvfp4(name: str, tmp_path: Path) -> None:
     rounded = logits_behind(model, name, prompt, step.canvas.tolist())
     exact = logits_behind(plain, name, prompt, step.canvas.tolist())
     check(name, step.logits[:, MASK_LESS], rounded, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["sdar", "llada2"])
+def test_adapter(name: str, scheme: str, tmp_path: Path) -> None:
+    """On rounded weights: the logits are those of PEFT's model on them, and far from those without."""
+    model: TinyModel = llada2() if name == "llada2" else tiny.sdar()
+    if scheme == "fp8":
+        folder = quantized(model.save(tmp_path / "checkpoint"), ignored(name))
+        emulate_fp8(model)
+    else:
+        settings = quantize_nvfp4(model, ["lm_head", *ignored(name)[1:]])
+        settings["ignore"] = ignored(name)
+        folder = save_compressed(model, settings, tmp_path / "checkpoint")
+    plain = copy.copy(model)
+    plain.body = copy.deepcopy(model.body)
+    # All but experts, which a CPU does not adapt where they are quantised.
+    layers = r"(self_attn|attention|mlp|shared_experts)\.(\w+_proj|query_key_value|dense)"
+    adapt(model.body, tmp_path / "adapter", target_modules=rf"model\.layers\.\d+\.(mlp\.)?{layers}")
+    prompt = prompt_of(64)
+    step = first_step(folder, prompt, tmp_path / "adapter")
+    canvas = step.canvas.tolist()
+    adapted = logits_behind(model, name, prompt, canvas)
+    without = logits_behind(plain, name, prompt, canvas)
+    distance = (step.logits[:, MASK_LESS] - adapted).abs().mean(dim=-1).median()
+    print(f"\ndistance {distance:.3f}, of the adapter {(adapted - without).abs().mean():.3f}")
+    # A part of it that is missing is a third, and a rounding that flips up to a twentieth.
+    assert distance < 0.1 * (adapted - without).abs().mean()
 
 
 def check(name: str, ours: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor) -> None:

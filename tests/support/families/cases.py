@@ -49,15 +49,8 @@ class Wanted:
     top_p: float = 1.0
     seed: int = 0
 
-    def sampling_params(self, shown: Mapping[str, Any] | None = None, **changes: Any) -> Any:
-        """vLLM's, which end at nothing but ``max_tokens``.
-
-        Args:
-            shown: Arguments that say what is sent besides tokens.
-            changes: Of any parameter.
-        """
-        from vllm import SamplingParams
-
+    def extra_args(self) -> dict[str, Any]:
+        """What is not vLLM's, under the names of requests."""
         extra: dict[str, Any] = {
             "diffusion_reveal_threshold": self.threshold,
             "diffusion_strategy": self.strategy,
@@ -69,7 +62,18 @@ class Wanted:
         ):
             if value is not None:
                 extra[f"diffusion_{name}"] = value
-        extra |= shown or {}
+        return extra
+
+    def sampling_params(self, shown: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+        """vLLM's, which end at nothing but ``max_tokens``.
+
+        Args:
+            shown: Arguments that say what is sent besides tokens.
+            changes: Of any parameter.
+        """
+        from vllm import SamplingParams
+
+        extra = self.extra_args() | dict(shown or {})
         options: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,

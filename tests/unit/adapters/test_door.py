@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_diffusion.adapters import door
 from vllm_diffusion.adapters.door import _checked_before_loading, _checked_before_queueing
 
 pytestmark = pytest.mark.engine
@@ -49,6 +50,15 @@ def test_loading() -> None:
     refusal = load(served(rules=Rules()), "bad").error
     assert (refusal.code, refusal.param) == (400, "lora_path")
     assert refusal.message == "lora_path LoRA adapter bad: it is bad."
+
+
+def test_command_line_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON may say anything."""
+    monkeypatch.setattr(door, "_named", [("poet", 3)])
+    with pytest.raises(
+        ValueError, match="--lora-modules: name='poet' and path=3 must both be strings; give"
+    ):
+        door.check_command_line(Rules())
 
 
 def test_several_api_servers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt, write_adapter
+from tests.support.adapters import (
+    CONDITIONING,
+    DECODER,
+    ENCODER,
+    EXPERTS,
+    adapt,
+    put_into_hub_cache,
+    write_adapter,
+)
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.adapters.rules import AdapterRules, Module, adapted_modules, local_folder
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
@@ -144,14 +153,37 @@ def test_options(modules: dict[str, Module], tmp_path: Path) -> None:
         AdapterRules(modules, 8, no_experts="not here").check(folder)
 
 
-def test_names_of_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are vLLM's to fetch; a path is a path, there or not."""
+def test_names_of_repositories(
+    rules: AdapterRules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was fetched is read where it is; a path is a path, there or not; others have a sentence."""
     monkeypatch.chdir(tmp_path)
-    assert local_folder("someone/an-adapter") is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for path in ("adapter", "./a/b", "/a/b", "a/b/c", "~/adapter"):
-        assert local_folder(path) is not None
-    (tmp_path / "someone" / "an-adapter").mkdir(parents=True)
-    assert local_folder("someone/an-adapter") == Path("someone/an-adapter")
+        assert local_folder(path) == Path(path).expanduser()
+    with pytest.raises(
+        ValueError,
+        match=r"someone/poet: there is no such folder, and no repository of .* Cannot find .*; give the folder that .*, or the name of a repository",
+    ):
+        rules.check("someone/poet")
+    snapshots = [
+        put_into_hub_cache(
+            tmp_path / "cache", f"someone/{name}", write_adapter(tmp_path / name, tensors)
+        )
+        for name, tensors in (("poet", pair()), ("clerk", pair(into=64)))
+    ]
+    assert rules.check("someone/poet") == snapshots[0]
+    with pytest.raises(ValueError, match=r"snapshots/.*lora_A is F32 \[4, 64\]"):
+        rules.check("someone/clerk")
+    # It is what it was, whatever the name stands for meanwhile; unless it is gone from this machine.
+    shutil.rmtree(tmp_path / "cache" / "models--someone--poet" / "refs")
+    assert rules.check("someone/poet") == snapshots[0]
+    shutil.rmtree(snapshots[0])
+    with pytest.raises(ValueError, match="someone/poet: there is no such folder"):
+        rules.check("someone/poet")
+    (tmp_path / "someone" / "poet").mkdir(parents=True)
+    assert local_folder("someone/poet") == Path("someone/poet")
 
 
 json_values = st.recursive(

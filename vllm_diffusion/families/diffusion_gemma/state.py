@@ -92,13 +92,14 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        if not self.is_first_stage:
-            return {}
         places, num_rows = self.pass_rows, input_batch.num_draft_tokens
         rows = places.index[:num_rows]
         if self._adapters is not None:
+            # Each stage has its own layers' matrices, and is told anew of which part a row is.
             phase = self.slots.phase[places.slot[:num_rows]]
             self._adapters.assign_rows(rows, is_denoised=phase != int(Phase.COMMITTING))
+        if not self.is_first_stage:
+            return {}
         if num_rows < input_batch.num_tokens:
             self._fill_ids(input_batch, req_states)
             self._embed_known_tokens(input_batch)
