@@ -177,9 +177,9 @@ def test_modelopt_layout(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4", "fp8-dynamic"])
 def test_two_ranks(scheme, tmp_path):
-    """Shards of weights and scales: the answers are right on two ranks.
+    """Shards of weights and scales: the answers are right on two ranks, and the same in any batch.
 
-    Not bit for bit those of one: each rank scales its own part of a row.
+    Not bit for bit those of one process: each rank sums its own part of a row, and scales it where FP8 is dynamic.
     """
     checkpoint = quantized_checkpoint(tmp_path / scheme, scheme)
     tasks, tokenizer = example("tiny_tasks"), AutoTokenizer.from_pretrained(SHIPPED)
@@ -195,6 +195,12 @@ def test_two_ranks(scheme, tmp_path):
         }
         for one in examples
     ]
+    params = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    requests += [
+        {"prompt": tokenizer(text).input_ids, "params": params | {"seed": seed}}
+        for text in ("One, two", "A list:", "Tree", "red green blue")
+        for seed in (3, 9)
+    ]
     answer = run_engine(
         {
             "engine": {
@@ -206,11 +212,13 @@ def test_two_ranks(scheme, tmp_path):
                 "limit_mm_per_prompt": {"image": 0, "video": 0},
                 "tensor_parallel_size": 2,
             },
-            "batches": [requests],
+            "batches": [requests, *([request] for request in requests)],
         }
     )
+    together, *alone = ([one["tokens"] for one in batch] for batch in answer["batches"])
+    assert sum(alone, []) == together
     texts = [
-        tokenizer.decode(one["tokens"], skip_special_tokens=True) for one in answer["batches"][0]
+        tokenizer.decode(tokens, skip_special_tokens=True) for tokens in together[: len(examples)]
     ]
     right = [tasks.is_correct(one, text) for one, text in zip(examples, texts, strict=True)]
     assert sum(right) >= len(right) - 2, texts
