@@ -2,7 +2,7 @@
 
 On a CPU the math library takes other paths for few rows, which round differently, so a request
 would read differently alone and in a batch. Products of at least :data:`MIN_ROWS` rows were
-bit-identical row by row for every number of rows tried (``tests/unit/test_cpu_linear.py``), so
+bit-identical row by row for every number of rows tried (``tests/unit/platforms/test_cpu_linear.py``), so
 smaller ones are padded.
 """
 
