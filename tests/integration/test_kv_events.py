@@ -21,9 +21,8 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
-from tests.support.families.cases import CASES
+from tests.support.families.cases import LAYOUTS, checkpoint_of
 from tests.support.prompts import prompt_of
 from vllm_diffusion.cli.server import free_port
 
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.engine
 # Below a block of 16 tokens, at the end of one, beyond a window, and more than a pass holds.
 LENGTHS = (5, 16, 80, 130)
 NUM_TOKENS = 70
-MASKED = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
 TOPIC = b"kv"
 
 
@@ -121,12 +119,7 @@ class Subject:
     def __init__(self, family: str, folder: Path, **options: Any) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.router = Router(endpoint)
-        if family in CASES:
-            checkpoint = CASES[family].make().save(folder)
-            options |= CASES[family].options
-        else:
-            # A canvas in few steps: what is announced is what it leaves.
-            checkpoint = random_checkpoint(folder, generation_config={"max_denoising_steps": 6})
+        checkpoint, needed = checkpoint_of(family, folder)
         self.traced = TracedEngine(
             checkpoint,
             max_num_batched_tokens=128,
@@ -135,7 +128,7 @@ class Subject:
                 "endpoint": endpoint,
                 "topic": TOPIC.decode(),
             },
-            **options | {"max_model_len": 256},
+            **options | needed | {"max_model_len": 256},
         )
         spec = self.traced.state.spec
         self.unit = spec.length if spec.is_aligned else 1
@@ -197,7 +190,7 @@ def _parameters() -> Iterator[Any]:
     yield pytest.param(("gemma", {}), id="synchronous")
     keeps = {"async_scheduling": True, "prefix_cache_retention_interval": None}
     yield pytest.param(("gemma", keeps), id="asynchronous")
-    for family in MASKED:
+    for family in LAYOUTS:
         for is_async in (False, True):
             yield pytest.param(
                 (family, {"async_scheduling": is_async}),

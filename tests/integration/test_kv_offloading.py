@@ -10,6 +10,7 @@ import pytest
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.prompts import prompt_of
+from tests.support.torch_offloading import CONNECTOR
 
 pytestmark = pytest.mark.engine
 
@@ -39,17 +40,7 @@ def engine(
         additional_config={
             "diffusion": {"fused_encode": False} if request.param == "separate" else {}
         },
-        kv_transfer_config={
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "TorchOffloadingSpec",
-                "spec_module_path": "tests.support.torch_offloading",
-                "cpu_bytes_to_use": 64 * 1024**2,
-                # Answers too.
-                "offload_prompt_only": False,
-            },
-        },
+        kv_transfer_config=CONNECTOR,
     )
     yield engine
     engine.close()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import random_checkpoint
+from tests.support import torch_offloading
 from tests.support.engine import TracedEngine
-from tests.support.families.cases import CASES
+from tests.support.families.cases import LAYOUTS, checkpoint_of
 from tests.support.memory_connector import Kept, MemoryConnector
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import DiffusionRequestMetrics, request_metrics
@@ -32,23 +32,11 @@ MEMORY = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "tests.support.memory_connector",
 }
-OFFLOADING = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "TorchOffloadingSpec",
-        "spec_module_path": "tests.support.torch_offloading",
-        "cpu_bytes_to_use": 64 * 1024**2,
-        "offload_prompt_only": False,
-    },
-}
 SEVERAL = {
     "kv_connector": "MultiConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"connectors": [MEMORY, OFFLOADING]},
+    "kv_connector_extra_config": {"connectors": [MEMORY, torch_offloading.CONNECTOR]},
 }
-# One for each way in which canvases lie, and the one whose rows are routed by block.
-MASKED = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
 
 
 class Engine:
@@ -63,13 +51,8 @@ class Engine:
         connector: dict[str, Any] = MEMORY,
         num_stages: int = 1,
     ) -> None:
-        options: dict[str, Any] = {"max_model_len": 256}
-        if family in CASES:
-            checkpoint = CASES[family].make().save(folder)
-            options |= CASES[family].options
-        else:
-            # A canvas in few steps: what is moved is what it is denoised on.
-            checkpoint = random_checkpoint(folder, generation_config={"max_denoising_steps": 6})
+        checkpoint, needed = checkpoint_of(family, folder)
+        options: dict[str, Any] = {"max_model_len": 256, **needed}
         self.traced = TracedEngine(
             checkpoint,
             language_model_only=True,
@@ -135,7 +118,7 @@ class Engine:
 def _parameters() -> Iterator[Any]:
     for order in ("synchronous", "asynchronous"):
         yield pytest.param(("gemma", order), id=order)
-        for family in MASKED:
+        for family in LAYOUTS:
             yield pytest.param((family, order), id=f"{family}-{order}", marks=pytest.mark.slow)
 
 

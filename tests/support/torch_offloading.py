@@ -11,6 +11,19 @@ from torch import Tensor
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+# In ``kv_transfer_config``.
+CONNECTOR: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "TorchOffloadingSpec",
+        "spec_module_path": __name__,
+        "cpu_bytes_to_use": 64 * 1024**2,
+        # Answers too.
+        "offload_prompt_only": False,
+    },
+}
+
 
 class TorchOffloadingSpec(CPUOffloadingSpec):
     """Chunks of one block each."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from tests.support.checkpoints import random_checkpoint
 from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stable_diffcoder
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID
@@ -278,6 +280,22 @@ CASES: dict[str, Case] = {
         stepped=("static",),
     ),
 }
+
+# One for each way in which canvases lie, and the one whose rows are routed by block.
+LAYOUTS = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
+
+
+def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint, and the options of an engine that it needs.
+
+    Args:
+        family: Of :data:`CASES`; any other name is DiffusionGemma's, whose canvases take few steps: what is
+            kept of one is what it was denoised on.
+        folder: For the checkpoint.
+    """
+    if family in CASES:
+        return CASES[family].make().save(folder), CASES[family].options
+    return random_checkpoint(folder, generation_config={"max_denoising_steps": 6}), {}
 
 
 def expected(
