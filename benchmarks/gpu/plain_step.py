@@ -15,6 +15,7 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.requests.params import CanvasParams
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.sampler import DiffusionSampler
@@ -56,7 +57,7 @@ class Server:
         self.sizes = sizes
         self._generator = torch.Generator(DEVICE).manual_seed(0)
         weight = self.random(sizes.vocab, sizes.hidden) * 0.2
-        spec = CanvasSpec(sizes.canvas, EntropyBound(), 48, SETTINGS)
+        spec = CanvasSpec(FreeCanvas(sizes.canvas), EntropyBound(), 48, SETTINGS)
         self.slots = CanvasSlots(sizes.slots, spec, sizes.vocab, DEVICE)
         self.soft_embeds = torch.zeros(
             sizes.slots, sizes.canvas, sizes.hidden, dtype=sizes.dtype, device=DEVICE

@@ -131,7 +131,7 @@ class Subject:
             **options | needed | {"max_model_len": 256},
         )
         spec = self.traced.state.spec
-        self.unit = spec.length if spec.is_aligned else 1
+        self.unit = spec.layout.alignment
         self.num_marks = 0
         # Before it has connected, vLLM's publisher drops what it has.
         while not self.router.socket.poll(100):

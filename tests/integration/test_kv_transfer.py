@@ -111,7 +111,7 @@ class Engine:
 
     def num_loaded(self, length: int) -> int:
         """Tokens of a prompt that are not computed again: stock computes the last one in any case."""
-        unit = self.spec.length if self.spec.is_aligned else 1
+        unit = self.spec.layout.alignment
         return (length - 1) // unit * unit
 
 

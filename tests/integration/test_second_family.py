@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 
 from tests.support.engine import TracedEngine
 from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
 from vllm_diffusion.quantization.body_tensors import BodyTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
@@ -34,7 +34,7 @@ class MaskedLlamaEngineConfig(MaskedEngineConfig):
     }
     mask_token_id = MASK
     block_length = CANVAS
-    layout: ClassVar[dict[str, bool]] = {}
+    layout = FreeCanvas
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

@@ -17,6 +17,7 @@ from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
 from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.requests.params import RequestParamError, parse_canvas_params
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 
@@ -80,7 +81,7 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     if refused is not None:
         assert any(name in refused for name in options)
         return
-    spec = CanvasSpec(32, rule, max_steps, values)
+    spec = CanvasSpec(FreeCanvas(32), rule, max_steps, values)
     slots = CanvasSlots(2, spec, 316, torch.device("cpu"))
     slots.add_request(1, NewRequest(CanvasParams()))
     slots.apply_staged_writes()

@@ -7,6 +7,7 @@ from typing import Any
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.layouts import AlignedBlock, FreeCanvas
 
 SETTINGS = {
     "entropy_bound": 0.1,
@@ -19,12 +20,12 @@ SETTINGS = {
 
 def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:
     """What DiffusionGemma is published with, at another length."""
-    return CanvasSpec(length, EntropyBound(), max_denoising_steps, SETTINGS, **changes)
+    layout = FreeCanvas(length)
+    return CanvasSpec(layout, EntropyBound(), max_denoising_steps, SETTINGS, **changes)
 
 
 def masked_spec(length: int, **changes: Any) -> CanvasSpec:
     """Blocks of masks, as SDAR's."""
     settings = {"reveal_threshold": 0.9, "strategy": "dynamic"}
-    layout = {"mask_token_id": 4, "is_aligned": True, "is_block_causal": True}
     own = {"rule": Reveal(4), "max_denoising_steps": length, "settings": settings}
-    return CanvasSpec(length, **(own | layout | changes))
+    return CanvasSpec(AlignedBlock(length), **(own | {"mask_token_id": 4} | changes))

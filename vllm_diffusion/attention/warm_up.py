@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
+from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.settings.plugin_settings import plugin_settings
 
 
@@ -26,11 +27,9 @@ class AttentionVariants(VllmJitKernel[Any]):
         """Launch each variant on a sequence without rows."""
         layer, config = compile_key.layer, compile_key.config
         spec = getattr(config.model_config, "canvas_spec", None)
-        spans = [False]
-        if spec is not None and spec.is_block_causal:
-            spans = [True]
-        elif config.model_config.is_mm_prefix_lm:
-            spans = [False, True]
+        # vLLM's own classes have canvases as free ones.
+        layout = FreeCanvas(0) if spec is None else spec.layout
+        spans = list(layout.warmed_spans(config.model_config.is_mm_prefix_lm))
         # vLLM's own classes say one flag a sequence, whose window follows the row.
         anchor = "query" if spec is None else plugin_settings(config).window_anchor
         layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)

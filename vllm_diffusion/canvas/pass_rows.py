@@ -72,7 +72,7 @@ class PassRows:
     """The rows of the pass that :meth:`lay_out` was last called for.
 
     Sampled are canvas rows and, for a model whose canvases begin with a token that known ones give
-    (``CanvasSpec.is_seeded``), the last row of each request whose known tokens end in the pass: to the
+    (``CanvasLayout.seeding``), the last row of each request whose known tokens end in the pass: to the
     sampler that is a canvas of one row.
 
     Attributes:
@@ -104,7 +104,7 @@ class PassRows:
             compile_backend: Backend of ``torch.compile``, which makes one or two launches of each
                 function; ``None`` runs its operations one by one.
         """
-        self._slots, self._spec = slots, slots.spec
+        self._slots, self._layout = slots, slots.spec.layout
         R, N, device = slots.num_slots, max_rows, slots.device
         # Compiled for the largest pass, so that it is compiled once; else as long as the pass is.
         self._most = None if compile_backend is None else N
@@ -116,7 +116,7 @@ class PassRows:
 
         self.causal_rows, self.causal_flags = (integers(R, torch.int32) for _ in range(2))
         self.index, self.slot, self.position, self.offset = (integers(N) for _ in range(4))
-        self.hidden_index = integers(N) if self._spec.is_shifted else self.index
+        self.hidden_index = self._layout.hidden_index(self.index)
         numbers = self._numbers
         # What needs no arithmetic is read where it was copied to.
         self.of_slots = SlotPass(
@@ -154,7 +154,7 @@ class PassRows:
         ) & (num_canvas == 0)
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
-        self.seeding = is_over if self._spec.is_seeded and is_over.any() else None
+        self.seeding = self._layout.seeding(is_over)
         num_sampled = num_canvas if self.seeding is None else num_canvas + self.seeding
         self.starts = np.concatenate([[0], np.cumsum(num_sampled)])
 
@@ -199,13 +199,13 @@ class PassRows:
         offset: Tensor,
     ) -> None:
         """What the host knows, for requests and for rows; every argument is filled."""
-        numbers, slots, spec = self._numbers, self._slots, self._spec
+        numbers, slots, layout = self._numbers, self._slots, self._layout
         R = slots.num_slots
         query_lens = numbers.query_start[1:] - numbers.query_start[:-1]
-        num_bidirectional = numbers.num_canvas[:R]
-        if not spec.is_block_causal:
-            is_committed = slots.phase[numbers.slot[:R].long()] == int(Phase.COMMITTING)
-            num_bidirectional = torch.where(is_committed, 0, num_bidirectional)
+        num_bidirectional = layout.num_bidirectional(
+            numbers.num_canvas[:R],
+            lambda: slots.phase[numbers.slot[:R].long()] == int(Phase.COMMITTING),
+        )
         self.causal_rows.copy_(query_lens - num_bidirectional)
         self.causal_flags.copy_((num_bidirectional == 0) & (query_lens > 0))
 
@@ -220,13 +220,8 @@ class PassRows:
         index.copy_(torch.where(is_row, at, 0))
         slot.copy_(torch.where(is_row, numbers.slot[request], 0))
         position.copy_(torch.where(is_row, within, 0))
-        hidden_at = at
-        if spec.is_shifted:
-            # A row says what stands behind it. Nothing has to be said of a canvas's first position;
-            # its last row says what the next canvas begins with.
-            is_seed = self.of_slots.seeding[slot]
-            before = torch.where(within == 0, at + slots.canvas_length - 1, at - 1)
-            hidden_at = torch.where(is_seed, at, before)
+        hidden_at = layout.hidden_at(at, within, lambda: self.of_slots.seeding[slot])
+        if hidden_at is not at:
             hidden_index.copy_(torch.where(is_row, hidden_at, 0))
         offset.copy_(torch.where(is_row, hidden_at - start, 0))
 

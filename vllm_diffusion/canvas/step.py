@@ -119,21 +119,6 @@ def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]
     return slots.spec.rule.temperatures(slots.settings, slots.step, slots.max_steps, requested)
 
 
-def accepted_lengths(canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
-    """[R], int32: leading tokens of each canvas that a causal pass over it draws too.
-
-    The first is there without it; row i says what stands at i + 1.
-
-    Args:
-        canvas: [R, C], int64.
-        drawn: [R, C], int64: by each row.
-        num_rows: [R], int32: rows of each canvas; 1 is returned where there are none.
-    """
-    position = torch.arange(1, canvas.shape[-1], device=canvas.device)
-    agrees = (canvas[:, 1:] == drawn[:, :-1]) & (position < num_rows[:, None])
-    return 1 + agrees.to(torch.int32).cumprod(dim=-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
-
-
 class CanvasStep:
     """Denoise, converge, emit and begin canvases: whatever each slot is at."""
 
@@ -156,7 +141,7 @@ class CanvasStep:
         """
         self._slots = slots
         self._spec = slots.spec
-        self._converge_at_end = converge_at_end or slots.spec.rule.judges_to_end
+        self._converge_at_end = slots.spec.converges_at_end(converge_at_end)
         self._emits_when_done = emits_when_done
         self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = compiled(
             self._advance, compile_backend
@@ -182,9 +167,8 @@ class CanvasStep:
         done = denoised & self._may_end(decision, slot_pass, position)
         done = done & (decision.done | (slots.step + 1 >= slots.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
-        num_final = slot_pass.num_rows
-        if self._spec.rule.commit_verifies:
-            num_final = accepted_lengths(slots.canvas, statistics.candidate, num_final)
+        layout = self._spec.layout
+        num_final = layout.num_final(slots.canvas, statistics.candidate, slot_pass.num_rows)
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
         before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
@@ -192,7 +176,7 @@ class CanvasStep:
         decided_step = torch.where(decided, step[:, None], slots.decided_step)
         kept = self._enters_next(decision, slot_pass, position)
         output = StepOutput(
-            tokens=self._from_first(result, position),
+            tokens=layout.emitted(result, slots.num_given),
             num_emitted=torch.where(
                 emitted | (done & slots.read_only), num_final - slots.num_given, 0
             ),
@@ -257,13 +241,6 @@ class CanvasStep:
             finished = committed | (done & decision.has_final_kv)
         return finished, finished
 
-    def _from_first(self, result: Tensor, position: Tensor) -> Tensor:
-        """``result`` without its known tokens; what is behind its end is any of it."""
-        if not self._spec.is_aligned:
-            return result
-        source = position + self._slots.num_given[:, None]
-        return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
-
     def _enters_next(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
         """[R, C], bool: positions that are no noise in the next step."""
         freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
@@ -319,13 +296,8 @@ class CanvasStep:
         seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
         initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        if self._spec.is_seeded:
-            token = statistics.candidate[:, 0]
-            if not self._spec.is_shifted:
-                # The pass that committed the canvas before ran over its last row too.
-                last = (num_final - 1).clamp(min=0).long()[:, None]
-                behind = statistics.candidate.gather(-1, last)[:, 0]
-                token = torch.where(committed, behind, token)
+        token = self._spec.layout.first_token(statistics.candidate, committed, num_final)
+        if token is not None:
             is_seed = (committed | slot_pass.seeding)[:, None] & (position == 0)
             canvas = torch.where(is_seed, token[:, None], canvas)
         slots.canvas.copy_(canvas)

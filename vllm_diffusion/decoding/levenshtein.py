@@ -69,7 +69,12 @@ class Levenshtein(RevealAndEdit):
     }
     # One to take, one to take instead, and one that is neither DELETE nor SPLIT.
     num_choices = 3
-    moves_tokens = True
+    # They are kept by position from the step that draws a token to the one that emits it.
+    refused_fields = dict.fromkeys(
+        ("logprobs", "logprob_token_ids"),
+        "is not supported by this model, which moves tokens behind the position that they were drawn "
+        "at; leave it out.",
+    )
 
     def __init__(self, mask_token_id: int, *, delete_token_id: int, split_token_id: int) -> None:
         """What a checkpoint fixes.

@@ -23,7 +23,7 @@ class LinearSpec(DecodingRule):
     """
 
     settings = {}
-    commit_verifies = True
+    refused_settings = {"max_denoising_steps": "whose drafts take one step"}
 
     def temperatures(
         self,

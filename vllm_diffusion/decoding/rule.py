@@ -130,13 +130,13 @@ class DecodingRule(ABC):
         settings: What a server and a request may set, by name.
         presets: Values that go together, by name.
         memory: What is remembered of a canvas from step to step, by name.
+        refused_fields: Request fields that the rule cannot honour, each with the reason and the
+            remedy.
+        refused_settings: The same for what an operator sets.
         num_choices: How many of the likeliest tokens of each position a step looks at, where the
             likeliest and the drawn one are not enough; 0 if they are.
-        moves_tokens: Whether a token may stand at another position than the one that it was drawn at.
         can_finish_kv: Whether the last step's keys and values may be those of the result, so that no
             pass need encode it.
-        commit_verifies: Whether the causal pass that commits a canvas keeps of it what its own rows
-            draw, each the token behind it, and no more.
         judges_to_end: Whether a canvas is judged by its positions up to its first end token, whatever
             the server's ``converge_at_end`` says.
     """
@@ -144,10 +144,10 @@ class DecodingRule(ABC):
     settings: ClassVar[Mapping[str, Setting | Choice]]
     presets: ClassVar[Mapping[str, Mapping[str, float | str]]] = {}
     memory: ClassVar[Mapping[str, Memory]] = {}
+    refused_fields: ClassVar[Mapping[str, str]] = {}
+    refused_settings: ClassVar[Mapping[str, str]] = {}
     num_choices: ClassVar[int] = 0
-    moves_tokens: ClassVar[bool] = False
     can_finish_kv: ClassVar[bool] = False
-    commit_verifies: ClassVar[bool] = False
     judges_to_end: bool = False
 
     def contradiction(

@@ -84,11 +84,7 @@ class BlockDiffusionModelState(ModelState):
         self.slots = CanvasSlots(self.max_num_reqs, spec, self.vocab_size, device)
         self._slot_of_request: dict[str, int] = {}
         self.pass_rows = PassRows(self.slots, self.max_num_tokens, launch_backend(vllm_config))
-        self._block_spans: Tensor | None = None
-        if spec.is_block_causal:
-            self._block_spans = torch.zeros(
-                self.max_num_tokens, 2, dtype=torch.int32, device=device
-            )
+        self._spans = torch.zeros(self.max_num_tokens, 2, dtype=torch.int32, device=device)
         # While vLLM measures what graphs take: only the largest of each is captured.
         self.captures_sample = False
         self._log_who_serves()
@@ -97,11 +93,7 @@ class BlockDiffusionModelState(ModelState):
 
     def output_head(self) -> OutputHead:
         """The projection onto the vocabulary."""
-        spec = self.spec
-        if spec.mask_token_id is None or spec.rule.commit_verifies:
-            # What verifies says whatever the model says.
-            return head_of(self.model)
-        return head_of(self.model, never_drawn=(spec.mask_token_id,))
+        return head_of(self.model, never_drawn=self.spec.never_drawn)
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         """Keep what self-conditioning needs of this step, if the head has an embedding.
@@ -115,15 +107,8 @@ class BlockDiffusionModelState(ModelState):
 
     def row_spans(self, input_batch: InputBatch) -> Tensor | None:
         """[num_tokens, 2], int32: the span that each causal row attends in both directions."""
-        if self._block_spans is None:
-            return None
-        length = self.canvas_length
-        num_tokens = input_batch.num_tokens_after_padding
-        first = input_batch.positions[:num_tokens] // length * length
-        spans = self._block_spans[:num_tokens]
-        spans[:, 0].copy_(first)
-        spans[:, 1].copy_(first + length)
-        return spans
+        n = input_batch.num_tokens_after_padding
+        return self.spec.layout.row_spans(input_batch.positions[:n], self._spans[:n])
 
     # What the model runner calls.
 

@@ -36,7 +36,7 @@ def describe(model_config: Any) -> dict[str, Any]:
         settings["preset"] = Choice(words, "settings of the rule that go together"), None
     steps = Setting(int, 1, spec.max_denoising_steps, "the step cap of a canvas")
     settings["max_steps"] = steps, spec.max_denoising_steps
-    if not spec.is_aligned:
+    if spec.layout.allows_width(1):
         width = Setting(int, 1, spec.length, "positions of a canvas")
         settings["canvas_length"] = width, spec.length
     settings |= {

@@ -125,7 +125,7 @@ def parse_canvas_params(
 
     canvas_length = spec.length
     width = _value(args, "diffusion_canvas_length", Setting(int, 1, canvas_length))
-    if spec.is_aligned and width not in (None, canvas_length):
+    if width is not None and not spec.layout.allows_width(width):
         raise RequestParamError(
             "diffusion_canvas_length",
             f"must be {canvas_length}, the length of this model's blocks; leave it out.",

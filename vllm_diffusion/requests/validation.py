@@ -21,14 +21,8 @@ from vllm_diffusion.requests.params import (
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
-# What steers the steps of a canvas, or reads one.
-_OF_STEPS = (
-    "diffusion_max_steps",
-    "diffusion_seed_canvas",
-    "diffusion_pinned",
-    "diffusion_read_only",
-    "diffusion_constrained",
-)
+# Values of fields that change nothing, where it is not None or an empty list.
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 def install() -> None:
@@ -144,25 +138,9 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     if params.structured_outputs is not None:
         _check_constraint(params)
     spec: CanvasSpec = model_config.canvas_spec
-    if spec.is_block_causal and params.prompt_logprobs is not None:
-        _refuse(
-            "prompt_logprobs",
-            "(echo with logprobs) is not supported by this model, whose prompt attends in both "
-            "directions within its blocks: no position predicts the next one; leave it out.",
-            params.prompt_logprobs,
-        )
-    if spec.rule.moves_tokens:
-        # They are kept by position from the step that draws a token to the one that emits it.
-        for field in ("logprobs", "logprob_token_ids"):
-            if getattr(params, field) is not None:
-                _refuse(
-                    field,
-                    "is not supported by this model, which moves tokens behind the position that "
-                    "they were drawn at; leave it out.",
-                    getattr(params, field),
-                )
-    if spec.rule.commit_verifies:
-        _check_verified(params)
+    for field, reason in spec.refused_fields().items():
+        if _is_set(params, field):
+            _refuse(field, reason, getattr(params, field))
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
 
 
@@ -180,24 +158,10 @@ def _check_transfers(params: Any, model_config: Any) -> None:
         _refuse(*problem)
 
 
-def _check_verified(params: Any) -> None:
-    """What changes the law of a token by those before it, which a draft's rows do not know yet."""
-    fields = {
-        "presence_penalty": params.presence_penalty != 0.0,
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        "bad_words": bool(params.bad_words),
-        "structured_outputs": params.structured_outputs is not None,
-        "thinking_token_budget": params.thinking_token_budget is not None,
-    }
-    for field, is_set in fields.items():
-        if is_set:
-            _refuse(
-                field,
-                "is not supported by this server's rule, which verifies a draft's tokens all at once; "
-                'leave it out, or serve with rule "autoregressive".',
-                getattr(params, field),
-            )
+def _is_set(params: Any, field: str) -> bool:
+    """Whether a request says anything in a field."""
+    value = getattr(params, field)
+    return bool(value not in (None, [], _NEUTRAL.get(field)))
 
 
 def _check_constraint(params: Any) -> None:
@@ -233,8 +197,9 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         raise VLLMValidationError(str(error), parameter=error.field) from None
     _check_settings(canvas, spec)
     _check_combination(params, canvas)
-    if spec.rule.commit_verifies:
-        _check_draft_arguments(params)
+    for name, reason in spec.layout.refused_arguments.items():
+        if value := (params.extra_args or {}).get(name):
+            _refuse(name, reason, value)
     width = canvas.canvas_length or spec.length
     if canvas.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
@@ -260,18 +225,6 @@ def _check_settings(canvas: CanvasParams, spec: CanvasSpec) -> None:
     names, reason = problem
     name = next(name for name in names if name in canvas.settings)
     _refuse(f"diffusion_{name}", f"does not go with the rest: {reason}.")
-
-
-def _check_draft_arguments(params: Any) -> None:
-    """Of a draft a request may choose the width, and see it."""
-    for name in _OF_STEPS:
-        if value := (params.extra_args or {}).get(name):
-            _refuse(
-                name,
-                "is not supported by this server's rule, whose drafts are made in one step and change "
-                "no token of an answer; leave it out.",
-                value,
-            )
 
 
 def _check_combination(params: Any, canvas: CanvasParams) -> None:

@@ -211,9 +211,7 @@ class DiffusionSampler:
             logprobs = self._sample(rows, requests)
         output = self.decide()
         if logprobs is not None and committed is not None:
-            verifies = self.spec.rule.commit_verifies
-            exchange = self._verified_logprobs if verifies else self._exchange_logprobs
-            logprobs = exchange(logprobs, output, committed)
+            logprobs = self._exchange_logprobs(logprobs, output, committed)
         return self._engine_output(output, logprobs)
 
     def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:
@@ -402,26 +400,10 @@ class DiffusionSampler:
 
     def _drawn_at(self, rows: slice | Tensor) -> Tensor:
         """[num_rows], int64: where in its sequence the token stands that each row draws."""
-        slot = self.pass_rows.slot[rows]
-        row_at = self._num_computed()[slot] + self.pass_rows.offset[rows]
-        if self.spec.is_shifted:
-            return row_at + 1
-        if self.spec.is_seeded:
-            return row_at + self._is_committed_or_seeding(slot).to(row_at.dtype)
-        return row_at
-
-    def _num_computed(self) -> Tensor:
-        """[R], int32: tokens of each slot that the KV cache held before the pass."""
-        computed: Tensor = self.req_states.num_computed_tokens.gpu
-        return computed
-
-    def _is_committed_or_seeding(self, slot: Tensor) -> Tensor:
-        """[num_rows], bool: rows of known or decided tokens, that say what is behind them."""
-        committed = self.slots.phase == int(Phase.COMMITTING)
-        return (committed | self.pass_rows.of_slots.seeding)[slot]
+        return self.spec.layout.drawn_at(_RowsOfPass(self, rows))
 
     def _draws(self, rows: slice | Tensor) -> RowDraws:
-        """What rows are divided by, and what their draws are keyed by."""
+        """Temperatures of rows, and the keys of their draws."""
         slots = self.slots
         slot, position = self._places(rows)
         judged, drawn = temperatures(slots, self._requested)
@@ -433,30 +415,7 @@ class DiffusionSampler:
             slots.step[slot],
             position.to(torch.int32),
         )
-        if not self.spec.is_seeded:
-            return draws
-        is_seed = self._is_committed_or_seeding(slot)
-        scale = draws.request_temperature
-        if self.spec.rule.commit_verifies:
-            # However the answer was cut into canvases, a token is drawn with the same noise. Drafts
-            # are greedy.
-            zero = torch.zeros_like(draws.step)
-            return draws._replace(
-                request_temperature=torch.where(is_seed, scale, 0.0),
-                canvas_idx=zero,
-                step=zero,
-                position=self._drawn_at(rows).to(torch.int32),
-            )
-        # A canvas's first token is drawn before its first step, and where no position of it is.
-        committed = slots.phase == int(Phase.COMMITTING)
-        if self.spec.seeds_greedily:
-            scale = torch.where(is_seed, 0.0, scale)
-        return draws._replace(
-            request_temperature=scale,
-            canvas_idx=draws.canvas_idx + committed[slot].to(torch.int32),
-            step=torch.where(is_seed, 0, draws.step),
-            position=torch.where(is_seed, self.slots.canvas_length, draws.position),
-        )
+        return self.spec.layout.draws(draws, _RowsOfPass(self, rows))
 
     def _sample(self, rows: Tensor, requests: RowRequests) -> LogprobsTensors | None:
         """Sample the rows and scatter their statistics to (slot, position)."""
@@ -488,75 +447,46 @@ class DiffusionSampler:
     def _exchange_logprobs(
         self, computed: LogprobsTensors, step: StepOutput, committed: Tensor
     ) -> LogprobsTensors:
-        """What each request may emit of its log-probabilities now.
+        """Log-probabilities that each request may emit now.
+
+        A token is reported as it was when it was revealed, or rewritten; without a mask as it is in
+        the last step, but for a request that asks which step decided it.
 
         Args:
-            computed: Of the rows.
+            computed: Of the rows of this pass.
             step: What became of the canvases.
-            committed: [R], bool, those that this pass committed.
+            committed: [R], bool, canvases that this pass committed.
         """
-        places = self.pass_rows
-        slot, position = self._places(slice(places.num_rows))
-        spec = self.spec
-        # A token is reported as it was when it was revealed, or rewritten; without a mask as it is
-        # in the last step, but for who is told which step decided it.
-        is_decided = ~step.decided[slot, position]
-        if spec.mask_token_id is None:
-            is_decided = is_decided & self.slots.maps_steps[slot]
-        is_decided = is_decided | committed[slot]
-        num_rows = np.diff(places.starts)
-        reported = np.arange(len(slot))
-        if places.seeding is not None:
-            reported = np.flatnonzero(~np.repeat(places.seeding, num_rows))
-            num_rows = num_rows - places.seeding
-        index = async_tensor_h2d(reported, device=slot.device)
-        if spec.is_aligned:
-            # The known tokens that a canvas begins with are not emitted.
-            index = (index + step.num_given[slot[index]]).clamp(max=len(slot) - 1)
-        starts = np.concatenate([[0], np.cumsum(num_rows)])
-        output = self._logprobs.exchange(computed, slot, position, is_decided, index, starts)
-        if spec.is_seeded:
-            # What stands behind a canvas that is committed is the next one's first token.
-            last = places.starts[1:] - (num_rows if spec.is_shifted else 1)
-            row = async_tensor_h2d(last[num_rows > 0].astype(np.int64), device=slot.device)
-            self._logprobs.begin(computed, row, slot[row], committed[slot[row]])
-        return output
-
-    def _verified_logprobs(
-        self, computed: LogprobsTensors, step: StepOutput, committed: Tensor
-    ) -> LogprobsTensors:
-        """As :meth:`_exchange_logprobs`, where each row of a commit says what is behind it.
-
-        A canvas's first token waits for them since it was drawn; the others were drawn by the row
-        before theirs.
-        """
-        places = self.pass_rows
+        places, layout = self.pass_rows, self.spec.layout
         slot, position = self._places(slice(places.num_rows))
         row = torch.arange(len(slot), device=slot.device)
-        is_first = position == 0
-        before = torch.where(is_first, row, row - 1)
-        of_tokens = LogprobsTensors(
-            computed.logprob_token_ids[before],
-            computed.logprobs[before],
-            computed.selected_token_ranks[before],
-        )
+        is_decided = ~step.decided[slot, position]
+        if self.spec.mask_token_id is None:
+            is_decided = is_decided & self.slots.maps_steps[slot]
+        is_seed = places.of_slots.seeding[slot]
+        was_reported = layout.was_reported(position, is_seed, is_decided | committed[slot])
+
         num_rows = np.diff(places.starts)
-        is_seed = places.seeding
-        if is_seed is None:
-            is_seed = np.zeros(len(num_rows), dtype=bool)
-        is_seed_row = async_tensor_h2d(np.repeat(is_seed, num_rows), device=slot.device)
-        reported = async_tensor_h2d(
-            np.flatnonzero(~np.repeat(is_seed, num_rows)), device=slot.device
+        seeding = places.seeding
+        if seeding is None:
+            seeding = np.zeros(len(num_rows), dtype=bool)
+        canvas_rows = async_tensor_h2d(
+            np.flatnonzero(~np.repeat(seeding, num_rows)), device=slot.device
         )
-        starts = np.concatenate([[0], np.cumsum(num_rows * ~is_seed)])
-        output = self._logprobs.exchange(
-            of_tokens, slot, position, is_first & ~is_seed_row, reported, starts
+        # The known tokens that a canvas begins with are not emitted.
+        emitted = (canvas_rows + step.num_given[slot[canvas_rows]]).clamp(max=len(slot) - 1)
+        starts = np.concatenate([[0], np.cumsum(num_rows * ~seeding)])
+        told = _rows_of_report(computed, layout.reporting_row(row, position))
+        output = self._logprobs.exchange(told, slot, position, was_reported, emitted, starts)
+
+        has_canvas = (num_rows > 0) & ~seeding
+        first, count = async_tensor_h2d(
+            np.stack([places.starts[:-1][has_canvas], num_rows[has_canvas]]), device=slot.device
         )
-        has_canvas = (num_rows > 0) & ~is_seed
-        first = async_tensor_h2d(places.starts[:-1][has_canvas], device=slot.device)
         owner = slot[first]
-        last = first + (step.num_finished[owner] - 1).clamp(min=0)
-        self._logprobs.begin(computed, last, owner, committed[owner])
+        seed_row = layout.seed_row(first, count, step.num_finished[owner])
+        if seed_row is not None:
+            self._logprobs.begin(computed, seed_row, owner, committed[owner])
         return output
 
     def _rows_with_filters(self) -> np.ndarray | None:
@@ -631,8 +561,7 @@ class DiffusionSampler:
         """
         judged, _ = temperatures(self.slots, self._requested)
         is_plain = self.slots.read_only
-        if self.spec.rule.commit_verifies and self.reports_raw:
-            # As what draws one token after another reports it.
+        if self.spec.layout.reports_unscaled(self.reports_raw):
             is_plain = torch.ones_like(is_plain)
         return torch.where(is_plain[slot], 1.0, judged[slot])
 
@@ -702,3 +631,30 @@ class DiffusionSampler:
 
 def _tensors(report: LogprobsTensors) -> tuple[Tensor, Tensor, Tensor]:
     return report.logprob_token_ids, report.logprobs, report.selected_token_ranks
+
+
+def _rows_of_report(report: LogprobsTensors, row: Tensor) -> LogprobsTensors:
+    """Some rows of a report, in another order."""
+    return LogprobsTensors(*(values[row] for values in _tensors(report)))
+
+
+class _RowsOfPass:
+    """Rows of a pass as a layout looks at them; see :class:`vllm_diffusion.layouts.SampledRows`."""
+
+    def __init__(self, sampler: DiffusionSampler, rows: slice | Tensor) -> None:
+        self._sampler = sampler
+        self._rows = rows
+        self._slot = sampler.pass_rows.slot[rows]
+
+    @property
+    def committed(self) -> Tensor:
+        return (self._sampler.slots.phase == int(Phase.COMMITTING))[self._slot]
+
+    @property
+    def seeding(self) -> Tensor:
+        return self._sampler.pass_rows.of_slots.seeding[self._slot]
+
+    @property
+    def at(self) -> Tensor:
+        num_computed: Tensor = self._sampler.req_states.num_computed_tokens.gpu
+        return num_computed[self._slot] + self._sampler.pass_rows.offset[self._rows]

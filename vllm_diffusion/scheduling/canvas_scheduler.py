@@ -25,6 +25,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.canvas.canvas_view import unpack
 from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.layouts import RequestRows
 from vllm_diffusion.metrics import PassCounters, PassRows
 from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
@@ -60,6 +61,10 @@ class WholeCanvasMixin(KVTransferMixin):
         # Whether a canvas is emitted by a pass whose rows are computed tokens with it.
         self.commits_in_place = commits_in_place(self.vllm_config)
         self.spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
+        # Whether that pass runs the canvas's rows as known tokens.
+        self.emits_by_encoding = self.spec.emits_by_encoding(
+            self.vllm_config.scheduler_config.async_scheduling
+        )
         # Of the pass that is being scheduled: its budget, and the rows of canvases that the stock
         # scheduler knows nothing of, by request.
         self._num_rows_left = 0
@@ -122,23 +127,36 @@ class WholeCanvasMixin(KVTransferMixin):
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
+        rows = self.spec.layout.rows(self._as_rows(request, num_computed_tokens, num_new_tokens))
+        if rows.num_added:
+            self._canvases[request.request_id] = rows.num_added
+        self._num_rows_left -= rows.num_rows
+        return rows.num_rows
+
+    def _as_rows(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> RequestRows:
+        """A request as its layout of canvases looks at it."""
         # Of the prompt, or of a canvas that was emitted and has to be encoded; on the assumption
         # that a pass on its way emits its canvas.
-        num_known = max(
-            request.num_tokens + request.num_output_placeholders - num_computed_tokens, 0
+        num_known = request.num_tokens + request.num_output_placeholders - num_computed_tokens
+        is_at_prompt = not request.spec_token_ids
+        width = diffusion_canvas_width(request, self.num_spec_tokens)
+        return RequestRows(
+            num_tokens=request.num_tokens,
+            num_computed=num_computed_tokens,
+            num_known=max(num_known, 0),
+            num_granted=num_new_tokens,
+            num_left=self._num_rows_left,
+            max_model_len=self.max_model_len,
+            canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
+            is_at_prompt=is_at_prompt,
+            is_prefilled_only=self.is_prefilled_only(request),
+            awaits_output=self._awaits_output(request),
+            narrows_later=request.num_output_placeholders > 0,
+            shares_prompt=self._shares_pass(request, num_computed_tokens),
+            shares_commit=self.fuses_encode,
         )
-        if self.spec.is_aligned:
-            num_rows = self._block_rows(request, num_computed_tokens, num_known, num_new_tokens)
-        elif self.is_prefilled_only(request):
-            num_rows = min(num_new_tokens, num_known)
-        elif not request.spec_token_ids:
-            num_rows = self._prompt_rows(request, num_computed_tokens, num_known, num_new_tokens)
-        elif self._awaits_output(request):
-            num_rows = max(min(num_new_tokens, num_known), 0)
-        else:
-            num_rows = self._canvas_rows(request, num_computed_tokens, num_known, num_new_tokens)
-        self._num_rows_left -= num_rows
-        return num_rows
 
     def _awaits_output(self, request: Request) -> bool:
         """Whether what the request's next canvas is hangs on a pass that is in flight.
@@ -147,24 +165,6 @@ class WholeCanvasMixin(KVTransferMixin):
         An asynchronous scheduler counts placeholders instead, and keeps the passes of a canvas apart.
         """
         return request.num_in_flight_tokens > 0
-
-    def _prompt_rows(
-        self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
-    ) -> int:
-        """Rows of a request at its prompt, and of the canvas behind it if the prompt ends with them.
-
-        Nothing that is in flight says what that canvas is. One that is in flight itself leaves no
-        token of the prompt.
-        """
-        room = self.max_model_len - num_computed_tokens - num_known
-        width = min(diffusion_canvas_width(request, self.num_spec_tokens), room)
-        is_shared = num_new_tokens == num_known > 0 and self._shares_pass(
-            request, num_computed_tokens
-        )
-        if is_shared and 0 < width <= self._num_rows_left - num_known:
-            self._canvases[request.request_id] = width
-            return num_known + width
-        return max(min(num_new_tokens, num_known), 0)
 
     def _shares_pass(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the pass that ends the request's prompt may have its canvas too."""
@@ -176,57 +176,6 @@ class WholeCanvasMixin(KVTransferMixin):
             and num_computed_tokens > 0
         )
         return self.fuses_prompt and not may_be_repeated
-
-    def _canvas_rows(
-        self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
-    ) -> int:
-        """Rows of a request that has a canvas behind its known tokens."""
-        if num_new_tokens <= num_known:
-            return num_new_tokens if num_known else 0
-        # One that the model length cuts is as wide as it will ever be.
-        room = self.max_model_len - num_computed_tokens - num_known
-        width = min(
-            len(request.spec_token_ids), diffusion_canvas_width(request, self.num_spec_tokens)
-        )
-        if room < width and request.num_output_placeholders > 0:
-            # Whether the pass in flight moves on to a last, narrower canvas is not known yet.
-            return 0
-        is_whole = num_new_tokens - num_known >= min(width, room)
-        if num_known == 0:
-            return num_new_tokens if is_whole else 0
-        return num_new_tokens if is_whole and self.fuses_encode else num_known
-
-    def _block_rows(
-        self, request: Request, num_computed_tokens: int, num_known: int, num_new_tokens: int
-    ) -> int:
-        """Rows of a request whose canvases are blocks: whole ones, of known tokens or of a canvas.
-
-        Known tokens that do not fill a block are rows of the canvas, and computed in each of its
-        passes: the stock scheduler has not counted those.
-        """
-        length = self.spec.length
-        num_to_encode = max(num_known - self.spec.num_given(request.num_tokens), 0)
-        num_rows = min(num_new_tokens, num_to_encode, self._num_rows_left)
-        if num_rows < num_to_encode:
-            num_rows = num_rows // length * length
-        if num_to_encode == 0:
-            has_canvas = not self._awaits_output(request)
-        else:
-            # What is in flight of a request at its prompt says nothing of its canvas.
-            is_at_prompt = not request.spec_token_ids
-            has_canvas = (
-                self._shares_pass(request, num_computed_tokens)
-                if is_at_prompt
-                else self.fuses_encode
-            )
-        has_canvas = has_canvas and num_rows == num_to_encode
-        has_room = num_computed_tokens + num_rows + length <= self.max_model_len
-        if self.is_prefilled_only(request):
-            has_canvas = False
-        if has_canvas and has_room and num_rows + length <= self._num_rows_left:
-            num_rows += length
-            self._canvases[request.request_id] = length
-        return num_rows
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
@@ -367,8 +316,7 @@ class WholeCanvasMixin(KVTransferMixin):
                 constrained.begin()
             num_canvas_rows = len(canvas)
             denoised = num_canvas_rows
-            encodes = self.commits_in_place and not self.spec.rule.can_finish_kv
-            if num_emitted and encodes and not is_read_only(request.sampling_params):
+            if num_emitted and self.emits_by_encoding and not is_read_only(request.sampling_params):
                 denoised = 0
             rows = PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted)
             self._counters.observe(req_id, rows, self._max_steps(request))

@@ -99,15 +99,15 @@ def commits_in_place(vllm_config: VllmConfig) -> bool:
     Otherwise it is emitted by the step that converges, and encoded as known tokens are.
     """
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    rule = spec.rule
-    is_async: bool = vllm_config.scheduler_config.async_scheduling
-    return is_async or rule.can_finish_kv or rule.commit_verifies
+    return spec.commits_in_place(vllm_config.scheduler_config.async_scheduling)
 
 
 def fuses_prompt(vllm_config: VllmConfig) -> bool:
     """Whether the end of a prompt and the first canvas's first step share a pass."""
     chosen = plugin_settings(vllm_config).fused_encode
-    return chosen is not False and _why_apart(vllm_config) is None
+    spec: CanvasSpec = vllm_config.model_config.canvas_spec
+    reason = _why_attention_parts(vllm_config) or spec.why_prompt_apart()
+    return chosen is not False and reason is None
 
 
 def fuses_encode(vllm_config: VllmConfig) -> bool:
@@ -117,11 +117,9 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
         ValueError: If the operator asks for it where it cannot be, with the reason.
     """
     chosen = plugin_settings(vllm_config).fused_encode
-    reason = _why_apart(vllm_config)
-    if reason is None and vllm_config.scheduler_config.async_scheduling:
-        reason = "--async-scheduling does not know in time which step converges"
-    elif reason is None and vllm_config.model_config.canvas_spec.rule.can_finish_kv:
-        reason = "this model's last step mostly leaves nothing to encode"
+    spec: CanvasSpec = vllm_config.model_config.canvas_spec
+    is_async: bool = vllm_config.scheduler_config.async_scheduling
+    reason = _why_attention_parts(vllm_config) or spec.why_encoded_apart(is_async)
     if reason is None:
         return chosen is not False
     if chosen:
@@ -129,12 +127,10 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
     return False
 
 
-def _why_apart(vllm_config: VllmConfig) -> str | None:
-    """Why no pass has known tokens of a request and its canvas; ``None`` if one may."""
+def _why_attention_parts(vllm_config: VllmConfig) -> str | None:
+    """Why attention has no pass with known tokens of a request and its canvas; ``None`` if it may."""
     backend = vllm_config.attention_config.backend
     if backend is not None and backend.name != "CUSTOM":
         # Known causal rows and a canvas in one sequence need more than a flag.
         return f"--attention-backend {backend.name} knows one causal flag for a whole sequence"
-    if vllm_config.model_config.canvas_spec.is_seeded:
-        return "this model's canvases begin with a token that the encoding pass gives"
     return None

@@ -61,10 +61,11 @@ def denoising_settings(
     chosen = plugin_settings(vllm_config)
     _check_names(chosen.of_rule, chosen.preset, rule)
     steps: Any = chosen.max_denoising_steps
-    if steps is not None and rule.commit_verifies:
+    reason = rule.refused_settings.get("max_denoising_steps")
+    if steps is not None and reason is not None:
         raise ValueError(
-            f"{OPTION}: max_denoising_steps={steps!r} does not go with rule={chosen.rule!r}, whose "
-            "drafts take one step; leave it out."
+            f"{OPTION}: max_denoising_steps={steps!r} does not go with rule={chosen.rule!r}, {reason}; "
+            "leave it out."
         )
     if steps is None and vllm_config.diffusion_config:
         steps = vllm_config.diffusion_config.max_denoising_steps

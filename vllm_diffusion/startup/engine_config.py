@@ -17,6 +17,7 @@ from vllm_diffusion import upstream
 from vllm_diffusion.canvas.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.layouts import CanvasLayout
 from vllm_diffusion.live import delivery, http
 from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint, check_new_weights
@@ -55,10 +56,12 @@ class PublishedRule:
     Attributes:
         rule: Makes it; of a masked family, from the mask token.
         settings: What checkpoints are published with, by name.
+        layout: How canvases lie with this rule; ``None`` as with the family's others.
     """
 
     rule: Callable[..., DecodingRule]
     settings: Mapping[str, float | str] = field(default_factory=dict)
+    layout: type[CanvasLayout] | None = None
 
 
 class BlockDiffusionEngineConfig:
@@ -165,7 +168,7 @@ class BlockDiffusionEngineConfig:
         vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
         _check_mask(vllm_config.model_config, spec)
         _check_blocks(vllm_config, spec)
-        _check_block_causal(vllm_config, spec)
+        _check_layout(vllm_config, spec)
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         _check_sizes(vllm_config)
@@ -327,9 +330,9 @@ def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
 
 def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
     """What must be whole blocks where canvases are blocks: the model length and blocks of the cache."""
-    if not spec.is_aligned:
+    if spec.layout.alignment == 1:
         return
-    length, max_model_len = spec.length, vllm_config.model_config.max_model_len
+    length, max_model_len = spec.layout.alignment, vllm_config.model_config.max_model_len
     if max_model_len % length:
         raise ValueError(
             f"max_model_len={max_model_len} is no whole number of this model's blocks of {length}; "
@@ -348,23 +351,12 @@ def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
         cache_config.user_specified_block_size = True
 
 
-def _check_block_causal(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
-    """Back ends that know causal sequences and bidirectional ones, and nothing between."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    if not spec.is_block_causal:
-        return
-    backend = vllm_config.attention_config.backend
-    if backend != AttentionBackendEnum.CUSTOM:
-        raise ValueError(
-            f"--attention-backend {backend.name} cannot serve this model, whose known tokens attend "
-            f"in both directions within blocks of {spec.length}; leave it unset."
-        )
-    if plugin_settings(vllm_config).attention == "cute":
-        raise ValueError(
-            'The setting attention="cute" knows no spans of known tokens that attend in both '
-            f'directions, as this model\'s blocks of {spec.length} do; set attention to "triton".'
-        )
+def _check_layout(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
+    """Refuse attention that cannot do what the layout of canvases needs."""
+    backend = vllm_config.attention_config.backend.name
+    problem = spec.layout.attention_problem(backend, plugin_settings(vllm_config).attention)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def choose_attention(vllm_config: VllmConfig) -> None:

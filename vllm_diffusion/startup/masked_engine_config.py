@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.settings.generation_config import generation_config
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
@@ -21,13 +21,13 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         mask_token_id: Where ``config.json`` has none.
         block_length: Where ``config.json`` has none.
         block_length_key: Under which it has one.
-        layout: What :class:`CanvasSpec` says of its canvases.
+        layout: How its canvases lie in a sequence.
     """
 
     mask_token_id: ClassVar[int]
     block_length: ClassVar[int]
     block_length_key: ClassVar[str] = "block_size"
-    layout: ClassVar[Mapping[str, bool]] = {"is_aligned": True, "is_block_causal": True}
+    layout: ClassVar[type[CanvasLayout]] = AlignedBlock
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
@@ -59,4 +59,5 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         values = {"max_denoising_steps": length, **published.settings}
         values |= {name: value for name, value in generation.items() if name in values}
         max_steps, settings = denoising_settings(vllm_config, rule, Published(values, source))
-        return CanvasSpec(length, rule, max_steps, settings, mask_token_id=mask, **cls.layout)
+        layout = (published.layout or cls.layout)(length)
+        return CanvasSpec(layout, rule, max_steps, settings, mask_token_id=mask)

@@ -57,20 +57,13 @@ def gpu_times(num_bytes: int) -> PassTimes:
     return PassTimes(device + host, max(device, host))
 
 
-def extra_passes(spec: CanvasSpec) -> int:
-    """Passes of a canvas that the asynchronous order takes beyond those of the synchronous one."""
-    # A canvas that begins with a token of the encoding pass, and one whose last step mostly leaves final
-    # keys and values, take as many in both.
-    return 0 if spec.is_seeded or spec.rule.can_finish_kv else 1
-
-
 def asynchronous_pays(times: PassTimes, steps: int, extra: int) -> bool:
     """Whether a canvas is denoised sooner in the asynchronous order.
 
     Args:
         times: Of a pass.
         steps: Denoising steps of a canvas, at least 1.
-        extra: See :func:`extra_passes`.
+        extra: Passes of a canvas that it takes beyond those of the synchronous order.
     """
     return (steps + extra) * times.asynchronous < steps * times.synchronous
 
@@ -94,7 +87,7 @@ def choose_order(vllm_config: VllmConfig) -> None:
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
     times = cpu_times() if current_platform.is_cpu() else gpu_times(weight_bytes(vllm_config))
     steps = min(int(figures()["gpu"]["steps"]), spec.max_denoising_steps)
-    extra = extra_passes(spec)
+    extra = spec.extra_async_passes()
     pays = asynchronous_pays(times, steps, extra)
     if not pays:
         scheduler_config.async_scheduling = False

@@ -48,9 +48,12 @@ class Family:
         self.is_asynchronous = bool(options.get("async_scheduling"))
         options = OPTIONS | self.case.options | options
         self.engine = TracedEngine(self.model.save(folder), **options)
-        self.is_aligned = self.engine.state.spec.is_aligned
+        self.is_aligned = self.engine.state.spec.layout.alignment > 1
         # Whether a pass of its own makes a finished block's keys and values.
-        self.commits = self.engine.state.spec.is_seeded or self.engine.state.spec.rule.can_finish_kv
+        self.commits = (
+            self.engine.state.spec.layout.starts_from_commit
+            or self.engine.state.spec.rule.can_finish_kv
+        )
 
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
         """Token ids of each prompt's answer, all in one batch."""
@@ -168,10 +171,10 @@ def test_frames_and_step_maps(family: Family) -> None:
         last = [token for frames in canvases for token in frames[-1].token_ids or ()]
         assert last[: len(tokens)] == tokens
         assert all(frames[-1].is_last and all(frames[-1].kept or ()) for frames in canvases)
-        seeded_length = B if spec.is_seeded else None
+        seeded_length = B if spec.layout.starts_from_commit else None
         replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
         assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
-        given = len(prompts[i]) % B if spec.is_aligned else 0
+        given = len(prompts[i]) % B if spec.layout.alignment > 1 else 0
         traced = steps_of_trace(completion.diffusion_trace, given)
         assert traced[: len(tokens)] == replayed[: len(tokens)]
         committed = [token for rows in completion.diffusion_trace for token in rows[-1]]
@@ -252,7 +255,7 @@ def test_passes(family: Family) -> None:
         # The loops go on to the end of a block, and some beyond; ours stops with the last token.
         loop = family.loop_until(prompt, wanted)
         # The end of a prompt shares its pass with the first step, unless that one waits for its token.
-        is_seeded = family.engine.state.spec.is_seeded
+        is_seeded = family.engine.state.spec.layout.starts_from_commit
         denoise = loop.count("denoise") + is_seeded * loop.count("prefill")
         if family.is_asynchronous or family.commits:
             # In the asynchronous order one more is on its way when the last token is known.

@@ -21,6 +21,7 @@ from vllm_diffusion.attention.backend import (
     bind_canvas,
     split_kv_cache,
 )
+from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.settings.plugin_settings import PluginSettings
 from vllm_diffusion.startup.engine_config import choose_attention
 
@@ -402,7 +403,7 @@ def test_every_variant_that_serving_launches_is_compiled_at_the_start(has_images
         model_config=SimpleNamespace(
             is_mm_prefix_lm=has_images,
             dtype=torch.float32,
-            canvas_spec=SimpleNamespace(is_block_causal=False),
+            canvas_spec=SimpleNamespace(layout=FreeCanvas(32)),
         ),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )

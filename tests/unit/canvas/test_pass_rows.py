@@ -14,6 +14,14 @@ from hypothesis import strategies as st
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import StepOutput
+from vllm_diffusion.layouts import (
+    AlignedBlock,
+    CanvasLayout,
+    FreeCanvas,
+    SeededBlock,
+    ShiftedBlock,
+    VerifiedDraft,
+)
 
 SLOTS, LENGTH, ROWS, VOCAB = 5, 4, 48, 1000
 CPU = torch.device("cpu")
@@ -25,11 +33,10 @@ requests = st.tuples(
 batches = st.lists(requests, min_size=1, max_size=SLOTS)
 
 
-def spec_of(**layout: bool) -> Any:
-    defaults = {"is_seeded": False, "is_shifted": False, "is_block_causal": False}
+def spec_of(layout: type[CanvasLayout]) -> Any:
     rule = SimpleNamespace(memory={}, settings={})
     return SimpleNamespace(
-        length=LENGTH, rule=rule, max_denoising_steps=3, mask_token_id=None, **(defaults | layout)
+        length=LENGTH, layout=layout(LENGTH), rule=rule, max_denoising_steps=3, mask_token_id=None
     )
 
 
@@ -57,9 +64,14 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"is_block_causal": True}, {"is_seeded": True}, {"is_seeded": True, "is_shifted": True}],
-    ids=["plain", "block causal", "seeded", "shifted"],
+    ("layout", "is_block_causal", "is_seeded", "is_shifted"),
+    [
+        (FreeCanvas, False, False, False),
+        (AlignedBlock, True, False, False),
+        (SeededBlock, False, True, False),
+        (VerifiedDraft, False, True, False),
+        (ShiftedBlock, True, True, True),
+    ],
 )
 @given(
     chosen=batches,
@@ -67,8 +79,10 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
     committing=st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
     compiled=st.booleans(),
 )
-def test_lay_out(layout, chosen, slots, committing, compiled):
-    spec = spec_of(**layout)
+def test_lay_out(
+    layout, is_block_causal, is_seeded, is_shifted, chosen, slots, committing, compiled
+):
+    spec = spec_of(layout)
     canvases = CanvasSlots(SLOTS, spec, 40, CPU)
     canvases.phase.copy_(
         torch.tensor([Phase.COMMITTING if c else Phase.DENOISING for c in committing])
@@ -101,17 +115,17 @@ def test_lay_out(layout, chosen, slots, committing, compiled):
         is_prefilling = min(computed, prompt) < prompt
         is_over = canvas == 0 and min(computed, prompt) + known >= prompt
         bidirectional = canvas
-        if not spec.is_block_causal and committing[slot]:
+        if not is_block_causal and committing[slot]:
             bidirectional = 0
         causal[i], flags[i] = known + canvas - bidirectional, bidirectional == 0
         num_rows[slot] = canvas
         for j in range(canvas):
             at = first + known + j
             shifted = at + LENGTH - 1 if j == 0 else at - 1
-            hidden = shifted if spec.is_shifted else at
+            hidden = shifted if is_shifted else at
             found.append((slot, j, at, hidden - first, hidden))
             expected_ids[at] = canvases.canvas[slot, j]
-        if spec.is_seeded and is_over:
+        if is_seeded and is_over:
             seeding[slot] = 1
             at = first + known - 1
             found.append((slot, 0, at, known - 1, at))

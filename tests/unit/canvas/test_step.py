@@ -8,10 +8,11 @@ import torch
 from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
-from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics, accepted_lengths
+from vllm_diffusion.canvas.step import CanvasStep, SlotPass, SlotStatistics
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.linear_spec import LinearSpec
+from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.requests.params import CanvasParams
 from vllm_diffusion.settings.compilation import has_cpp_compiler
 
@@ -81,20 +82,10 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
     assert slots.canvas.tolist() == [[11, 12, 13, 3, 4, 5, 6, 7], [14, 15, 4, 4, 4, 4, 4, 4]]
 
 
-def test_accepted_lengths():
-    """Up to the first disagreement, whatever agrees behind it, and never beyond the canvas's rows."""
-    canvas = torch.tensor([[1, 2, 3, 4]] * 6)
-    drawn = torch.tensor(
-        [[2, 3, 4, 9], [2, 3, 4, 9], [2, 9, 4, 9], [9, 3, 4, 9], [2, 3, 4, 9], [2, 3, 4, 9]]
-    )
-    num_rows = torch.tensor([4, 3, 4, 4, 1, 0], dtype=torch.int32)
-    assert accepted_lengths(canvas, drawn, num_rows).tolist() == [4, 3, 2, 1, 1, 1]
-
-
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_draft_and_its_verification(backend):
     """A step drafts, the next pass emits what it draws too and begins behind that, by itself or not."""
-    spec = CanvasSpec(CANVAS, LinearSpec(), 1, {}, mask_token_id=4, is_seeded=True)
+    spec = CanvasSpec(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=4)
     slots = CanvasSlots(2, spec, VOCAB, CPU)
     for slot in range(2):
         slots.add_request(slot, NewRequest(CanvasParams()))

@@ -10,6 +10,7 @@ from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.linear_spec import LinearSpec
+from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.startup import pass_order
 from vllm_diffusion.startup.pass_order import PassTimes
 
@@ -40,10 +41,10 @@ def test_a_pass_saved_against_the_host_s_time(device, host, steps, extra, pays):
 
 def test_extra_passes():
     """Only where the synchronous order encodes a canvas with the next one's first step."""
-    seeded = CanvasSpec(8, LinearSpec(), 1, {}, mask_token_id=4, is_seeded=True)
+    seeded = CanvasSpec(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
     final = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
     assert final.rule.can_finish_kv
-    extra = [pass_order.extra_passes(spec) for spec in (diffusion_gemma_spec(8), seeded, final)]
+    extra = [spec.extra_async_passes() for spec in (diffusion_gemma_spec(8), seeded, final)]
     assert extra == [1, 0, 0]
 
 

@@ -11,6 +11,7 @@ from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.families.diffusion_gemma.config_numbers import check_config_numbers
 from vllm_diffusion.families.diffusion_gemma.defaults import published_settings
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
+from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.startup.denoising_settings import denoising_settings
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, PublishedRule
@@ -42,7 +43,8 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         max_steps, settings = denoising_settings(
             vllm_config, rule, published_settings(vllm_config.model_config)
         )
-        return CanvasSpec(vllm_config.diffusion_config.canvas_length, rule, max_steps, settings)
+        layout = FreeCanvas(vllm_config.diffusion_config.canvas_length)
+        return CanvasSpec(layout, rule, max_steps, settings)
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

@@ -18,13 +18,12 @@ copies; NVlabs/Fast-dLLM at b9cf368, ``v2/run_chatbot.py`` (threshold 0.9). It d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
 
 from transformers import Qwen2Config
 
 from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.layouts import ShiftedBlock
 from vllm_diffusion.quantization.body_tensors import BodyTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.startup.engine_config import PublishedRule
@@ -49,13 +48,7 @@ class FastDLLMEngineConfig(MaskedEngineConfig):
     mask_token_id = 151665
     block_length = 32
     block_length_key = "bd_size"
-    layout: ClassVar[Mapping[str, bool]] = {
-        "is_aligned": True,
-        "is_block_causal": True,
-        "is_seeded": True,
-        "seeds_greedily": True,
-        "is_shifted": True,
-    }
+    layout = ShiftedBlock
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

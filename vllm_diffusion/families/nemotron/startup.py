@@ -23,15 +23,15 @@ copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from transformers import Ministral3Config
 
 from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
+from vllm_diffusion.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.quantization.body_tensors import BodyTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.startup.engine_config import PublishedRule
@@ -64,18 +64,18 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
             ),
             {"reveal_threshold": 0.9, "strategy": "dynamic"},
         ),
-        "linear_spec": PublishedRule(lambda mask_token_id: LinearSpec()),
+        "linear_spec": PublishedRule(lambda mask_token_id: LinearSpec(), layout=VerifiedDraft),
     }
     has_autoregressive_mode = True
     mask_token_id = 100
     block_length = 32
-    layout: ClassVar[Mapping[str, bool]] = {"is_seeded": True}
+    layout = SeededBlock
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().verify_and_update_config(vllm_config)
         model_config = vllm_config.model_config
-        if not model_config.is_diffusion or not model_config.canvas_spec.rule.commit_verifies:
+        if not model_config.is_diffusion or not model_config.canvas_spec.layout.verifies:
             return
         # Known to the workers, which put it on the layers.
         lora = model_config.draft_lora = find_draft_lora(model_config)

@@ -1,0 +1,117 @@
+"""What each layout of canvases answers, against loops over positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_diffusion.layouts import (
+    AlignedBlock,
+    CanvasLayout,
+    FreeCanvas,
+    RequestRows,
+    SeededBlock,
+    ShiftedBlock,
+    VerifiedDraft,
+)
+
+LENGTH = 4
+LAYOUTS = (FreeCanvas, AlignedBlock, SeededBlock, ShiftedBlock, VerifiedDraft)
+BLOCKS = (AlignedBlock, ShiftedBlock)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(num_known=st.integers(0, 40))
+def test_num_given(layout: type[CanvasLayout], num_known: int) -> None:
+    """Of blocks counted from 0, what the known tokens leave of their last one; else none."""
+    expected = 0
+    while layout in BLOCKS and (num_known - expected) % LENGTH:
+        expected += 1
+    assert layout(LENGTH).num_given(num_known) == expected
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> RequestRows:
+    """A request as a scheduler may find it; nothing in it is beyond the model's length."""
+    num_computed = draw(st.integers(0, 6)) * LENGTH
+    num_known = draw(st.integers(0, 9))
+    max_model_len = num_computed + num_known + draw(st.integers(0, 10))
+    return RequestRows(
+        num_tokens=num_computed + num_known,
+        num_computed=num_computed,
+        num_known=num_known,
+        num_granted=draw(st.integers(0, num_known + LENGTH)),
+        num_left=draw(st.integers(0, 24)),
+        max_model_len=max_model_len,
+        canvas_width=draw(st.integers(1, LENGTH)),
+        is_at_prompt=draw(st.booleans()),
+        is_prefilled_only=draw(st.booleans()),
+        awaits_output=draw(st.booleans()),
+        narrows_later=draw(st.booleans()),
+        shares_prompt=draw(st.booleans()),
+        shares_commit=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(request=requests())
+def test_a_canvas_runs_whole_or_not_at_all(
+    layout: type[CanvasLayout], request: RequestRows
+) -> None:
+    """Rows are known tokens alone, or all of them and a whole canvas within what is left."""
+    own = layout(LENGTH)
+    rows = own.rows(request)
+    to_encode = request.num_known - own.num_given(request.num_tokens)
+    num_canvas = rows.num_rows - max(to_encode, 0)
+    if rows.num_added:
+        assert rows.num_added == num_canvas
+        assert rows.num_rows <= request.num_left
+    if num_canvas > 0:
+        assert not request.is_prefilled_only
+        whole = LENGTH if layout in BLOCKS else min(request.canvas_width, request.room)
+        assert num_canvas >= whole > 0
+        if layout in BLOCKS:
+            assert num_canvas == LENGTH
+            assert request.num_computed + rows.num_rows <= request.max_model_len
+    if layout in BLOCKS and num_canvas < 0:
+        assert rows.num_rows % LENGTH == 0
+
+
+@given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=3))
+def test_emitted(num_given: list[int]) -> None:
+    """A block's tokens without those that were given."""
+    result = torch.arange(len(num_given) * LENGTH).view(-1, LENGTH)
+    emitted = AlignedBlock(LENGTH).emitted(result, torch.tensor(num_given))
+    for row, tokens, given_here in zip(result, emitted, num_given, strict=True):
+        expected = row[given_here:].tolist()
+        assert tokens[: len(expected)].tolist() == expected
+    assert FreeCanvas(LENGTH).emitted(result, torch.tensor(num_given)) is result
+
+
+def test_num_final() -> None:
+    """Up to the first disagreement, whatever agrees behind it, and never beyond the canvas's rows."""
+    canvas = torch.tensor([[1, 2, 3, 4]] * 6)
+    drawn = torch.tensor(
+        [[2, 3, 4, 9], [2, 3, 4, 9], [2, 9, 4, 9], [9, 3, 4, 9], [2, 3, 4, 9], [2, 3, 4, 9]]
+    )
+    num_rows = torch.tensor([4, 3, 4, 4, 1, 0], dtype=torch.int32)
+    final = VerifiedDraft(LENGTH).num_final(canvas, drawn, num_rows)
+    assert final.tolist() == [4, 3, 2, 1, 1, 1]
+    for other in (FreeCanvas, AlignedBlock, SeededBlock, ShiftedBlock):
+        assert other(LENGTH).num_final(canvas, drawn, num_rows) is num_rows
+
+
+def test_first_token() -> None:
+    """A seed is drawn by the last row of the pass before the canvas; a shifted block's first row is it."""
+    drawn = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
+    committed, num_final = torch.tensor([False, True]), torch.tensor([1, 3], dtype=torch.int32)
+    found = {layout: layout(LENGTH).first_token(drawn, committed, num_final) for layout in LAYOUTS}
+    assert {layout for layout, token in found.items() if token is None} == {
+        FreeCanvas,
+        AlignedBlock,
+    }
+    for layout in (SeededBlock, VerifiedDraft):
+        assert found[layout].tolist() == [10, 22]
+    assert found[ShiftedBlock].tolist() == [10, 20]
