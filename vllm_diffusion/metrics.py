@@ -27,7 +27,7 @@ METRICS = "diffusion_metrics"
 
 
 @dataclass(frozen=True)
-class PassRows:
+class RowCounts:
     """One request's part of one pass.
 
     Attributes:
@@ -66,7 +66,7 @@ def metrics_of_passes(passes: Sequence[int]) -> DiffusionRequestMetrics:
     """What a request took.
 
     Args:
-        passes: For each one, in order, the four numbers of :class:`PassRows`.
+        passes: For each one, in order, the four numbers of :class:`RowCounts`.
     """
     encoded, denoised, projected, emitted = (passes[i::4] for i in range(4))
     steps: list[int] = []
@@ -144,7 +144,7 @@ class PassCounters:
         self._finished: list[CanvasTotals] = []
         self._open: dict[str, _OpenCanvas] = {}
 
-    def observe(self, request_id: str, rows: PassRows, max_steps: int) -> None:
+    def observe(self, request_id: str, rows: RowCounts, max_steps: int) -> None:
         """Count one request's part of one pass.
 
         Args:

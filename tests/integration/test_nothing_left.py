@@ -46,8 +46,8 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "viewed slots": len(engine.slots.viewed),
         "adjusted slots": len(adjustments._offsets) + len(adjustments._penalised),
         "rows of offsets": len(adjustments._table.rows) - len(adjustments._table._free),
-        "constraints": len(scheduler._constrained),
-        "held log-probabilities": len(scheduler._held_prompt_logprobs),
+        "constraints": len(scheduler.constraints),
+        "held log-probabilities": len(scheduler.prompt_logprobs),
         "front end": engine.llm.llm_engine.get_num_unfinished_requests(),
     }
 

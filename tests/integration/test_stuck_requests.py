@@ -176,8 +176,8 @@ def test_ended_requests_leave_nothing(engine):
     scheduler = engine.scheduler
     assert not scheduler.requests
     assert not scheduler.running
-    assert not scheduler._constrained
-    assert not scheduler._stuck._idle_passes
+    assert not scheduler.constraints
+    assert not scheduler.stuck._idle_passes
     assert scheduler.kv_cache_manager.usage == 0
 
 

@@ -13,16 +13,16 @@ from vllm_diffusion.metrics import (
     DiffusionRequestMetrics,
     DiffusionStatLogger,
     PassCounters,
-    PassRows,
     PassTotals,
+    RowCounts,
     instruments,
     metrics_of_passes,
 )
 
 pytestmark = pytest.mark.engine
 
-PROMPT, STEP, LAST = PassRows(40, 0, 0, 0), PassRows(0, 32, 32, 0), PassRows(0, 32, 32, 32)
-FUSED, COMMIT = PassRows(32, 32, 32, 0), PassRows(32, 0, 0, 32)
+PROMPT, STEP, LAST = RowCounts(40, 0, 0, 0), RowCounts(0, 32, 32, 0), RowCounts(0, 32, 32, 32)
+FUSED, COMMIT = RowCounts(32, 32, 32, 0), RowCounts(32, 0, 0, 32)
 
 
 def numbers(counters: PassCounters) -> list[int]:

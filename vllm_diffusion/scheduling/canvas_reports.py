@@ -11,8 +11,8 @@ from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
-from vllm_diffusion.metrics import PassRows
 from vllm_diffusion.requests.params import Shown, end_token_ids, parse_shown
+from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Told:
             self.trace.append(given + view.tokens.tolist())
 
 
-class CanvasReports:
+class CanvasReports(SchedulerFeature):
     """Reports of all requests, attached to the engine's outputs of a pass."""
 
     def __init__(self) -> None:
@@ -68,34 +68,26 @@ class CanvasReports:
         self._reporting: set[str] = set()
         self._freed: list[str] = []
 
-    def add(self, request: Request) -> None:
-        """Begin with a request, whose arguments were checked at the door."""
+    def add_request(self, request: Request) -> None:
+        # Its arguments were checked in the API process.
         params = request.sampling_params
         assert params is not None
         shown = parse_shown(params.extra_args)
         self._told[request.request_id] = _Told(request, shown, end_token_ids(params))
 
-    def preempted(self, request_id: str) -> None:
-        """The request's canvas is lost, and will begin anew."""
-        self._told[request_id].is_lost = True
+    def preempt_request(self, request: Request) -> None:
+        self._told[request.request_id].is_lost = True
 
-    def emitted_after_all(self, request_id: str) -> None:
-        """The canvas that was taken for lost is emitted by the pass that was on its way."""
-        self._told[request_id].is_lost = False
-
-    def freed(self, request_id: str) -> None:
-        """The request's last output, if there is one, is that of this pass."""
+    def remove_request(self, request_id: str) -> None:
+        # The request's last output, if there is one, is that of this pass.
         self._freed.append(request_id)
 
-    def observe(self, request_id: str, rows: PassRows, view: CanvasView | None) -> None:
-        """Note a request's part of a pass.
-
-        Args:
-            request_id: Of it.
-            rows: What ran.
-            view: Of its canvas; ``None`` if nobody reads it.
-        """
+    def observe(self, part: RequestPass) -> None:
+        request_id, rows, view = part.request.request_id, part.counts, part.view
         told = self._told[request_id]
+        if part.is_stale and not part.is_lost:
+            # The canvas that was taken for lost is emitted by the pass that was on its way.
+            told.is_lost = False
         if told.passes is not None:
             told.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
         if view is not None:
@@ -133,12 +125,8 @@ class CanvasReports:
             told.report = report
             self._reporting.add(request_id)
 
-    def attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Add what there is to tell to the engine's outputs of this pass.
-
-        Args:
-            outputs: By API process; added to.
-        """
+    def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Attach the reports to the engine's outputs of this pass."""
         for of_client in outputs.values():
             for output in of_client.outputs:
                 self._attach(output)

@@ -1,116 +1,177 @@
-"""vLLM's diffusion schedulers, with canvases scheduled whole or not at all, and counted."""
+"""vLLM's diffusion schedulers, with canvases scheduled whole or not at all.
+
+:class:`CanvasScheduling` stands before one of vLLM's two. Its methods are hooks of vLLM's scheduler, in
+the order in which a pass meets them; what else is done with requests is in features
+(``feature.py``).
+"""
 
 from __future__ import annotations
 
 import copy
-import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
+from vllm.outputs import RequestError
 from vllm.v1.core.sched.diffusion_scheduler import (
     DiffusionAsyncScheduler,
     DiffusionScheduler,
     diffusion_canvas_width,
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.canvas_view import unpack
-from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import RequestRows
-from vllm_diffusion.metrics import PassCounters, PassRows
+from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
-from vllm_diffusion.scheduling.constrained_canvas import (
-    ConstrainedCanvas,
-    DeadEndError,
-    constraint_names,
-    is_constrained,
-)
-from vllm_diffusion.scheduling.kv_transfer import KVTransferMixin
-from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
+from vllm_diffusion.scheduling.constraints import Constraints
+from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
+from vllm_diffusion.scheduling.kv_transfer import KVTransfer
+from vllm_diffusion.scheduling.last_canvas import LastCanvas
+from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
-from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode, fuses_prompt
-
-logger = init_logger(f"vllm.{__name__}")
+from vllm_diffusion.settings.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
 
 # As vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2
 
 
-class WholeCanvasMixin(KVTransferMixin):
-    """Placed before a stock scheduler: see the module's docstring."""
+@dataclass(frozen=True)
+class PassOrder:
+    """Which rows of a request share a pass.
+
+    Attributes:
+        fuses_encode: Whether a finished canvas is encoded in the pass of the next one's first step.
+        fuses_prompt: Whether the end of a prompt is, which is known in time in every order.
+        commits_in_place: Whether a canvas is emitted by a pass whose rows are computed tokens with
+            it.
+        emits_by_encoding: Whether that pass runs the canvas's rows as known tokens.
+    """
+
+    fuses_encode: bool
+    fuses_prompt: bool
+    commits_in_place: bool
+    emits_by_encoding: bool
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> PassOrder:
+        """The order that start-up chose."""
+        spec: CanvasSpec = vllm_config.model_config.canvas_spec
+        is_async: bool = vllm_config.scheduler_config.async_scheduling
+        return cls(
+            fuses_encode=fuses_encode(vllm_config),
+            fuses_prompt=fuses_prompt(vllm_config),
+            commits_in_place=spec.commits_in_place(is_async),
+            emits_by_encoding=spec.emits_by_encoding(is_async),
+        )
+
+
+@dataclass
+class NextPass:
+    """The pass that is being scheduled.
+
+    Attributes:
+        num_rows_left: Rows that it has left.
+        canvases: Canvas rows that the stock scheduler knows nothing of, by request.
+    """
+
+    num_rows_left: int = 0
+    canvases: dict[str, int] = field(default_factory=dict)
+
+
+class CanvasScheduling(Scheduler):
+    """Placed before a stock scheduler: see the module's docstring.
+
+    Attributes:
+        spec: What canvases are.
+        order: Which rows share a pass.
+        constraints: Canvases that are held to a grammar or words.
+        prompt_logprobs: Log-probabilities of prompts that wait for a token.
+        stuck: Requests that settle nothing.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         outlines_rollback.install()
-        # Whether a finished canvas is encoded in the same pass as the next one's first step.
-        self.fuses_encode = fuses_encode(self.vllm_config)
-        # Whether the end of a prompt is, which is known in time in every order.
-        self.fuses_prompt = fuses_prompt(self.vllm_config)
-        # Whether a canvas is emitted by a pass whose rows are computed tokens with it.
-        self.commits_in_place = commits_in_place(self.vllm_config)
-        self.spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
-        # Whether that pass runs the canvas's rows as known tokens.
-        self.emits_by_encoding = self.spec.emits_by_encoding(
-            self.vllm_config.scheduler_config.async_scheduling
-        )
-        # Of the pass that is being scheduled: its budget, and the rows of canvases that the stock
-        # scheduler knows nothing of, by request.
-        self._num_rows_left = 0
-        self._canvases: dict[str, int] = {}
+        spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
+        self.spec = spec
+        self.order = PassOrder.of(self.vllm_config)
+        self._next = NextPass()
         self._seeds = np.random.default_rng(self.vllm_config.model_config.seed)
-        self._counters = PassCounters()
-        self._reports = CanvasReports()
-        self._constrained: dict[str, ConstrainedCanvas] = {}
-        # Prompt log-probabilities of requests that have not emitted a token yet.
-        self._held_prompt_logprobs: dict[str, tuple[Any, Any]] = {}
-        self._stuck = StuckRequests(self, self._counters)
-        self._reads = ReadsTogether()
-        # Whether the last pass left somebody waiting.
+        # Whether the last pass left requests waiting.
         self._leaves_waiting = False
+        self._counters = PassCounters()
+        self._transfer = KVTransfer(self, spec)
+        keeps_last = plugin_settings(self.vllm_config).keep_last_canvas
+        self._last_canvas = LastCanvas(self, spec, keeps_last and not self._is_async)
+        self._reads = ReadsTogether()
+        self.stuck = StuckRequests(
+            self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
+        )
+        self.constraints = Constraints(self, spec, self.stuck, self._max_steps)
+        self.prompt_logprobs = PromptLogprobs(self)
+        # In the order in which each verb is called.
+        self._features: tuple[SchedulerFeature, ...] = (
+            self._last_canvas,
+            self._transfer,
+            self._reads,
+            self.stuck,
+            self.constraints,
+            self.prompt_logprobs,
+            CanvasReports(),
+        )
+
+    @property
+    def _is_async(self) -> bool:
+        is_async: bool = self.vllm_config.scheduler_config.async_scheduling
+        return is_async
+
+    def _max_steps(self, request: Request) -> int:
+        """The request's step cap."""
+        assert request.sampling_params is not None
+        cap = self.spec.max_denoising_steps
+        own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
+        return min(own, cap) if own else cap
+
+    # A request comes.
+
+    def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if params is not None and params.seed is None:
+            # Each pipeline stage begins the canvases for itself. Several answers to one prompt may
+            # share their parameters.
+            request.sampling_params = copy.copy(params)
+            request.sampling_params.seed = int(self._seeds.integers(2**63))
+        problem = self._transfer.prepare(request)
+        super().add_request(request)
+        if problem:
+            # Stock's way to refuse a request that it has taken.
+            error = RequestError("validation_error", problem)
+            self.grammar_compile_error_reqs[request.request_id] = error
+        for feature in self._features:
+            feature.add_request(request)
+
+    # A pass is scheduled.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._give_way()
-        self._num_rows_left = self.max_num_scheduled_tokens
-        self._canvases.clear()
+        if self._leaves_waiting:
+            self.constraints.make_room()
+        self._next = NextPass(self.max_num_scheduled_tokens)
         output = super().schedule(throttle_prefills)
         self._leaves_waiting = bool(self.waiting)
+        self._last_canvas.drop_preempted()
         return output
-
-    def _give_way(self) -> None:
-        """Have constrained canvases past their step cap make room for requests that wait.
-
-        Without a constraint nobody holds a place for longer, so that a constraint which is slow to
-        satisfy keeps nobody waiting more than another request would. Such a canvas begins again
-        behind those that wait, and then runs to its end: its tokens are the same.
-        """
-        if not self._leaves_waiting or self.policy != SchedulingPolicy.FCFS:
-            return
-        overdue = [
-            request
-            for request in self.running
-            if (canvas := self._constrained.get(request.request_id))
-            and not canvas.has_given_way
-            and canvas.is_overdue(self._max_steps(request))
-        ]
-        for request in overdue[: len(self.waiting)]:
-            self._constrained[request.request_id].has_given_way = True
-            self.running.remove(request)
-            self._preempt_request(request, time.monotonic())
-            # Which puts it before them.
-            self.waiting.remove_request(request)
-            self.waiting.add_request(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -122,18 +183,22 @@ class WholeCanvasMixin(KVTransferMixin):
         not exist, so a canvas runs whole or waits for a pass with room. Where a prompt ends, the stock
         scheduler knows of no canvas behind it, so the budget is kept here as well.
         """
+        if self._last_canvas.keeps(request):
+            num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
+            self._next.num_rows_left -= num_rows
+            return num_rows
         if self._reads.holds(request.request_id):
             return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        rows = self.spec.layout.rows(self._as_rows(request, num_computed_tokens, num_new_tokens))
+        rows = self.spec.layout.rows(self._rows_of(request, num_computed_tokens, num_new_tokens))
         if rows.num_added:
-            self._canvases[request.request_id] = rows.num_added
-        self._num_rows_left -= rows.num_rows
+            self._next.canvases[request.request_id] = rows.num_added
+        self._next.num_rows_left -= rows.num_rows
         return rows.num_rows
 
-    def _as_rows(
+    def _rows_of(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> RequestRows:
         """A request as its layout of canvases looks at it."""
@@ -147,15 +212,15 @@ class WholeCanvasMixin(KVTransferMixin):
             num_computed=num_computed_tokens,
             num_known=max(num_known, 0),
             num_granted=num_new_tokens,
-            num_left=self._num_rows_left,
+            num_left=self._next.num_rows_left,
             max_model_len=self.max_model_len,
             canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
-            is_prefilled_only=self.is_prefilled_only(request),
+            is_prefilled_only=self._transfer.is_prefilled_only(request),
             awaits_output=self._awaits_output(request),
             narrows_later=request.num_output_placeholders > 0,
-            shares_prompt=self._shares_pass(request, num_computed_tokens),
-            shares_commit=self.fuses_encode,
+            shares_prompt=self._shares_prompt(request, num_computed_tokens),
+            shares_commit=self.order.fuses_encode,
         )
 
     def _awaits_output(self, request: Request) -> bool:
@@ -164,9 +229,9 @@ class WholeCanvasMixin(KVTransferMixin):
         Only with pipeline stages, where several passes are; the chunks of a prompt follow one another.
         An asynchronous scheduler counts placeholders instead, and keeps the passes of a canvas apart.
         """
-        return request.num_in_flight_tokens > 0
+        return not self._is_async and request.num_in_flight_tokens > 0
 
-    def _shares_pass(self, request: Request, num_computed_tokens: int) -> bool:
+    def _shares_prompt(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the pass that ends the request's prompt may have its canvas too."""
         # Where loaded blocks turn out to be missing, a pass is repeated, and a canvas's step is not.
         may_be_repeated = (
@@ -175,56 +240,17 @@ class WholeCanvasMixin(KVTransferMixin):
             and request.status != RequestStatus.RUNNING
             and num_computed_tokens > 0
         )
-        return self.fuses_prompt and not may_be_repeated
-
-    def add_request(self, request: Request) -> None:
-        params = request.sampling_params
-        if params is not None and params.seed is None:
-            # Each pipeline stage begins the canvases for itself. Several answers to one prompt may share
-            # their parameters.
-            request.sampling_params = copy.copy(params)
-            request.sampling_params.seed = int(self._seeds.integers(2**63))
-        super().add_request(request)
-        self._reports.add(request)
-        self._reads.add(request)
-        if is_constrained(request):
-            self._constrained[request.request_id] = ConstrainedCanvas(
-                request, self.structured_output_manager
-            )
-
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._constrained.pop(request.request_id, None)
-        self._held_prompt_logprobs.pop(request.request_id, None)
-        self._stuck.forget(request.request_id)
-        self._reads.forget(request.request_id)
-        self._counters.forget(request.request_id)
-        self._reports.freed(request.request_id)
-        return super()._free_request(request, *args, **kwargs)
-
-    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        super()._preempt_request(request, *args, **kwargs)
-        self._stuck.forget(request.request_id)
-        self._counters.forget(request.request_id)
-        self._reports.preempted(request.request_id)
-        if canvas := self._constrained.get(request.request_id):
-            canvas.begin_again()
+        return self.order.fuses_prompt and not may_be_repeated
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        waiting = any(
-            request_id in self._constrained
-            and self.requests[request_id].num_output_placeholders > 0
-            for request_id in scheduler_output.num_scheduled_tokens
-        )
-        self._add_canvases(scheduler_output)
+        awaits_output = self.constraints.awaits_output(scheduler_output)
+        # The rows of canvases behind a prompt, and of blocks, whatever of them is known.
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for request_id in self._next.canvases.keys() & scheduler_output.num_scheduled_tokens.keys():
+            drafts[request_id] = [-1] * self._next.canvases[request_id]
         super()._update_after_schedule(scheduler_output)
         # The stock code knows of grammars only.
-        scheduler_output.pending_structured_output_tokens |= waiting
-
-    def _add_canvases(self, scheduler_output: SchedulerOutput) -> None:
-        """Say which rows are canvases: those behind a prompt, and all of a block, whatever is known."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        for request_id in self._canvases.keys() & scheduler_output.num_scheduled_tokens.keys():
-            drafts[request_id] = [-1] * self._canvases[request_id]
+        scheduler_output.pending_structured_output_tokens |= awaits_output
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
@@ -236,134 +262,70 @@ class WholeCanvasMixin(KVTransferMixin):
         """
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Constraints for the canvases of this pass, from the argmax canvases of the last one."""
-        constraints: dict[str, CanvasConstraint] = {}
-        for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
-            canvas = self._constrained.get(request_id)
-            if canvas is None or request_id not in self.requests:
-                continue
-            request = self.requests[request_id]
-            num_given = self.spec.num_given(request.num_tokens)
-            constraint = self._constraint(request, canvas, len(tokens) - num_given)
-            constraints[request_id] = replace(constraint, num_given=num_given)
-        if not constraints:
-            return None
-        return CanvasConstraints(
-            list(constraints), np.empty((0, 0), np.int32), None, list(constraints.values())
-        )
+        return self.constraints.message(scheduler_output)
 
-    def _constraint(
-        self, request: Request, canvas: ConstrainedCanvas, width: int
-    ) -> CanvasConstraint:
-        """What holds for a request's canvas; one whose constraint fails ends, and no other."""
-        try:
-            return canvas.constraint(width, self._max_steps(request))
-        except DeadEndError:
-            reason = "allows no token here"
-        except Exception as error:
-            # Of a grammar's back end: each has its own, and the engine is not to end with them.
-            logger.warning(
-                "The constraint of request %s failed.", request.request_id, exc_info=True
-            )
-            reason = f"failed here ({type(error).__name__}: {error})"
-        self._stuck.stop(request, f"{constraint_names(request)} {reason}")
-        return CanvasConstraint((), None, restart=False, num_valid=0)
-
-    def _max_steps(self, request: Request) -> int:
-        """The request's step cap."""
-        assert request.sampling_params is not None
-        cap = self.spec.max_denoising_steps
-        own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
-        return min(own, cap) if own else cap
+    # A pass comes back.
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self._count_passes(scheduler_output, model_runner_output)
-        self._hold_prompt_logprobs(model_runner_output)
+        for part in self._parts(scheduler_output, model_runner_output):
+            for feature in self._features:
+                feature.observe(part)
+            self._counters.observe(part.request.request_id, part.counts, part.max_steps)
+        self.prompt_logprobs.hold(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._stuck.end(outputs)
-        self._reports.attach(outputs)
+        self._transfer.end_prefilled(scheduler_output, outputs)
+        for feature in self._features:
+            feature.finish_pass(outputs)
+        self._last_canvas.finish_encoded()
         return outputs
 
-    def _count_passes(
+    def _parts(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> None:
-        """Record each request's rows in this pass, before the stock code finishes any of them."""
+    ) -> Iterator[RequestPass]:
+        """Each request's part of a pass, before the stock code finishes any of them."""
         emitted = model_runner_output.sampled_token_ids or []
         views = model_runner_output.aux_output_connector_output or {}
-        for req_id, num_rows in scheduler_output.num_scheduled_tokens.items():
-            request = self.requests.get(req_id)
+        for request_id, num_rows in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
-            canvas = scheduler_output.scheduled_spec_decode_tokens.get(req_id) or ()
-            index = model_runner_output.req_id_to_index[req_id]
+            canvas = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
+            index = model_runner_output.req_id_to_index[request_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            # A pass that was on its way when its request was preempted is no step of a canvas; what it
-            # emits counts all the same.
+            # A pass that was on its way when its request was preempted is no step of a canvas; what
+            # it emits counts all the same.
             is_stale = request.num_stale_output_tokens > 0
-            is_void = is_stale and (num_emitted == 0 or request.drop_stale_output)
-            view = None if is_void or req_id not in views else unpack(views[req_id])
-            if is_stale and not is_void:
-                self._reports.emitted_after_all(req_id)
-            constrained = self._constrained.get(req_id)
-            if canvas and not is_stale:
-                num_settled = constrained.num_settled if constrained else 0
-                self._stuck.observe(request, num_settled, num_emitted, self._max_steps(request))
-            if constrained and view and not num_emitted:
-                constrained.denoised(view.tokens.tolist())
-            elif constrained and num_emitted and not is_stale:
-                constrained.begin()
-            num_canvas_rows = len(canvas)
-            denoised = num_canvas_rows
-            if num_emitted and self.emits_by_encoding and not is_read_only(request.sampling_params):
-                denoised = 0
-            rows = PassRows(num_rows - denoised, denoised, num_canvas_rows, num_emitted)
-            self._counters.observe(req_id, rows, self._max_steps(request))
-            self._reports.observe(req_id, rows, view)
+            is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
+            num_denoised = len(canvas)
+            is_encoded = num_emitted and self.order.emits_by_encoding
+            if is_encoded and not is_read_only(request.sampling_params):
+                num_denoised = 0
+            yield RequestPass(
+                request,
+                RowCounts(num_rows - num_denoised, num_denoised, len(canvas), num_emitted),
+                None if is_lost or request_id not in views else unpack(views[request_id]),
+                self._max_steps(request),
+                is_stale,
+                is_lost,
+            )
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Before the stock code registers computed blocks for the prefix cache."""
-        if self.commits_in_place:
-            if not is_stale:
-                # Rows of the canvas too, which no token was emitted for.
-                request.num_computed_tokens += self.spec.num_given(request.num_tokens)
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
         if is_stale:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        if self.order.commits_in_place:
+            # Rows of the canvas too, which no token was emitted for.
+            request.num_computed_tokens += self.spec.num_given(request.num_tokens)
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         # The rows of the step that emitted them were a canvas's, not those of an encoded text.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
         request.num_computed_tokens = num_encoded
         return result
-
-    def _hold_prompt_logprobs(self, model_runner_output: ModelRunnerOutput) -> None:
-        """Keep them for the pass that emits the request's first canvas.
-
-        The engine's loop takes them together with a token only; a prompt's last pass yields none.
-        """
-        emitted = model_runner_output.sampled_token_ids or []
-        both = (
-            model_runner_output.prompt_logprobs_dict,
-            model_runner_output.prompt_token_id_logprobs_dict,
-        )
-        for req_id, index in model_runner_output.req_id_to_index.items():
-            found = tuple(of.pop(req_id, None) for of in both)
-            request = self.requests.get(req_id)
-            if request is None:
-                # Ended while the pass was on its way.
-                continue
-            if found[0] is not None:
-                found = (_of_prompt(found[0], request.num_prompt_tokens), found[1])
-            if any(part is not None for part in found):
-                self._held_prompt_logprobs[req_id] = found
-            if emitted and emitted[index] and req_id in self._held_prompt_logprobs:
-                held = self._held_prompt_logprobs.pop(req_id)
-                for of, part in zip(both, held, strict=True):
-                    if part is not None:
-                        of[req_id] = part
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
@@ -375,20 +337,50 @@ class WholeCanvasMixin(KVTransferMixin):
             )
         return stats
 
+    # A request leaves.
 
-def _of_prompt(logprobs: LogprobsTensors, num_prompt_tokens: int) -> LogprobsTensors | None:
-    """Those of a prompt's tokens, without those of a canvas that shared the last pass."""
-    num_rows = num_prompt_tokens - 1
-    if num_rows == 0:
-        return None
-    return LogprobsTensors(
-        logprobs.logprob_token_ids[:num_rows],
-        logprobs.logprobs[:num_rows],
-        logprobs.selected_token_ranks[:num_rows],
-    )
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """False, as for a stock session that goes on, if the request stays to be encoded."""
+        return super()._handle_stopped_request(request) and not self._last_canvas.keep(request)
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        """Called by the stock scheduler for a stopped request that goes on, once it is reported."""
+        if not self._last_canvas.keeps(request):
+            super()._enqueue_waiting_request(request)
+            return
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._counters.forget(request.request_id)
+        for feature in self._features:
+            feature.preempt_request(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._counters.forget(request.request_id)
+        for feature in self._features:
+            feature.remove_request(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        # The blocks that answered requests hold would forbid it.
+        self._last_canvas.drop_all()
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    # A connector moves blocks of the cache.
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        super()._update_waiting_for_remote_kv(request)
+        # Stock computes the last token here in any case, which begins no block.
+        request.num_computed_tokens = self._transfer.num_final(request.num_computed_tokens)
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._transfer.offer_final(request)
+        return super()._connector_finished(request)
 
 
-class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):
+class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
     """Synchronous: each pass is scheduled with the last one's result in hand.
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
@@ -413,22 +405,19 @@ class CanvasScheduler(LastCanvasMixin, WholeCanvasMixin, DiffusionScheduler):
         return outputs
 
 
-class AsyncCanvasScheduler(WholeCanvasMixin, DiffusionAsyncScheduler):
+class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
     """Asynchronous: the next pass is scheduled while this one runs.
 
     Which step converges is not known in time, so the next pass over the same rows encodes the
     canvas and emits it: the last one too, with or without ``keep_last_canvas``.
     """
 
-    def _awaits_output(self, request: Request) -> bool:
-        return False
-
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         # The stock code holds a request back whose pass in flight is sure to bring its last two
         # tokens. A canvas is sure of nothing, and what a constraint has to be told of it comes with
         # the next pass.
         constrained = [
-            request for request in self.running if request.request_id in self._constrained
+            request for request in self.running if self.constraints.holds(request.request_id)
         ]
         for request in constrained:
             request.max_tokens += _TOKENS_IN_FLIGHT

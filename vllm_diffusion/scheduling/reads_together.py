@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from vllm.v1.request import Request
 
 from vllm_diffusion.requests.read_together import parse_read_together
+from vllm_diffusion.scheduling.feature import SchedulerFeature
 
 # Seconds that those which have come wait for the next: one that is refused on its way never comes.
 PATIENCE = 0.1
@@ -24,15 +25,14 @@ class _Group:
     members: set[str] = field(default_factory=set)
 
 
-class ReadsTogether:
+class ReadsTogether(SchedulerFeature):
     """Which of a scheduler's requests wait for others."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, str] = {}
 
-    def add(self, request: Request) -> None:
-        """One has come."""
+    def add_request(self, request: Request) -> None:
         params = request.sampling_params
         together = parse_read_together(params.extra_args if params is not None else None)
         if together is None:
@@ -54,8 +54,7 @@ class ReadsTogether:
         group = self._groups[name]
         return group.missing > 0 and time.monotonic() < group.deadline
 
-    def forget(self, request_id: str) -> None:
-        """It has ended."""
+    def remove_request(self, request_id: str) -> None:
         name = self._group_of.pop(request_id, None)
         if name is not None:
             group = self._groups[name]

@@ -8,47 +8,50 @@ canvas stands is known at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_diffusion.metrics import PassCounters
+from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 
 # Passes that a canvas may take beyond its cap: the scheduler hears of a step in the pass after it,
 # and with asynchronous scheduling the finished canvas is emitted by one more.
 SLACK = 4
 
 
-class StuckRequests:
+class StuckRequests(SchedulerFeature):
     """Watches over the progress of requests, and ends those that make none."""
 
-    def __init__(self, scheduler: Scheduler, counters: PassCounters) -> None:
+    def __init__(
+        self, scheduler: Scheduler, counters: PassCounters, num_settled: Callable[[str], int]
+    ) -> None:
         """Watch over nobody yet.
 
         Args:
             scheduler: Whose requests are ended.
             counters: Of the engine.
+            num_settled: Leading positions of a request's canvas that will not change any more.
         """
         self._scheduler = scheduler
         self._counters = counters
+        self._num_settled = num_settled
         # By request: passes since a position was settled, and how many of its canvas are.
         self._idle_passes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, str] = {}
 
-    def observe(self, request: Request, num_settled: int, num_emitted: int, max_steps: int) -> None:
-        """A pass in which the request had a canvas.
-
-        Args:
-            request: The engine's request.
-            num_settled: Leading positions of its canvas that will not change any more.
-            num_emitted: Tokens that the pass emitted.
-            max_steps: Its step cap.
-        """
+    def observe(self, part: RequestPass) -> None:
+        if not part.counts.projected or part.is_stale:
+            return
+        request, num_emitted = part.request, part.counts.num_emitted
+        num_settled = self._num_settled(request.request_id)
         passes, before = self._idle_passes.get(request.request_id, (0, 0))
         passes = 0 if num_emitted or num_settled > before else passes + 1
         self._idle_passes[request.request_id] = (passes, 0 if num_emitted else num_settled)
-        if passes > max_steps + SLACK:
+        if passes > part.max_steps + SLACK:
             self.stop(request, f"no position was settled in {passes} passes")
 
     def stop(self, request: Request, reason: str) -> None:
@@ -62,13 +65,15 @@ class StuckRequests:
             self._reasons[request.request_id] = reason
             self._counters.observe_stuck_request()
 
-    def forget(self, request_id: str) -> None:
-        """A preempted request begins its canvas again; a finished one has none."""
+    def preempt_request(self, request: Request) -> None:
+        self.remove_request(request.request_id)
+
+    def remove_request(self, request_id: str) -> None:
         self._idle_passes.pop(request_id, None)
         self._reasons.pop(request_id, None)
 
-    def end(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Called when vLLM's scheduler has done with a pass.
+    def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End the requests that are stuck.
 
         An answer ends where it is, with the finish reason "length" and the reason as stop reason. A
         request that has no token yet is refused with it: the 400 that a constraint gets which
@@ -78,7 +83,7 @@ class StuckRequests:
             outputs: What the pass tells each client; added to.
         """
         for request_id, reason in list(self._reasons.items()):
-            self.forget(request_id)
+            self.remove_request(request_id)
             request = self._scheduler.requests.get(request_id)
             if request is None or request.is_finished():
                 continue

@@ -63,11 +63,11 @@ def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
         return False
-    from vllm_diffusion.scheduling.canvas_scheduler import WholeCanvasMixin, canvas_scheduler
+    from vllm_diffusion.scheduling.canvas_scheduler import CanvasScheduling, canvas_scheduler
 
     chosen: Any = scheduler_config.get_scheduler_cls()
     if isinstance(chosen, type):
-        return not issubclass(chosen, WholeCanvasMixin)
+        return not issubclass(chosen, CanvasScheduling)
     return chosen is not canvas_scheduler
 
 

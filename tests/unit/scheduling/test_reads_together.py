@@ -34,13 +34,13 @@ def test_until_the_last_has_come(clock):
     """Others wait for nobody, and a read that is alone does not either."""
     reads = ReadsTogether()
     for one in (read("a0", ["a", 3]), read("b0", ["b", 1]), read("c"), read("a1", ["a", 3])):
-        reads.add(one)
+        reads.add_request(one)
     held = {name: reads.holds(name) for name in ("a0", "a1", "b0", "c", "unheard of")}
     assert held == {"a0": True, "a1": True, "b0": False, "c": False, "unheard of": False}
-    reads.add(read("a2", ["a", 3]))
+    reads.add_request(read("a2", ["a", 3]))
     assert not any(reads.holds(f"a{i}") for i in range(3))
     for name in ("a0", "a1", "a2", "b0", "c"):
-        reads.forget(name)
+        reads.remove_request(name)
     assert not reads._groups
     assert not reads._group_of
 
@@ -48,9 +48,9 @@ def test_until_the_last_has_come(clock):
 def test_no_longer_than_patience(clock):
     """One never comes, or late: it finds the others gone ahead, and waits for nobody."""
     reads = ReadsTogether()
-    reads.add(read("a0", ["a", 3]))
+    reads.add_request(read("a0", ["a", 3]))
     clock[0] += PATIENCE - 0.01
-    reads.add(read("a1", ["a", 3]))
+    reads.add_request(read("a1", ["a", 3]))
     assert reads.holds("a0")
     assert reads.holds("a1")
     clock[0] += PATIENCE - 0.01
@@ -58,7 +58,7 @@ def test_no_longer_than_patience(clock):
     clock[0] += 0.02
     assert not reads.holds("a0")
     assert not reads.holds("a1")
-    reads.add(read("a2", ["a", 3]))
+    reads.add_request(read("a2", ["a", 3]))
     assert not reads.holds("a2")
 
 

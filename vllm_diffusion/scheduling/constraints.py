@@ -1,0 +1,154 @@
+"""Canvases that are held to a constraint: asked before each pass, and shown what it made of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.scheduling.constrained_canvas import (
+    ConstrainedCanvas,
+    DeadEndError,
+    constraint_names,
+    is_constrained,
+)
+from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
+from vllm_diffusion.scheduling.stuck_requests import StuckRequests
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Constraints(SchedulerFeature):
+    """The constrained canvases of a scheduler's requests."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        spec: CanvasSpec,
+        stuck: StuckRequests,
+        max_steps_of: Callable[[Request], int],
+    ) -> None:
+        """Hold no request to anything yet.
+
+        Args:
+            scheduler: Whose requests are held.
+            spec: What its canvases are.
+            stuck: Ends requests whose constraint allows nothing more.
+            max_steps_of: A request's step cap.
+        """
+        self._scheduler = scheduler
+        self._spec = spec
+        self._stuck = stuck
+        self._max_steps_of = max_steps_of
+        self._canvases: dict[str, ConstrainedCanvas] = {}
+
+    def __len__(self) -> int:
+        """Number of requests that are held to a constraint."""
+        return len(self._canvases)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is held to a constraint."""
+        return request_id in self._canvases
+
+    def num_settled(self, request_id: str) -> int:
+        """Leading positions of the request's canvas that will not change any more."""
+        canvas = self._canvases.get(request_id)
+        return canvas.num_settled if canvas else 0
+
+    def make_room(self) -> None:
+        """Have canvases past their step cap make room for requests that wait.
+
+        Without a constraint nobody holds a place for longer, so that a constraint which is slow to
+        satisfy keeps nobody waiting more than another request would. Such a canvas begins again
+        behind those that wait, and then runs to its end: its tokens are the same.
+        """
+        scheduler = self._scheduler
+        if scheduler.policy != SchedulingPolicy.FCFS:
+            return
+        for request in list(self._overdue())[: len(scheduler.waiting)]:
+            self._canvases[request.request_id].has_given_way = True
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic())
+            # The stock code puts it before those that wait.
+            scheduler.waiting.remove_request(request)
+            scheduler.waiting.add_request(request)
+
+    def _overdue(self) -> Iterator[Request]:
+        for request in self._scheduler.running:
+            canvas = self._canvases.get(request.request_id)
+            if canvas is None or canvas.has_given_way:
+                continue
+            if canvas.is_overdue(self._max_steps_of(request)):
+                yield request
+
+    def message(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Constraints for the canvases of a pass, from the argmax canvases of the last one."""
+        constraints: dict[str, CanvasConstraint] = {}
+        for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+            canvas = self._canvases.get(request_id)
+            if canvas is None or request_id not in self._scheduler.requests:
+                continue
+            request = self._scheduler.requests[request_id]
+            num_given = self._spec.num_given(request.num_tokens)
+            constraint = self._constraint(request, canvas, len(tokens) - num_given)
+            constraints[request_id] = replace(constraint, num_given=num_given)
+        if not constraints:
+            return None
+        nothing = np.empty((0, 0), np.int32)
+        return CanvasConstraints(list(constraints), nothing, None, list(constraints.values()))
+
+    def _constraint(
+        self, request: Request, canvas: ConstrainedCanvas, width: int
+    ) -> CanvasConstraint:
+        """Constrain a request's canvas; a request whose constraint fails ends, and no other."""
+        try:
+            return canvas.constraint(width, self._max_steps_of(request))
+        except DeadEndError:
+            reason = "allows no token here"
+        except Exception as error:
+            # Of a grammar's back end: each has its own, and the engine is not to end with them.
+            logger.warning(
+                "The constraint of request %s failed.", request.request_id, exc_info=True
+            )
+            reason = f"failed here ({type(error).__name__}: {error})"
+        self._stuck.stop(request, f"{constraint_names(request)} {reason}")
+        return CanvasConstraint((), None, restart=False, num_valid=0)
+
+    def awaits_output(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether a canvas of a pass is constrained by what a pass in flight brings."""
+        return any(
+            request_id in self._canvases
+            and self._scheduler.requests[request_id].num_output_placeholders > 0
+            for request_id in scheduler_output.num_scheduled_tokens
+        )
+
+    def add_request(self, request: Request) -> None:
+        if is_constrained(request):
+            manager: Any = self._scheduler.structured_output_manager
+            self._canvases[request.request_id] = ConstrainedCanvas(request, manager)
+
+    def observe(self, part: RequestPass) -> None:
+        canvas = self._canvases.get(part.request.request_id)
+        if canvas is None:
+            return
+        if part.view and not part.counts.num_emitted:
+            canvas.denoised(part.view.tokens.tolist())
+        elif part.counts.num_emitted and not part.is_stale:
+            canvas.begin()
+
+    def preempt_request(self, request: Request) -> None:
+        if canvas := self._canvases.get(request.request_id):
+            canvas.begin_again()
+
+    def remove_request(self, request_id: str) -> None:
+        self._canvases.pop(request_id, None)

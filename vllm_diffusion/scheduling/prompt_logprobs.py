@@ -1,0 +1,68 @@
+"""Log-probabilities of prompts, kept until the pass that emits the request's first canvas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
+
+from vllm_diffusion.scheduling.feature import SchedulerFeature
+
+
+class PromptLogprobs(SchedulerFeature):
+    """Prompt log-probabilities of requests that have not emitted a token yet.
+
+    The engine's loop takes them together with a token only; a prompt's last pass yields none.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Hold nothing yet.
+
+        Args:
+            scheduler: Whose requests they are of.
+        """
+        self._scheduler = scheduler
+        self._held: dict[str, tuple[Any, Any]] = {}
+
+    def __len__(self) -> int:
+        """Number of requests whose log-probabilities are held."""
+        return len(self._held)
+
+    def hold(self, output: ModelRunnerOutput) -> None:
+        """Take what a pass brings out of it, and put back what its first tokens go with.
+
+        Args:
+            output: Of the pass; changed in place.
+        """
+        emitted = output.sampled_token_ids or []
+        both = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
+        for request_id, index in output.req_id_to_index.items():
+            found = tuple(part.pop(request_id, None) for part in both)
+            request = self._scheduler.requests.get(request_id)
+            if request is None:
+                # Ended while the pass was on its way.
+                continue
+            if found[0] is not None:
+                found = (_without_canvas(found[0], request.num_prompt_tokens), found[1])
+            if any(part is not None for part in found):
+                self._held[request_id] = found
+            if emitted and emitted[index] and request_id in self._held:
+                for part, held in zip(both, self._held.pop(request_id), strict=True):
+                    if held is not None:
+                        part[request_id] = held
+
+    def remove_request(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+
+def _without_canvas(logprobs: LogprobsTensors, num_prompt_tokens: int) -> LogprobsTensors | None:
+    """Rows of a prompt's tokens, without those of a canvas that shared the last pass."""
+    num_rows = num_prompt_tokens - 1
+    if num_rows == 0:
+        return None
+    return LogprobsTensors(
+        logprobs.logprob_token_ids[:num_rows],
+        logprobs.logprobs[:num_rows],
+        logprobs.selected_token_ranks[:num_rows],
+    )
