@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 
 # What a kernel must never read, or must read without a trace in a live row.
@@ -30,8 +31,29 @@ class CanvasBatch:
     row_spans: Tensor | None = None  # [num_tokens, 2]
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Arguments for ``canvas_attention``, by name."""
+        """The tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def arguments(
+        self,
+        options: AttentionOptions,
+        *,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        scales: tuple[float, float] | tuple[()] = (),
+    ) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
+        """Arguments of ``canvas_attention``, with the bounds of its sequences and an FP8 cache's scales."""
+        sequences = Sequences(
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+            self.causal_rows,
+            self.row_spans,
+            max_query_len,
+            max_seq_len,
+        )
+        cache = PagedCache(self.key_cache, self.value_cache, *scales)
+        return self.query, cache, sequences, options
 
     @property
     def num_live_tokens(self) -> int:

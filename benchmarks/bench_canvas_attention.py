@@ -21,7 +21,13 @@ from data_file import DataFile
 from timing import copy_rate, device, device_name, milliseconds, product_rate
 from torch import Tensor
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+    canvas_attention,
+)
 from attention_kernels.canvas_attention.api import Impl
 from attention_kernels.canvas_attention.reference import row_bounds
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
@@ -69,14 +75,18 @@ class Shape:
     context: int
 
     @property
-    def windows(self) -> dict[str, int | str]:
-        """Window arguments of our function."""
+    def window(self) -> Window:
+        """Which keys a row sees."""
         right = self.layer.window if self.anchor == "query" else -1
-        return {
-            "window_left": self.layer.window,
-            "window_right": right,
-            "window_anchor": self.anchor,
-        }
+        return Window(self.layer.window, right, "canvas" if self.anchor == "canvas" else "query")
+
+    def arguments(self) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
+        """Arguments of our functions."""
+        return self.batch.arguments(
+            AttentionOptions(self.layer.head_dim**-0.5, window=self.window),
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+        )
 
     @property
     def max_query_len(self) -> int:
@@ -99,7 +109,7 @@ class Shape:
         layer, num_bytes, operations = self.layer, 0, 0
         for query_len, causal in self.rows:
             lower, upper = row_bounds(
-                query_len, self.context + query_len, causal, device="cpu", **self.windows
+                query_len, self.context + query_len, causal, self.window, "cpu"
             )
             keys = int(upper.max() - lower.min())
             num_bytes += 2 * keys * layer.num_kv_heads * layer.head_dim * 2
@@ -110,49 +120,24 @@ class Shape:
 
 def ours(shape: Shape, impl: Impl = "triton") -> Callable[[], Tensor]:
     """Our Triton kernel, or another of ours, as the back end calls it."""
-    out = torch.empty_like(shape.batch.query)
-    return lambda: canvas_attention(
-        **shape.batch.tensors(),
-        **shape.windows,
-        scale=shape.layer.head_dim**-0.5,
-        out=out,
-        impl=impl,
-        max_query_len=shape.max_query_len,
-        max_seq_len=shape.max_seq_len,
-    )
+    arguments, out = shape.arguments(), torch.empty_like(shape.batch.query)
+    return lambda: canvas_attention(*arguments, out=out, impl=impl)
 
 
 def cut(shape: Shape, num_splits: int | None = None, **changes: int) -> Callable[[], Tensor] | None:
     """Our Triton kernel with its work cut in another way than it would choose."""
-    from attention_kernels.canvas_attention.triton.launch import CanvasLaunch, choose_config
+    from attention_kernels.canvas_attention.triton.launch import CanvasLaunch, Cut, choose_config
 
     batch, out = shape.batch, torch.empty_like(shape.batch.query)
     chosen = choose_config(batch.query, batch.key_cache.dtype)
     config = replace(chosen, **changes)
     if changes and config == chosen:
         return None
-    launch = CanvasLaunch(
-        batch.query,
-        batch.key_cache,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.causal_rows,
-        None,
-        shape.layer.head_dim**-0.5,
-        1.0,
-        0.0,
-        shape.layer.window,
-        shape.layer.window if shape.anchor == "query" else -1,
-        shape.anchor == "canvas",
-        shape.max_query_len,
-        shape.max_seq_len,
-        config=config,
-        num_splits=num_splits,
-    )
+    query, cache, sequences, attention = shape.arguments()
+    launch = CanvasLaunch(query, cache, sequences, attention, Cut(config, num_splits))
 
     def call() -> Tensor:
-        launch(batch.query, batch.key_cache, batch.value_cache, out, None, None)
+        launch(query, cache, out)
         return out
 
     return call
@@ -162,29 +147,11 @@ def cut_cute(shape: Shape, num_splits: int) -> Callable[[], Tensor]:
     """``impl="cute"`` with its keys cut otherwise than it would choose."""
     from attention_kernels.canvas_attention.cute.launch import launch
 
-    batch, out = shape.batch, torch.empty_like(shape.batch.query)
-    right = shape.layer.window if shape.anchor == "query" else -1
+    arguments, out = shape.arguments(), torch.empty_like(shape.batch.query)
 
     def call() -> Tensor:
-        launch(
-            torch.cuda.get_device_capability(DEVICE)[0],
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.causal_rows,
-            out,
-            shape.layer.head_dim**-0.5,
-            0.0,
-            shape.layer.window,
-            right,
-            shape.anchor == "canvas",
-            num_splits,
-            shape.max_query_len,
-            shape.max_seq_len,
-        )
+        capability = torch.cuda.get_device_capability(DEVICE)[0]
+        launch(capability, *arguments, out, num_splits=num_splits)
         return out
 
     return call
@@ -274,8 +241,7 @@ def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
     batch, num_requests = shape.batch, len(shape.rows)
     query_len, seq_len = shape.max_query_len, shape.max_seq_len
     bounds = [
-        row_bounds(query_len, seq_len, causal, device=DEVICE, **shape.windows)
-        for _, causal in shape.rows
+        row_bounds(query_len, seq_len, causal, shape.window, DEVICE) for _, causal in shape.rows
     ]
     lower, upper = (torch.stack(side) for side in zip(*bounds, strict=True))
 

@@ -3,15 +3,25 @@
 from attention_kernels.canvas_attention.api import (
     Impl,
     Planned,
-    WindowAnchor,
     canvas_attention,
     plan_canvas_attention,
     warm_up_canvas_attention,
 )
+from attention_kernels.canvas_attention.batch import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+    WindowAnchor,
+)
 
 __all__ = [
+    "AttentionOptions",
     "Impl",
+    "PagedCache",
     "Planned",
+    "Sequences",
+    "Window",
     "WindowAnchor",
     "canvas_attention",
     "plan_canvas_attention",

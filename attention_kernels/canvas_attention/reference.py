@@ -7,8 +7,17 @@ inputs and in fp32 for everything else.
 Shapes: T tokens, Q query rows and L keys of one sequence, H query heads, N key heads, D head size.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from attention_kernels.canvas_attention.batch import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+)
 
 # 64 MiB of fp32 scores: long prefills run in several chunks of rows instead of one large matrix.
 MAX_SCORES = 2**24
@@ -16,62 +25,30 @@ MAX_SCORES = 2**24
 
 def canvas_attention_reference(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    *,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    row_spans: Tensor | None,
-    key_scale: float | Tensor | None,
-    value_scale: float | Tensor | None,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
     out: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``.
 
     The launch bounds are not used: lengths are read here anyway, and nothing depends on the batch.
     """
-    starts = query_start_loc.tolist()
-    lens = seq_lens.tolist()
-    causal = causal_rows.tolist()
+    starts = sequences.query_start_loc.tolist()
+    lens = sequences.seq_lens.tolist()
+    causal = sequences.causal_rows.tolist()
     for seq, seq_len in enumerate(lens):
         rows = slice(starts[seq], starts[seq + 1])
         query_len = rows.stop - rows.start
         if query_len <= 0:
             continue
+        spans = None if sequences.row_spans is None else sequences.row_spans[rows]
+        one = _Sequence(query_len, seq_len, causal[seq], spans, sequences.block_table[seq])
         chunk = _rows_per_chunk(query.shape[1], seq_len)
         for first in range(0, query_len, chunk):
             part = slice(first, min(first + chunk, query_len))
             _attend_rows(
-                query[rows][part],
-                key_cache,
-                value_cache,
-                block_table[seq],
-                *_keys_seen(
-                    part,
-                    query_len,
-                    seq_len,
-                    causal[seq],
-                    window_left=window_left,
-                    window_right=window_right,
-                    window_anchor=window_anchor,
-                    row_spans=None if row_spans is None else row_spans[rows],
-                    device=query.device,
-                ),
-                scale=scale,
-                softcap=softcap,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                out=out[rows][part],
+                query[rows][part], cache, one.keys_seen(part, options), options, out[rows][part]
             )
 
 
@@ -79,10 +56,8 @@ def visibility_mask(
     query_len: int,
     seq_len: int,
     causal_rows: int,
+    window: Window = Window(),  # noqa: B008 (frozen)
     *,
-    window_left: int = -1,
-    window_right: int = -1,
-    window_anchor: str = "canvas",
     row_spans: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
@@ -92,21 +67,11 @@ def visibility_mask(
         query_len: Query rows; they are the last of the ``seq_len`` keys.
         seq_len: Keys of the sequence.
         causal_rows: Leading query rows that attend causally; the rest is the canvas.
-        window_left: Keys seen before the anchor, excluding it; -1 for all.
-        window_right: Keys a canvas row sees after itself; -1 for all.
-        window_anchor: ``"canvas"`` or ``"query"``: what the window of a canvas row is tied to.
+        window: Which keys a row sees around its anchor.
         row_spans: [query_len, 2], key interval of the image that a row lies in.
         device: Where the mask is built.
     """
-    lower, upper = row_bounds(
-        query_len,
-        seq_len,
-        causal_rows,
-        window_left=window_left,
-        window_right=window_right,
-        window_anchor=window_anchor,
-        device=device,
-    )
+    lower, upper = row_bounds(query_len, seq_len, causal_rows, window, device)
     spans = None if row_spans is None else causal_spans(row_spans, seq_len, causal_rows)
     return _visible(lower, upper, spans, 0, seq_len)
 
@@ -115,10 +80,7 @@ def row_bounds(
     query_len: int,
     seq_len: int,
     causal_rows: int,
-    *,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
+    window: Window,
     device: torch.device | str,
 ) -> tuple[Tensor, Tensor]:
     """First key a row sees and one past its last, without image spans; both ``[query_len]``."""
@@ -128,15 +90,15 @@ def row_bounds(
     is_causal = row < causal_rows
 
     upper = torch.where(is_causal, position + 1, seq_len)
-    if window_right >= 0:
-        upper = torch.where(is_causal, upper, position + window_right + 1)
-    if window_left < 0:
+    if window.right >= 0:
+        upper = torch.where(is_causal, upper, position + window.right + 1)
+    if window.left < 0:
         lower = torch.zeros_like(position)
-    elif window_anchor == "canvas":
+    elif window.anchor == "canvas":
         # A causal row lies before the canvas, so this leaves its own position as its anchor.
-        lower = position.clamp(max=canvas_start) - window_left
+        lower = position.clamp(max=canvas_start) - window.left
     else:
-        lower = position - window_left
+        lower = position - window.left
     return lower.clamp(min=0), upper.clamp(min=0, max=seq_len)
 
 
@@ -171,87 +133,80 @@ def _key_reach(lower: Tensor, upper: Tensor, spans: Tensor | None) -> tuple[int,
     return first, last
 
 
-def _keys_seen(
-    part: slice,
-    query_len: int,
-    seq_len: int,
-    causal_rows: int,
-    *,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    row_spans: Tensor | None,
-    device: torch.device,
-) -> tuple[int, int, Tensor | None]:
-    """What some rows of a sequence see: the interval of its keys, and which of them no row does.
+class _KeysSeen(NamedTuple):
+    """Keys that some rows of a sequence see.
 
-    Returns:
-        The first key, one past the last, and bool ``[rows, keys]``, true where a row does not see a
-        key of the interval; ``None`` if all rows see all of it.
+    Attributes:
+        first: The first of them.
+        last: One past the last.
+        hidden: Bool ``[rows, last - first]``, true where a row does not see a key of the interval;
+            ``None`` if all rows see all of it.
+        blocks: [max_blocks], int32, the sequence's blocks of the cache.
     """
-    if causal_rows == 0 and window_right < 0 and (window_left < 0 or window_anchor == "canvas"):
-        # A canvas on its own, the usual step: known without a tensor.
-        first = 0 if window_left < 0 else max(seq_len - query_len - window_left, 0)
-        return first, seq_len, None
-    lower, upper = row_bounds(
-        query_len,
-        seq_len,
-        causal_rows,
-        window_left=window_left,
-        window_right=window_right,
-        window_anchor=window_anchor,
-        device=device,
-    )
-    lower, upper, spans = lower[part], upper[part], None
-    if row_spans is not None:
-        spans = causal_spans(row_spans, seq_len, causal_rows)[part]
-    first, last = _key_reach(lower, upper, spans)
-    return first, last, ~_visible(lower, upper, spans, first, last)
+
+    first: int
+    last: int
+    hidden: Tensor | None
+    blocks: Tensor
+
+
+class _Sequence(NamedTuple):
+    """One sequence of a batch; see :class:`Sequences`."""
+
+    query_len: int
+    seq_len: int
+    causal_rows: int
+    row_spans: Tensor | None
+    blocks: Tensor
+
+    def keys_seen(self, part: slice, options: AttentionOptions) -> _KeysSeen:
+        """The interval of keys that some of the sequence's rows see."""
+        window = options.window
+        if (
+            self.causal_rows == 0
+            and window.right < 0
+            and (window.left < 0 or window.anchor == "canvas")
+        ):
+            # A canvas on its own, the usual step: known without a tensor.
+            first = 0 if window.left < 0 else max(self.seq_len - self.query_len - window.left, 0)
+            return _KeysSeen(first, self.seq_len, None, self.blocks)
+        lower, upper = row_bounds(
+            self.query_len, self.seq_len, self.causal_rows, window, self.blocks.device
+        )
+        lower, upper, spans = lower[part], upper[part], None
+        if self.row_spans is not None:
+            spans = causal_spans(self.row_spans, self.seq_len, self.causal_rows)[part]
+        first, last = _key_reach(lower, upper, spans)
+        return _KeysSeen(first, last, ~_visible(lower, upper, spans, first, last), self.blocks)
 
 
 def _gather(
-    cache: Tensor,
-    blocks: Tensor,
-    first: int,
-    last: int,
-    cache_scale: float | Tensor | None,
-    dtype: torch.dtype,
+    cache: Tensor, seen: _KeysSeen, cache_scale: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Keys or values ``first:last`` of one sequence in its logical order, ``[N, keys, D]``."""
+    """Keys or values of one sequence that are seen, in its logical order, ``[N, keys, D]``."""
     block_size = cache.shape[1]
-    first_block = first // block_size
-    used = blocks[first_block : (last - 1) // block_size + 1]
-    offset = first - first_block * block_size
-    rows = cache[used].flatten(0, 1)[offset : offset + last - first].to(dtype)
+    first_block = seen.first // block_size
+    used = seen.blocks[first_block : (seen.last - 1) // block_size + 1]
+    offset = seen.first - first_block * block_size
+    rows = cache[used].flatten(0, 1)[offset : offset + seen.last - seen.first].to(dtype)
     if cache_scale is not None:
         rows = rows * cache_scale
     return rows.transpose(0, 1)
 
 
 def _attend_rows(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    blocks: Tensor,
-    first: int,
-    last: int,
-    hidden: Tensor | None,
-    *,
-    scale: float,
-    softcap: float,
-    key_scale: float | Tensor | None,
-    value_scale: float | Tensor | None,
-    out: Tensor,
+    query: Tensor, cache: PagedCache, seen: _KeysSeen, options: AttentionOptions, out: Tensor
 ) -> None:
-    """Attention of some rows ``[Q, H, D]`` of one sequence, written to ``out``; see _keys_seen."""
-    if first >= last:
+    """Attention of some rows ``[Q, H, D]`` of one sequence, written to ``out``."""
+    if seen.first >= seen.last:
         out.zero_()
         return
+    scale, softcap, hidden = options.scale, options.softcap, seen.hidden
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[2]
-    key = _gather(key_cache, blocks, first, last, key_scale, dtype)
-    value = _gather(value_cache, blocks, first, last, value_scale, dtype)
+    num_kv_heads = cache.key.shape[2]
+    key = _gather(cache.key, seen, cache.key_scale, dtype)
+    value = _gather(cache.value, seen, cache.value_scale, dtype)
 
     # The heads of a group and its rows share one matrix product with their key head. The product
     # with `scale` also moves the rows to fresh memory, so that their place in a batch cannot
@@ -261,7 +216,7 @@ def _attend_rows(
     scores = grouped @ key.transpose(1, 2)  # [N, G * Q, keys]
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(num_kv_heads, -1, num_rows, last - first)
+    scores = scores.view(num_kv_heads, -1, num_rows, seen.last - seen.first)
     if hidden is None:
         weights = scores.softmax(-1)
     else:

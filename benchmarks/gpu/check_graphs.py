@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import AttentionOptions, canvas_attention
 from attention_kernels.testing import make_canvas_batch
 from vllm_diffusion.canvas.cuda_graphs import GraphedFunction, cuda_capture
 
@@ -60,13 +61,11 @@ def attention_replay(toy: bool, canvases: int) -> list[str]:
     shorter = torch.full_like(batch.seq_lens, context + canvas)
 
     def attend(query: Tensor, seq_lens: Tensor) -> Tensor:
-        return canvas_attention(
-            **(batch.tensors() | {"query": query, "seq_lens": seq_lens}),
-            scale=0.1,
-            impl="triton",
-            max_query_len=canvas,
-            max_seq_len=longest,
+        changed = replace(batch, query=query, seq_lens=seq_lens)
+        arguments = changed.arguments(
+            AttentionOptions(0.1), max_query_len=canvas, max_seq_len=longest
         )
+        return canvas_attention(*arguments, impl="triton")
 
     expected = attend(batch.query, shorter)
     graphed = GraphedFunction(attend)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.noise import random_words
 from attention_kernels.testing import (
     assert_within_error_budget,
@@ -97,17 +98,19 @@ def attention(described: dict, window: int) -> str:
     """One batch against float64."""
     batch = make_canvas_batch(**described)
     scale = described["head_dim"] ** -0.5
-    options = {"scale": scale, "window_left": window}
-    quantized = batch.key_cache.dtype == FP8
-    scales = {"key_scale": 0.5, "value_scale": 2.0} if quantized else {}
-    tensors = batch.tensors()
-    got = canvas_attention(**tensors, **options, **scales, impl="triton")
-    same = canvas_attention(**tensors, **options, **scales, impl="reference")
-    exact = tensors | {"query": batch.query.double()}
-    for name, factor in (("key", 0.5), ("value", 2.0)):
-        cache = tensors[f"{name}_cache"].double()
-        exact[f"{name}_cache"] = cache * factor if quantized else cache
-    truth = canvas_attention(**exact, **options, impl="reference")
+    options = AttentionOptions(scale, window=Window(window))
+    scales = (0.5, 2.0) if batch.key_cache.dtype == FP8 else ()
+    arguments = batch.arguments(options, scales=scales)
+    got = canvas_attention(*arguments, impl="triton")
+    same = canvas_attention(*arguments, impl="reference")
+    key_factor, value_factor = scales or (1.0, 1.0)
+    exact = replace(
+        batch,
+        query=batch.query.double(),
+        key_cache=batch.key_cache.double() * key_factor,
+        value_cache=batch.value_cache.double() * value_factor,
+    )
+    truth = canvas_attention(*exact.arguments(options), impl="reference")
     live = slice(batch.num_live_tokens)
     assert_within_error_budget(got[live], same[live], truth[live], "attention")
     return f"off by {(got[live].double() - truth[live]).abs().max().item():.1e}"

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import AttentionOptions, Sequences, Window, canvas_attention
 from attention_kernels.testing import CanvasBatch, TensorMemory
 from attention_kernels.vocab_statistics import RowDraws, RowLogits, api
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
@@ -133,17 +133,16 @@ def attention_calls(device: str) -> dict[str, Callable[[], object]]:
     for name, *heads, window in LAYERS:
         for length, canvases in ((1280, 1), (32768, 1), (32768, 4)):
             _, batch = attention_inputs(device, length, canvases, *heads)
-            options = {
-                **batch.tensors(),
-                "scale": 0.1,
-                "window_left": window,
-                "out": torch.empty_like(batch.query),
-                "impl": "triton",
-                "max_query_len": CANVAS,
-                "max_seq_len": length,
-            }
+            arguments = batch.arguments(
+                AttentionOptions(0.1, window=Window(window)),
+                max_query_len=CANVAS,
+                max_seq_len=length,
+            )
+            out = torch.empty_like(batch.query)
             calls[f"attention, {name} layer, {canvases} x canvas, {length} keys"] = (
-                lambda options=options: canvas_attention(**options)
+                lambda arguments=arguments, out=out: canvas_attention(
+                    *arguments, out=out, impl="triton"
+                )
             )
     return calls
 
@@ -164,14 +163,15 @@ def layer_calls() -> dict[str, Callable[[], object]]:
             )
         cache, batch = attention_inputs("cpu", 32768, 1, num_heads, num_kv_heads, head_dim)
         step = backend.CanvasAttentionMetadata(
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-            causal_rows=batch.causal_rows,
-            row_spans=None,
+            Sequences(
+                batch.block_table,
+                batch.query_start_loc,
+                batch.seq_lens,
+                batch.causal_rows,
+                max_query_len=CANVAS,
+                max_seq_len=32768,
+            ),
             num_tokens=CANVAS,
-            max_query_len=CANVAS,
-            max_seq_len=32768,
             window_anchor="canvas",
         )
         new = batch.key_cache[0, :1]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.testing import make_canvas_batch
 
 # What it shares with the other benchmarks.
@@ -51,10 +51,12 @@ def attention(toy: bool, canvases: int) -> Callable[[], None]:
             device=str(DEVICE),
         )
         out = torch.empty_like(batch.query)
-        tensors, longest = batch.tensors(), context + canvas
-        options = {"scale": head_dim**-0.5, "window_left": window, "out": out, "impl": "triton"}
-        bounds = {"max_query_len": canvas, "max_seq_len": longest}
-        calls += [lambda t=tensors, o=options, b=bounds: canvas_attention(**t, **o, **b)] * count
+        arguments = batch.arguments(
+            AttentionOptions(head_dim**-0.5, window=Window(window)),
+            max_query_len=canvas,
+            max_seq_len=context + canvas,
+        )
+        calls += [lambda a=arguments, out=out: canvas_attention(*a, out=out, impl="triton")] * count
 
     def all_layers() -> None:
         for call in calls:

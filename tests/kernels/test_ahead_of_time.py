@@ -57,6 +57,7 @@ ALL_CASES = [
 
 def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     """The kernels that a call launches, with their arguments, on tensors without memory."""
+    from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
     from attention_kernels.canvas_attention.triton import launch as kernels
     from attention_kernels.canvas_attention.triton.configs import tuned_config
 
@@ -85,29 +86,27 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
         ),
         mock.patch.object(kernels, "combine_kernel", Recorder(kernels.combine_kernel)),
     ):
-        kernels.launch(
-            query,
-            cache[..., : case.head_dim],
-            cache[..., case.head_dim :],
+        right = case.window_left if case.window_anchor == "query" else -1
+        paged = PagedCache(cache[..., : case.head_dim], cache[..., case.head_dim :], scale, scale)
+        sequences = Sequences(
             empty(num_seqs, case.max_seq_len // case.block_size),
             empty(num_seqs + 1),
             empty(num_seqs),
             empty(num_seqs),
-            torch.empty_like(query),
             empty(num_seqs * canvas, 2) if case.spans else None,
-            scale,
-            scale,
-            0.0625,
-            1.0,
-            case.softcap,
-            case.window_left,
-            case.window_left if case.window_anchor == "query" else -1,
-            case.window_anchor == "canvas",
             canvas,
             case.max_seq_len,
-            config=tuned_config(case.head_dim, query_dtype, cache_dtype, capability),
-            num_splits=case.num_splits,
         )
+        window = Window(case.window_left, right, case.window_anchor)
+        config = tuned_config(case.head_dim, query_dtype, cache_dtype, capability)
+        launch = kernels.CanvasLaunch(
+            query,
+            paged,
+            sequences,
+            AttentionOptions(0.0625, case.softcap, window),
+            kernels.Cut(config, case.num_splits),
+        )
+        launch(query, paged, torch.empty_like(query))
     return launches
 
 

@@ -7,10 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_kernels.canvas_attention import canvas_attention, plan_canvas_attention
+from attention_kernels.canvas_attention import PagedCache, Window, plan_canvas_attention
 from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.testing import CanvasBatch, assert_within_error_budget
-from tests.support.canvas_attention import DEVICE, IMPLS, SWEEP, expected, make_batch, run
+from tests.support.canvas_attention import (
+    DEVICE,
+    IMPLS,
+    SWEEP,
+    arguments_of,
+    attend,
+    expected,
+    make_batch,
+    run,
+)
 
 WINDOWS = {
     "full-canvas": (-1, -1, "canvas"),
@@ -233,9 +242,7 @@ def given_back(batch: CanvasBatch, left: int, right: int, anchor: str) -> Canvas
             rows.stop - rows.start,
             seq_len,
             causal,
-            window_left=left,
-            window_right=right,
-            window_anchor=anchor,
+            Window(left, right, anchor),
             row_spans=None if batch.row_spans is None else batch.row_spans[rows],
             device=DEVICE,
         )
@@ -320,14 +327,12 @@ def test_plan_canvas_attention():
     live = batch.query[: batch.num_live_tokens]
     tensors = batch.tensors() | {"query": live}
     for impl in ("reference", "triton"):
-        plan = plan_canvas_attention(**tensors, scale=0.2, window_left=9, impl=impl)
+        plan = plan_canvas_attention(*arguments_of(**tensors, scale=0.2, left=9), impl=impl)
         for layer in (batch, other):
             out = torch.full_like(layer.query, 7.0)
-            plan(layer.query, layer.key_cache, layer.value_cache, out, None, None)
-            wanted = canvas_attention(**layer.tensors(), scale=0.2, window_left=9, impl=impl)
+            plan(layer.query, PagedCache(layer.key_cache, layer.value_cache), out)
+            wanted = attend(**layer.tensors(), scale=0.2, left=9, impl=impl)
             assert torch.equal(out[: len(live)], wanted[: len(live)])
             assert (out[len(live) :] == 7.0).all()
     with pytest.raises(ValueError, match="seq_lens has dtype"):
-        plan_canvas_attention(**(tensors | {"seq_lens": batch.seq_lens.long()}), scale=0.2)
-    with pytest.raises(ValueError, match="window_left=-2"):
-        plan_canvas_attention(**tensors, scale=0.2, window_left=-2)
+        plan_canvas_attention(*arguments_of(**(tensors | {"seq_lens": batch.seq_lens.long()})))

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from attention_kernels import canvas_attention
 from attention_kernels.canvas_attention import api
 from attention_kernels.testing import (
     CanvasBatch,
     make_canvas_batch,
 )
+from tests.support.canvas_attention import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 make_batch = functools.partial(make_canvas_batch, device=DEVICE)
@@ -51,9 +51,9 @@ FP8_BATCH = make_canvas_batch([4], [10], [2], cache_dtype=torch.float8_e4m3fn)
         (changed(BATCH, out=BATCH.query.double()), "out is torch.float64"),
         (changed(BATCH, softcap=-1.0), "softcap=-1.0"),
         (changed(BATCH, softcap=float("nan")), "softcap=nan"),
-        (changed(BATCH, window_left=-2), "window_left=-2"),
-        (changed(BATCH, window_right=4), "window_right=4 has no meaning"),
-        (changed(BATCH, window_anchor="row"), "window_anchor='row'"),
+        (changed(BATCH, left=-2), "window_left=-2"),
+        (changed(BATCH, right=4), "window_right=4 has no meaning"),
+        (changed(BATCH, anchor="row"), "window_anchor='row'"),
         (changed(BATCH, impl="fast"), "impl='fast'"),
         (changed(BATCH, max_query_len=-1), "max_query_len=-1"),
         (changed(BATCH, key_scale=1.0), "key_scale is given"),
@@ -89,25 +89,21 @@ FP8_BATCH = make_canvas_batch([4], [10], [2], cache_dtype=torch.float8_e4m3fn)
 def test_canvas_attention_bad_input(arguments, message):
     """A wrong argument is named, with its value and what is allowed."""
     with pytest.raises(ValueError, match=message):
-        canvas_attention(**arguments)
+        attend(**arguments)
 
 
 def test_canvas_attention_cute_refused():
     """An explicit choice runs or raises."""
     with pytest.raises(NotImplementedError, match='impl="cute"'):
-        canvas_attention(**changed(BATCH), impl="cute")
+        attend(**changed(BATCH), impl="cute")
 
 
 def test_canvas_attention_triton_refused():
     """The kernels say which inputs they do not take."""
     with pytest.raises(ValueError, match="query has dtype torch.float64"):
-        canvas_attention(
-            **make_batch([4], [9], [0], dtype=torch.float64).tensors(), scale=1.0, impl="triton"
-        )
+        attend(**make_batch([4], [9], [0], dtype=torch.float64).tensors(), scale=1.0, impl="triton")
     with pytest.raises(ValueError, match="query has head_dim 8"):
-        canvas_attention(
-            **make_batch([4], [9], [0], head_dim=8).tensors(), scale=1.0, impl="triton"
-        )
+        attend(**make_batch([4], [9], [0], head_dim=8).tensors(), scale=1.0, impl="triton")
 
 
 def test_canvas_attention_triton_needs_a_gpu():
@@ -115,7 +111,7 @@ def test_canvas_attention_triton_needs_a_gpu():
     code = (
         "import attention_kernels as a, attention_kernels.testing as t\n"
         "b = t.make_canvas_batch([4], [9], [0])\n"
-        "try: a.canvas_attention(**b.tensors(), scale=1.0, impl='triton')\n"
+        "try: a.canvas_attention(*b.arguments(a.AttentionOptions(1.0)), impl='triton')\n"
         "except NotImplementedError as e: assert 'TRITON_INTERPRET' in str(e), e\n"
         "else: raise AssertionError('ran')"
     )
@@ -127,8 +123,8 @@ def test_canvas_attention_auto_logs_once(caplog):
     """The automatic choice is said once, with its reason."""
     api._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger=api.logger.name):
-        canvas_attention(**changed(BATCH))
-        canvas_attention(**changed(BATCH))
+        attend(**changed(BATCH))
+        attend(**changed(BATCH))
     assert [record.message for record in caplog.records] == [
         "canvas attention runs reference: the tensors are on cpu."
     ]

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_kernels.canvas_attention import canvas_attention
+from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
 from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.testing import assert_within_error_budget
 from tests.support.canvas_attention import (
     DEVICE,
     SWEEP,
+    arguments_of,
+    attend,
     configured,
     expected,
     make_batch,
     nan_scratch,
 )
-
-BATCH_TENSORS = ("block_table", "query_start_loc", "seq_lens", "causal_rows")
 
 
 @pytest.mark.parametrize(
@@ -47,24 +47,17 @@ def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
     )
     config = kernels.TritonConfig(32, 16, 4, 1, parts=num_splits // 2 or 1)
     visited = torch.zeros(len(seq_lens), dtype=torch.int32, device=DEVICE)
-    kernels.launch(
-        *[tensor for name, tensor in batch.tensors().items() if name != "row_spans"],
-        torch.zeros_like(batch.query),
-        batch.row_spans,
-        None,
-        None,
-        0.2,
-        1.0,
-        0.0,
-        left,
-        right,
-        anchor == "canvas",
-        max(query_lens),
-        max(seq_lens),
-        config=config,
-        num_splits=num_splits,
-        visited=visited,
+    query, cache, sequences, options = arguments_of(
+        **batch.tensors(),
+        scale=0.2,
+        left=left,
+        right=right,
+        anchor=anchor,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
     )
+    cut = kernels.Cut(config, num_splits, visited)
+    kernels.plan(query, cache, sequences, options, cut)(query, cache, torch.zeros_like(query))
     tokens_per_tile = 32 // 2  # two query heads share a key head
     starts = batch.query_start_loc.tolist()
     for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -72,9 +65,7 @@ def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
             query_len,
             seq_len,
             causal_rows[seq],
-            window_left=left,
-            window_right=right,
-            window_anchor=anchor,
+            Window(left, right, anchor),
             row_spans=batch.row_spans[starts[seq] : starts[seq + 1]] if spans else None,
             device=DEVICE,
         )
@@ -91,9 +82,9 @@ def test_canvas_attention_split_is_used():
         configured("triton-tiny"),
         mock.patch.object(kernels, "_scratch", side_effect=nan_scratch) as scratch,
     ):
-        canvas_attention(**batch.tensors(), scale=0.2, impl="triton")
+        attend(**batch.tensors(), scale=0.2, impl="triton")
         assert scratch.call_count == 1
-        canvas_attention(**batch.tensors(), scale=0.2, impl="triton", batch_invariant=True)
+        attend(**batch.tensors(), scale=0.2, impl="triton", batch_invariant=True)
         assert scratch.call_count == 1
 
 
@@ -124,24 +115,11 @@ def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
     def launched(batch, num_splits, left):
         out = torch.zeros_like(batch.query)
         visited = torch.zeros_like(batch.seq_lens)
-        step = kernels.CanvasLaunch(
-            batch.query,
-            batch.key_cache,
-            *[batch.tensors()[name] for name in BATCH_TENSORS],
-            None,
-            0.2,
-            1.0,
-            0.0,
-            left,
-            -1,
-            True,
-            16,
-            131072,
-            config=config,
-            num_splits=num_splits,
-            visited=visited,
+        query, cache, sequences, options = arguments_of(
+            **batch.tensors(), scale=0.2, left=left, max_query_len=16, max_seq_len=131072
         )
-        step(batch.query, batch.key_cache, batch.value_cache, out, None, None)
+        cut = kernels.Cut(config, num_splits, visited)
+        kernels.plan(query, cache, sequences, options, cut)(query, cache, out)
         return out, visited
 
     @settings(SWEEP, max_examples=max_examples)
@@ -224,23 +202,20 @@ def test_programs_of_a_launch(canvases, context, window, grid):
 
     config = configs.tuned_config(head_dim, torch.bfloat16, torch.bfloat16, (9, 0))
     with mock.patch.object(kernels, "multiprocessors", return_value=132):
+        cache = empty(4, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
         launch = kernels.CanvasLaunch(
             empty(canvases * 256, 16, head_dim, dtype=torch.bfloat16),
-            empty(4, 16, num_kv_heads, head_dim, dtype=torch.bfloat16),
-            empty(canvases, 8192),
-            empty(canvases + 1),
-            empty(canvases),
-            empty(canvases),
-            None,
-            0.1,
-            1.0,
-            0.0,
-            window,
-            -1,
-            True,
-            256,
-            context + 256,
-            config=config,
+            PagedCache(cache, cache),
+            Sequences(
+                empty(canvases, 8192),
+                empty(canvases + 1),
+                empty(canvases),
+                empty(canvases),
+                max_query_len=256,
+                max_seq_len=context + 256,
+            ),
+            AttentionOptions(0.1, window=Window(window)),
+            kernels.Cut(config),
         )
     assert launch.grid == grid
 
@@ -252,7 +227,7 @@ def test_canvas_attention_op():
     batch = make_batch([4, 3], [10, 9], [2, 0])
     tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
     out = torch.zeros_like(batch.query)
-    arguments = (*tensors, out, None, None, None, 0.2, 1.0, 0.0, 5, -1, True, 7, 32, False)
+    arguments = (*tensors, out, None, None, None, 1.0, 1.0, 0.2, 0.0, 5, -1, "canvas", 7, 32, False)
     torch.library.opcheck(torch.ops.attention_kernels.canvas_attention_triton.default, arguments)
 
 
@@ -261,12 +236,12 @@ def test_canvas_attention_compiled(impl):
     """The public function traces into one graph and computes the same bits."""
     batch = make_batch([4, 3], [10, 9], [2, 0])
 
-    def attend(query: Tensor) -> Tensor:
+    def doubled(query: Tensor) -> Tensor:
         arguments = {**batch.tensors(), "query": query}
-        return canvas_attention(**arguments, scale=0.2, window_left=5, impl=impl) * 2
+        return attend(**arguments, scale=0.2, left=5, impl=impl) * 2
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(batch.query), attend(batch.query))
+    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(batch.query), doubled(batch.query))
 
 
 @pytest.mark.gpu
@@ -277,13 +252,13 @@ def test_canvas_attention_graph_replay():
     out = torch.zeros_like(batch.query)
     arguments = {**batch.tensors(), "scale": 0.2, "impl": "triton"}
     bounds = {"max_query_len": 64, "max_seq_len": 5000}
-    canvas_attention(**arguments, **bounds, out=out)
+    attend(**arguments, **bounds, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        canvas_attention(**arguments, **bounds, out=out)
+        attend(**arguments, **bounds, out=out)
     for causal_rows, seq_lens in [([64, 0], [300, 5000]), ([20, 1], [290, 64])]:
         batch.causal_rows.copy_(torch.tensor(causal_rows))
         batch.seq_lens.copy_(torch.tensor(seq_lens))
         graph.replay()
-        assert torch.equal(out, canvas_attention(**arguments, **bounds))
+        assert torch.equal(out, attend(**arguments, **bounds))

@@ -298,6 +298,7 @@ class TracedRule:
 
 def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
     """Compare the traced rule with the reference on random sequences; how much was compared."""
+    from attention_kernels.canvas_attention import Window
     from attention_kernels.canvas_attention.reference import visibility_mask
 
     rule, draw, scores = TracedRule(capability, case), random.Random(0), 0
@@ -314,9 +315,7 @@ def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
             query_len,
             seq_len,
             causal_rows,
-            window_left=left,
-            window_right=right,
-            window_anchor="canvas" if rule.canvas_anchor else "query",
+            Window(left, right, "canvas" if rule.canvas_anchor else "query"),
         )
         given = (query_len, seq_len, causal_rows, left, right)
         assert torch.equal(rule.mask(*given), expected), given

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from attention_kernels import canvas_attention
+from attention_kernels.canvas_attention import Window
 from attention_kernels.canvas_attention.cute import launch
 from attention_kernels.canvas_attention.cute.visibility import Visibility
 from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.testing import make_canvas_batch, walk_key_tiles
+from tests.support.canvas_attention import attend
 
 # tile_m, tile_n and group of the kernels' choices, and small ones that cut short sequences often.
 CUTS = [(128, 80, 2), (128, 64, 2), (64, 64, 8), (128, 128, 2), (8, 4, 1), (6, 5, 3), (4, 3, 8)]
@@ -46,7 +47,8 @@ class Sequence:
         )
 
     def mask(self) -> torch.Tensor:
-        return visibility_mask(**dataclasses.asdict(self))
+        window = Window(self.window_left, self.window_right, self.window_anchor)
+        return visibility_mask(self.query_len, self.seq_len, self.causal_rows, window)
 
 
 @st.composite
@@ -150,7 +152,7 @@ def test_cute_without_gpu():
     with pytest.raises(
         NotImplementedError, match='impl="cute" needs CUDA tensors and got cpu.*imp'
     ):
-        canvas_attention(**batch().tensors(), scale=1.0, impl="cute")
+        attend(**batch().tensors(), impl="cute")
 
 
 def test_cute_traced():
@@ -161,7 +163,7 @@ def test_cute_traced():
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
             for name, tensor in tensors.items()
         }
-        out = canvas_attention(**traced, scale=1.0, window_left=3, impl="cute")
+        out = attend(**traced, left=3, impl="cute")
     assert out.shape == traced["query"].shape
     assert out.device.type == "cuda"
 

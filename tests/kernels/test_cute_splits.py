@@ -17,14 +17,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from attention_kernels import canvas_attention
-from attention_kernels.canvas_attention import warm_up_canvas_attention
+from attention_kernels.canvas_attention import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+    warm_up_canvas_attention,
+)
 from attention_kernels.canvas_attention.cute import launch
 from attention_kernels.canvas_attention.cute.visibility import Visibility
 from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
 from attention_kernels.testing import make_canvas_batch
 from tests.kernels.test_cute_rule import CUTS, sequences
+from tests.support.canvas_attention import attend
 
 pytest.importorskip("triton")
 
@@ -80,9 +86,7 @@ def flash_attention_4(
             len(rows),
             seq_len,
             causal,
-            window_left=windows[0],
-            window_right=windows[1],
-            window_anchor=anchor,
+            Window(*windows, anchor),
         )
         blocks = block_table[seq, : -(-seq_len // key_cache.shape[1])]
         keys, values = (
@@ -107,9 +111,8 @@ def flash_attention_4(
                         out[split, rows[row], head] = weights @ values[some, kv_head]
 
 
-def attend(batch, num_splits, capability, out=None, **windows):
+def attend_in_splits(batch, num_splits, capability, out=None, **windows):
     """``impl="cute"`` on this batch, with all that its kernel does not write NaN."""
-    options = {"window_left": -1, "window_right": -1, "window_anchor": "canvas", **windows}
     out = torch.full_like(batch.query, 7.0) if out is None else out
 
     def poisoned(*shape, device):
@@ -121,13 +124,12 @@ def attend(batch, num_splits, capability, out=None, **windows):
         ),
         mock.patch.object(launch, "_scratch", poisoned),
     ):
-        launch.launch(
-            *(capability, batch.query, batch.key_cache, batch.value_cache, batch.block_table),
-            *(batch.query_start_loc, batch.seq_lens, batch.causal_rows, out, 0.3, 0.0),
-            *(options["window_left"], options["window_right"]),
-            *(options["window_anchor"] == "canvas", num_splits),
-            *(max(batch.query.shape[0], 1), int(batch.seq_lens.max())),
+        arguments = batch.arguments(
+            AttentionOptions(0.3, window=Window(**windows)),
+            max_query_len=max(batch.query.shape[0], 1),
+            max_seq_len=int(batch.seq_lens.max()),
         )
+        launch.launch(capability, *arguments, out, num_splits=num_splits)
     return out
 
 
@@ -165,12 +167,12 @@ def test_splits_folded(rows, block_size, num_splits, capability, window, heads):
         block_size=block_size,
         padded_rows=2,
     )
-    windows = dict(zip(("window_left", "window_right", "window_anchor"), window, strict=True))
-    got = attend(batch, num_splits, capability, **windows)
+    windows = dict(zip(("left", "right", "anchor"), window, strict=True))
+    got = attend_in_splits(batch, num_splits, capability, **windows)
     tensors = batch.tensors()
     for name in ("query", "key_cache", "value_cache"):
         tensors[name] = tensors[name].double()
-    exact = canvas_attention(**tensors, **windows, scale=0.3, impl="reference")
+    exact = attend(**tensors, **windows, scale=0.3, impl="reference")
     live = slice(batch.num_live_tokens)
     torch.testing.assert_close(got[live].double(), exact[live], rtol=1e-5, atol=1e-5)
     assert (got[batch.num_live_tokens :] == 7.0).all()
@@ -180,7 +182,7 @@ def test_splits_folded_in_bf16():
     """Splits of bf16 rows are folded in float32 and rounded once, into rows of any stride."""
     batch = make_canvas_batch([4], [1300], [0], head_dim=16, dtype=torch.bfloat16)
     out = torch.empty(4, 4, 32, dtype=torch.bfloat16)[..., :16]
-    got, whole = attend(batch, 4, 9, out=out), attend(batch, 1, 9)
+    got, whole = attend_in_splits(batch, 4, 9, out=out), attend_in_splits(batch, 1, 9)
     torch.testing.assert_close(got, whole, rtol=2**-7, atol=2**-9)
 
 
@@ -196,6 +198,12 @@ def test_stand_in_signature(chip):
     assert [arg.arg for arg in call.args.args][1:-1] == list(
         inspect.signature(flash_attention_4).parameters
     )[1:]
+
+
+def bounded(max_seq_len):
+    """Sequences of which only the bounds count."""
+    nothing = torch.empty(0, dtype=torch.int32)
+    return Sequences(*[nothing] * 4, max_query_len=256, max_seq_len=max_seq_len)
 
 
 def query_shape(canvases, head_dim):
@@ -219,10 +227,11 @@ def test_splits_of(capability, head_dim, group, window, counts):
         # A graph is captured for the longest context, and is cut as one for a short context.
         for longest in (4096, 131072):
             found = launch.splits_of(
-                kernel, query_shape(canvases, head_dim), 132, window, 256, longest
+                kernel, query_shape(canvases, head_dim), 132, window, bounded(longest)
             )
             assert found == expected, f"{canvases} canvases"
-        assert launch.splits_of(kernel, query_shape(canvases, head_dim), 132, window, 256, 300) == 1
+        shape = query_shape(canvases, head_dim)
+        assert launch.splits_of(kernel, shape, 132, window, bounded(300)) == 1
 
 
 def test_splits_launched_unread():
@@ -241,8 +250,16 @@ def test_splits_launched_unread():
         mock.patch("attention_kernels.canvas_attention.cute.combine.combine_splits", combined),
     ):
         launch.launch(
-            *(9, query, cache, cache, empty(1, 64), empty(2), empty(1), empty(1), query),
-            *(0.1, 0.0, -1, -1, True, None, 256, 131072),
+            9,
+            query,
+            PagedCache(cache, cache),
+            Sequences(
+                *(empty(1, 64), empty(2), empty(1), empty(1)),
+                max_query_len=256,
+                max_seq_len=131072,
+            ),
+            AttentionOptions(0.1),
+            query,
         )
     assert compiled.call_args.args[0].split
     part, lse = launched.call_args.args[3:5]
@@ -260,7 +277,7 @@ def test_splits_batch_invariant(batch_invariant):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
             for name, tensor in tensors.items()
         }
-        canvas_attention(**traced, scale=1.0, impl="cute", batch_invariant=batch_invariant)
+        attend(**traced, impl="cute", batch_invariant=batch_invariant)
     assert run.call_args.args[-3] == (1 if batch_invariant else None)
 
 
@@ -273,11 +290,10 @@ def test_warm_up():
             mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         ):
             warm_up_canvas_attention(
-                *(batch.query, batch.key_cache, batch.value_cache),
-                scale=0.1,
-                window_left=3,
+                batch.query,
+                PagedCache(batch.key_cache, batch.value_cache),
+                AttentionOptions(0.1, window=Window(3), batch_invariant=batch_invariant),
                 impl="cute",
-                batch_invariant=batch_invariant,
             )
         assert [call.args[0].split for call in compiled.call_args_list] == cut
         for call in compiled.return_value.call_args_list:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_kernels.canvas_attention import Window
 from attention_kernels.canvas_attention.reference import visibility_mask
 
 # The figures of "DiffusionGemma in vLLM": a row per query, a column per key. Written by hand.
@@ -91,16 +92,14 @@ def test_visibility_mask_figures(figure, query_len, seq_len, causal_rows, window
         query_len,
         seq_len,
         causal_rows,
-        window_left=window,
-        window_right=window if anchor == "query" else -1,
-        window_anchor=anchor,
+        Window(window, window if anchor == "query" else -1, anchor),
     )
     assert torch.equal(mask, drawn(figure))
 
 
 def test_visibility_mask_fused_encode_and_denoise():
     """Known rows stay causal and the canvas behind them sees one prefix and itself."""
-    mask = visibility_mask(6, 9, 3, window_left=1, window_anchor="canvas")
+    mask = visibility_mask(6, 9, 3, Window(1))
     expected = drawn(
         """
         ..xx.....
@@ -117,11 +116,11 @@ def test_visibility_mask_fused_encode_and_denoise():
 def test_visibility_mask_span():
     """Rows of an image see all of it; the other rows see their window."""
     spans = torch.tensor([[0, 0], [1, 5], [1, 5], [1, 5], [1, 5], [0, 0]], dtype=torch.int32)
-    mask = visibility_mask(6, 6, 6, window_left=1, row_spans=spans)
+    mask = visibility_mask(6, 6, 6, Window(1), row_spans=spans)
     assert torch.equal(mask, drawn(SPAN_W1))
 
 
 def test_visibility_mask_interior_canvas_row():
     """With the symmetric window an interior canvas row sees 2W + 1 keys."""
-    mask = visibility_mask(9, 20, 0, window_left=3, window_right=3, window_anchor="query")
+    mask = visibility_mask(9, 20, 0, Window(3, 3, "query"))
     assert mask[4].sum() == 2 * 3 + 1

@@ -8,7 +8,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from attention_kernels.canvas_attention import canvas_attention
+from attention_kernels.canvas_attention import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+    canvas_attention,
+)
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,14 +126,38 @@ def configured(impl: str):
         yield "triton"
 
 
-def run(batch: CanvasBatch, *, impl, left=-1, right=-1, anchor="canvas", **options) -> Tensor:
+def arguments_of(
+    query,
+    key_cache,
+    value_cache,
+    *,
+    key_scale=None,
+    value_scale=None,
+    scale=1.0,
+    softcap=0.0,
+    left=-1,
+    right=-1,
+    anchor="canvas",
+    batch_invariant=False,
+    **sequences,
+) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
+    """What canvas_attention takes, from tensors and numbers by name."""
+    return (
+        query,
+        PagedCache(key_cache, value_cache, key_scale, value_scale),
+        Sequences(**sequences),
+        AttentionOptions(scale, softcap, Window(left, right, anchor), batch_invariant),
+    )
+
+
+def attend(*, out=None, impl="auto", check_values=False, **named) -> Tensor:
+    """canvas_attention of tensors and numbers by name."""
+    query, cache, sequences, options = arguments_of(**named)
+    if check_values:
+        sequences.check_values(query.shape[0], cache)
+    return canvas_attention(query, cache, sequences, options, out=out, impl=impl)
+
+
+def run(batch: CanvasBatch, *, impl, **named) -> Tensor:
     with configured(impl) as name:
-        return canvas_attention(
-            **batch.tensors(),
-            window_left=left,
-            window_right=right,
-            window_anchor=anchor,
-            check_values=True,
-            impl=name,
-            **options,
-        )
+        return attend(**batch.tensors(), impl=name, check_values=True, **named)

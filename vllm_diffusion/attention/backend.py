@@ -31,8 +31,13 @@ from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import (
+    AttentionOptions,
     Impl,
+    PagedCache,
     Planned,
+    Sequences,
+    Window,
+    WindowAnchor,
     plan_canvas_attention,
     warm_up_canvas_attention,
 )
@@ -51,32 +56,23 @@ class CanvasAttentionMetadata:
     """One step's batch, as :func:`canvas_attention` takes it.
 
     Attributes:
-        query_start_loc: [num_reqs + 1], int32.
-        seq_lens: [num_reqs], int32.
-        block_table: [num_reqs, max_blocks], int32.
-        causal_rows: [num_reqs], int32.
-        row_spans: [num_tokens, 2], int32: the image span of each row; ``None`` without images.
+        sequences: The requests.
         num_tokens: Rows of the batch, without padding.
-        max_query_len: Upper bound on the rows of one request.
-        max_seq_len: Upper bound on the keys of one request.
         window_anchor: ``"canvas"`` or ``"query"``.
         plans: What the step comes to for each kind of layer, made by the first one of it.
     """
 
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    causal_rows: Tensor
-    row_spans: Tensor | None
+    sequences: Sequences
     num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    window_anchor: str
+    window_anchor: WindowAnchor
     plans: dict[Any, Planned] = field(init=False, default_factory=dict, repr=False)
 
 
 def bind_canvas(
-    attn_metadata: dict[str, Any], causal_rows: Tensor, row_spans: Tensor | None, window_anchor: str
+    attn_metadata: dict[str, Any],
+    causal_rows: Tensor,
+    row_spans: Tensor | None,
+    window_anchor: WindowAnchor,
 ) -> dict[str, Any]:
     """Give each layer's metadata the rows and spans that the engine's interface cannot carry.
 
@@ -94,11 +90,11 @@ def bind_canvas(
     for layer_name, metadata in attn_metadata.items():
         if isinstance(metadata, CanvasAttentionMetadata):
             if id(metadata) not in replaced:
+                sequences = replace(
+                    metadata.sequences, causal_rows=causal_rows, row_spans=row_spans
+                )
                 replaced[id(metadata)] = replace(
-                    metadata,
-                    causal_rows=causal_rows,
-                    row_spans=row_spans,
-                    window_anchor=window_anchor,
+                    metadata, sequences=sequences, window_anchor=window_anchor
                 )
             bound[layer_name] = replaced[id(metadata)]
         else:
@@ -146,15 +142,18 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         spans = None
         if common.mm_req_doc_ranges:
             spans = _row_spans_of_requests(common)
+        sequences = Sequences(
+            common.block_table_tensor,
+            common.query_start_loc,
+            common.seq_lens,
+            causal_rows,
+            spans,
+            common.max_query_len,
+            common.max_seq_len,
+        )
         return CanvasAttentionMetadata(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            causal_rows=causal_rows,
-            row_spans=spans,
+            sequences,
             num_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
             # A flag per request is stock's contract, and its window follows the query row.
             window_anchor="query",
         )
@@ -278,57 +277,48 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             # The engine's memory profile runs without a cache.
             return output.fill_(0)
         plan = attn_metadata.plans.get(self.kind)
-        key_cache, value_cache = self._split(kv_cache)
+        cache = self._cache(layer, kv_cache)
         out = output.view(-1, self.num_heads, self.head_size)
-        scales = self._scales(layer)
         if plan is None:
-            plan = self._plan(attn_metadata, query, key_cache, value_cache, out, *scales)
-        plan(query, key_cache, value_cache, out, *scales)
+            plan = self._plan(attn_metadata, query, cache, out)
+        plan(query, cache, out)
         return output
 
     def _plan(
         self,
         attn_metadata: CanvasAttentionMetadata,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: PagedCache,
         out: Tensor,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
     ) -> Planned:
         """Check the step for layers of this kind, of which this is the first."""
-        num_tokens = attn_metadata.num_tokens
+        num_tokens, sequences = attn_metadata.num_tokens, attn_metadata.sequences
         plan = plan_canvas_attention(
             query[:num_tokens],
-            key_cache,
-            value_cache,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            attn_metadata.causal_rows,
-            scale=self.scale,
-            softcap=self.softcap,
-            window_left=self.window,
-            window_right=self.window if attn_metadata.window_anchor == "query" else -1,
-            window_anchor=attn_metadata.window_anchor,  # type: ignore[arg-type]
-            row_spans=attn_metadata.row_spans,
-            key_scale=key_scale,
-            value_scale=value_scale,
+            cache,
+            sequences,
+            self._options(attn_metadata.window_anchor),
             out=out[:num_tokens],
-            impl=self._impl_of(attn_metadata.row_spans is not None),
-            max_query_len=attn_metadata.max_query_len,
-            max_seq_len=attn_metadata.max_seq_len,
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            impl=self._impl_of(sequences.row_spans is not None),
         )
         attn_metadata.plans[self.kind] = plan
         return plan
 
-    def _scales(self, layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None]:
-        """What an FP8 cache is multiplied by."""
-        return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
+    def _options(self, window_anchor: WindowAnchor) -> AttentionOptions:
+        """What layers of this kind ask for in steps of a window anchor."""
+        right = self.window if window_anchor == "query" else -1
+        window = Window(self.window, right, window_anchor)
+        return AttentionOptions(self.scale, self.softcap, window, envs.VLLM_BATCH_INVARIANT)
+
+    def _cache(self, layer: AttentionLayer, kv_cache: Tensor) -> PagedCache:
+        """The layer's keys and values; an FP8 cache has scales."""
+        key, value = self._split(kv_cache)
+        if not self.is_fp8:
+            return PagedCache(key, value)
+        return PagedCache(key, value, layer._k_scale, layer._v_scale)
 
     def warm_up(
-        self, layer: Any, window_anchor: str, with_spans: list[bool], dtype: torch.dtype
+        self, layer: Any, window_anchor: WindowAnchor, with_spans: list[bool], dtype: torch.dtype
     ) -> None:
         """Compile the kernels of whatever step layers of this kind may be in.
 
@@ -341,24 +331,15 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         wanted: dict[Impl, list[bool]] = {}
         for has_spans in with_spans:
             wanted.setdefault(self._impl_of(has_spans), []).append(has_spans)
+        cache = self._cache(layer, layer.kv_cache)
         query_shape = (1, self.num_heads, self.head_size)
-        key_cache, value_cache = self._split(layer.kv_cache)
-        key_scale, value_scale = self._scales(layer)
         for impl, spans in wanted.items():
             warm_up_canvas_attention(
-                torch.empty(query_shape, dtype=dtype, device=key_cache.device),
-                key_cache,
-                value_cache,
-                scale=self.scale,
-                softcap=self.softcap,
-                window_left=self.window,
-                window_right=self.window if window_anchor == "query" else -1,
-                window_anchor=window_anchor,  # type: ignore[arg-type]
-                key_scale=key_scale,
-                value_scale=value_scale,
+                torch.empty(query_shape, dtype=dtype, device=cache.key.device),
+                cache,
+                self._options(window_anchor),
                 with_spans=spans,
                 impl=impl,
-                batch_invariant=envs.VLLM_BATCH_INVARIANT,
             )
 
     def _impl_of(self, has_spans: bool) -> Impl:

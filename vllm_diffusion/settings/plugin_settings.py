@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm_diffusion.decoding.settings import MAX_STEPS
 
@@ -43,7 +43,7 @@ class PluginSettings:
     """
 
     max_denoising_steps: int | None = None
-    window_anchor: str = "canvas"
+    window_anchor: Literal["canvas", "query"] = "canvas"
     attention: str = "auto"
     rule: str | None = None
     preset: str | None = None

@@ -17,6 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.canvas_attention.batch import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+)
 from attention_kernels.canvas_attention.splits import (
     MIN_SPLIT_KEYS,
     longest_tile,
@@ -60,25 +66,10 @@ class CuteKernel:
 
 def canvas_attention_cute(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    *,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    row_spans: Tensor | None,
-    key_scale: float | Tensor | None,
-    value_scale: float | Tensor | None,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
     out: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
     if query.device.type != "cuda":
@@ -86,24 +77,37 @@ def canvas_attention_cute(
             f'impl="cute" needs CUDA tensors and got {query.device}; use impl="reference", or '
             'impl="triton" with TRITON_INTERPRET=1.'
         )
-    check_inputs(query, key_cache, row_spans)
+    check_inputs(query, cache.key, sequences.row_spans)
+    _run(query, cache, sequences, options, out, 1 if options.batch_invariant else None)
+
+
+def _run(
+    query: Tensor,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
+    out: Tensor,
+    num_splits: int | None,
+) -> None:
+    """Run the operator; ``num_splits`` fixes how the keys are cut."""
+    window = options.window
     _canvas_attention_op(
         query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
+        cache.key,
+        cache.value,
+        sequences.block_table,
+        sequences.query_start_loc,
+        sequences.seq_lens,
+        sequences.causal_rows,
         out,
-        scale,
-        softcap,
-        window_left,
-        window_right,
-        window_anchor == "canvas",
-        1 if batch_invariant else None,
-        max_query_len,
-        max_seq_len,
+        options.scale,
+        options.softcap,
+        window.left,
+        window.right,
+        window.anchor,
+        num_splits,
+        sequences.query_bound,
+        sequences.key_bound,
     )
 
 
@@ -238,40 +242,30 @@ def compile_kernel(kernel: CuteKernel) -> Any:
 def launch(
     capability: int,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
     out: Tensor,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    canvas_anchor: bool,
-    num_splits: int | None,
-    max_query_len: int,
-    max_seq_len: int,
+    *,
+    num_splits: int | None = None,
 ) -> None:
     """Launch on a GPU of this compute capability; ``num_splits`` fixes how the keys are cut."""
-    windows = [None if size < 0 else min(size, MAX_WINDOW) for size in (window_left, window_right)]
+    window = options.window
+    windows = [None if size < 0 else min(size, MAX_WINDOW) for size in (window.left, window.right)]
     kernel = CuteKernel(
         capability=capability,
         head_dim=query.shape[2],
-        group=query.shape[1] // key_cache.shape[2],
+        group=query.shape[1] // cache.key.shape[2],
         dtype=query.dtype,
-        softcap=softcap,
+        softcap=options.softcap,
         has_window_left=windows[0] is not None,
         has_window_right=windows[1] is not None,
-        canvas_anchor=canvas_anchor,
+        canvas_anchor=window.anchor == "canvas",
         split=False,
     )
     if num_splits is None:
         at_once = multiprocessors(query.device)
-        num_splits = splits_of(
-            kernel, query.shape, at_once, window_left, max_query_len, max_seq_len
-        )
+        num_splits = splits_of(kernel, query.shape, at_once, window.left, sequences)
     written, lse = out, None
     if num_splits > 1:
         kernel = replace(kernel, split=True)
@@ -280,60 +274,37 @@ def launch(
         lse = _scratch(num_splits, num_heads, num_tokens, device=query.device)
     compile_kernel(kernel)(
         query,
-        key_cache,
-        value_cache,
+        cache.key,
+        cache.value,
         written,
         lse,
-        scale,
-        query_start_loc,
+        options.scale,
+        sequences.query_start_loc,
         # Stock's kernels hand one tensor of per-sequence numbers to the warps that load.
-        torch.stack((seq_lens, causal_rows)),
-        block_table,
+        torch.stack((sequences.seq_lens, sequences.causal_rows)),
+        sequences.block_table,
         *windows,
     )
     if lse is not None:
         # What it is written in is imported where there are splits.
         from attention_kernels.canvas_attention.cute.combine import combine_splits
 
-        combine_splits(written, lse, query_start_loc, seq_lens, out)
+        combine_splits(written, lse, sequences.query_start_loc, sequences.seq_lens, out)
 
 
 def warm_up(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    with_spans: Iterable[bool],
-    batch_invariant: bool,
+    query: Tensor, cache: PagedCache, options: AttentionOptions, with_spans: Iterable[bool]
 ) -> None:
     """Compile both kernels for layers of this kind, by launching each on a sequence without rows."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=query.device)
 
+    empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1)).bounded(query, cache)
     for spans in with_spans:
-        check_inputs(query, key_cache, zeros(query.shape[0], 2) if spans else None)
-        for num_splits in (1,) if batch_invariant else (1, 2):
-            _canvas_attention_op(
-                query,
-                key_cache,
-                value_cache,
-                *(zeros(1, 1), zeros(2), zeros(1), zeros(1)),
-                torch.empty_like(query),
-                scale,
-                softcap,
-                window_left,
-                window_right,
-                window_anchor == "canvas",
-                num_splits,
-                query.shape[0],
-                key_cache.shape[1],
-            )
+        check_inputs(query, cache.key, zeros(query.shape[0], 2) if spans else None)
+        for num_splits in (1,) if options.batch_invariant else (1, 2):
+            _run(query, cache, empty, options, torch.empty_like(query), num_splits)
 
 
 def splits_of(
@@ -341,16 +312,17 @@ def splits_of(
     query_shape: Sequence[int],
     at_once: int,
     window_left: int,
-    max_query_len: int,
-    max_seq_len: int,
+    sequences: Sequences,
 ) -> int:
     """Splits to launch for a batch, by its rows and its window; 1 from about four canvases on."""
     num_tokens, num_heads, head_dim = query_shape
     rows = kernel.tile[0]
     programs = -(-num_tokens * kernel.group // rows) * (num_heads // kernel.group)
-    longest = longest_tile(window_left, max_query_len)
+    longest = longest_tile(window_left, sequences.query_bound)
     most = splits(programs, at_once, longest, rows * (head_dim + 1) * 4)
-    reach = max_seq_len if window_left < 0 else min(max_seq_len, longest)
+    reach = sequences.key_bound
+    if window_left >= 0:
+        reach = min(reach, longest)
     return min(most, max(1, -(-reach // MIN_SPLIT_KEYS)))
 
 
@@ -373,7 +345,7 @@ def _canvas_attention_op(
     softcap: float,
     window_left: int,
     window_right: int,
-    canvas_anchor: bool,
+    window_anchor: str,
     num_splits: int | None,
     max_query_len: int,
     max_seq_len: int,
@@ -385,24 +357,23 @@ def _canvas_attention_op(
     if reason is not None:
         name = torch.cuda.get_device_name(query.device)
         raise NotImplementedError(f'impl="cute" {reason} The device is {name}.')
-    launch(
-        capability[0],
-        query,
-        key_cache,
-        value_cache,
+    sequences = Sequences(
         block_table,
         query_start_loc,
         seq_lens,
         causal_rows,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
+    launch(
+        capability[0],
+        query,
+        PagedCache(key_cache, value_cache),
+        sequences,
+        AttentionOptions(scale, softcap, window),
         out,
-        scale,
-        softcap,
-        window_left,
-        window_right,
-        canvas_anchor,
-        num_splits,
-        max_query_len,
-        max_seq_len,
+        num_splits=num_splits,
     )
 
 

@@ -1,12 +1,19 @@
 """What is launched: which tiles, in how many splits, with how much scratch."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from attention_kernels.canvas_attention.batch import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    Window,
+)
 from attention_kernels.canvas_attention.splits import (
     MIN_SPLIT_KEYS,
     longest_tile,
@@ -35,54 +42,60 @@ SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def canvas_attention_triton(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    *,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    row_spans: Tensor | None,
-    key_scale: float | Tensor | None,
-    value_scale: float | Tensor | None,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
     out: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    batch_invariant: bool,
 ) -> None:
     """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
     check_supported(query)
-    # Numbers are folded on the host; only what lies on the device is read there.
-    key_factor = 1.0 if key_scale is None or isinstance(key_scale, Tensor) else key_scale
-    value_factor = 1.0 if value_scale is None or isinstance(value_scale, Tensor) else value_scale
-    run = _canvas_attention_op if torch.compiler.is_compiling() else launch
-    run(
+    if not torch.compiler.is_compiling():
+        CanvasLaunch(query, cache, sequences, options)(query, cache, out)
+        return
+    window = options.window
+    _canvas_attention_op(
         query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
+        cache.key,
+        cache.value,
+        sequences.block_table,
+        sequences.query_start_loc,
+        sequences.seq_lens,
+        sequences.causal_rows,
         out,
-        row_spans,
-        key_scale if isinstance(key_scale, Tensor) else None,
-        value_scale if isinstance(value_scale, Tensor) else None,
-        scale * key_factor,
-        value_factor,
-        softcap,
-        window_left,
-        window_right,
-        window_anchor == "canvas",
-        max_query_len,
-        max_seq_len,
-        batch_invariant,
+        sequences.row_spans,
+        cache.key_scale if isinstance(cache.key_scale, Tensor) else None,
+        cache.value_scale if isinstance(cache.value_scale, Tensor) else None,
+        _number(cache.key_scale, 1.0),
+        _number(cache.value_scale, 1.0),
+        options.scale,
+        options.softcap,
+        window.left,
+        window.right,
+        window.anchor,
+        sequences.query_bound,
+        sequences.key_bound,
+        options.batch_invariant,
     )
+
+
+def _number(scale: float | Tensor | None, otherwise: float) -> float:
+    """A scale that the host knows; ``otherwise`` where there is none, or the device has it."""
+    return otherwise if scale is None or isinstance(scale, Tensor) else scale
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work of a launch is cut, where it is not left to the launch; for tests and tuning.
+
+    Attributes:
+        config: Tile sizes, warps and stages.
+        num_splits: Programs that share the keys of a query tile.
+        visited: [num_seqs], int32: counts the key tiles that the programs of each sequence compute.
+    """
+
+    config: TritonConfig | None = None
+    num_splits: int | None = None
+    visited: Tensor | None = None
 
 
 class CanvasLaunch:
@@ -95,35 +108,22 @@ class CanvasLaunch:
     def __init__(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        block_table: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        causal_rows: Tensor,
-        row_spans: Tensor | None,
-        scale: float,
-        value_factor: float,
-        softcap: float,
-        window_left: int,
-        window_right: int,
-        canvas_anchor: bool,
-        max_query_len: int,
-        max_seq_len: int,
-        batch_invariant: bool = False,
-        config: TritonConfig | None = None,
-        num_splits: int | None = None,
-        visited: Tensor | None = None,
+        cache: PagedCache,
+        sequences: Sequences,
+        options: AttentionOptions,
+        cut: Cut = Cut(),
     ) -> None:
-        """Arguments as of ``canvas_attention``; of ``query`` and ``key_cache`` only the kind counts.
+        """Arguments as of ``canvas_attention``; of ``query`` and ``cache`` only the kind counts.
 
-        ``config`` and ``num_splits`` fix how the work is cut; ``visited`` [num_seqs], int32, counts
-        the key tiles that the programs of each sequence computed.
+        Scales of the cache that are numbers are folded here; others come with each layer.
         """
+        window = options.window
+        config, num_splits = cut.config, cut.num_splits
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads = key_cache.shape[2]
-        num_seqs = seq_lens.shape[0]
+        num_kv_heads = cache.key.shape[2]
+        num_seqs = sequences.seq_lens.shape[0]
         if config is None:
-            config = choose_config(query, key_cache.dtype)
+            config = choose_config(query, cache.key.dtype)
         group = num_heads // num_kv_heads
         heads = min(group, config.block_m)
         block_q = config.block_m // heads
@@ -134,32 +134,41 @@ class CanvasLaunch:
         partial_size = config.block_m * (block_v + 2)
         if num_splits is None:
             num_splits = 1
-            if not batch_invariant:
+            if not options.batch_invariant:
                 num_splits = splits(
                     # Without the tiles that sequences may leave empty at their ends.
                     -(-num_tokens // block_q) * head_programs,
                     multiprocessors(query.device) * config.programs,
-                    longest_tile(window_left, max_query_len),
+                    longest_tile(window.left, sequences.query_bound),
                     partial_size * 4,
                 )
-            reach = max_seq_len
-            if window_left >= 0 and row_spans is None:
-                reach = min(reach, window_left + max_query_len)
+            reach = sequences.key_bound
+            if window.left >= 0 and sequences.row_spans is None:
+                reach = min(reach, window.left + sequences.query_bound)
             num_splits = min(num_splits, _most_pieces(reach, config.block_n))
 
         self.grid = (num_tiles, head_programs, num_splits)
         self.scratch_size = num_tiles * head_programs * num_splits * partial_size
-        self.is_fp8 = key_cache.dtype == torch.float8_e4m3fn
-        if self.is_fp8:
+        # Numbers are folded on the host; only what lies on the device is read there.
+        scale = options.scale * _number(cache.key_scale, 1.0)
+        value_factor = _number(cache.value_scale, 1.0)
+        if cache.is_fp8:
             scale, value_factor = scale * FP8_FACTOR, value_factor * FP8_FACTOR
         self.value_factor = value_factor
-        self.batch = (block_table, query_start_loc, seq_lens, causal_rows, row_spans)
-        self.visited = visited
-        windows = [NO_WINDOW if window < 0 else window for window in (window_left, window_right)]
+        self.batch = (
+            sequences.block_table,
+            sequences.query_start_loc,
+            sequences.seq_lens,
+            sequences.causal_rows,
+            sequences.row_spans,
+        )
+        self.visited = cut.visited
+        windows = [NO_WINDOW if size < 0 else size for size in (window.left, window.right)]
         self.sizes = (num_seqs, *windows)
+        softcap = options.softcap
         self.factors = (scale if softcap > 0 else scale * LOG2_E.value, softcap, value_factor)
-        self.table_stride = block_table.stride(0)
-        cut = {
+        self.table_stride = sequences.block_table.stride(0)
+        sizes = {
             "GROUP": group,
             "HEADS": heads,
             "HEAD_DIM": head_dim,
@@ -167,45 +176,40 @@ class CanvasLaunch:
             "BLOCK_V": block_v,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "CANVAS_ANCHOR": canvas_anchor,
-            "HAS_SPANS": row_spans is not None,
+            "CANVAS_ANCHOR": window.anchor == "canvas",
+            "HAS_SPANS": sequences.row_spans is not None,
             "MIN_SPLIT": MIN_SPLIT_KEYS,
             "WIDTH": SEARCH_WIDTH,
         }
         self.constants: dict[str, Any] = {
-            **cut,
-            "CACHE_BLOCK": key_cache.shape[1],
+            **sizes,
+            "CACHE_BLOCK": cache.key.shape[1],
             "HAS_SOFTCAP": softcap > 0,
             # Triton's interpreter multiplies the bits of bf16 operands as integers.
             "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
             "SPLIT": num_splits > 1,
-            "COUNT": visited is not None,
+            "COUNT": cut.visited is not None,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
         self.combine_grid = (num_tiles, head_programs, -(-config.block_m // COMBINE_ROWS))
-        self.combine_constants = {**cut, "ROWS": COMBINE_ROWS, "num_warps": 4}
+        self.combine_constants = {**sizes, "ROWS": COMBINE_ROWS, "num_warps": 4}
 
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        out: Tensor,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
-    ) -> None:
+    def __call__(self, query: Tensor, cache: PagedCache, out: Tensor) -> None:
         """Launch for a layer; rows behind those of the step are neither read nor written."""
-        if self.is_fp8:
-            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        key, value, key_scale, value_scale = cache
+        if cache.is_fp8:
+            key, value = key.view(torch.uint8), value.view(torch.uint8)
+        key_scale = key_scale if isinstance(key_scale, Tensor) else None
+        value_scale = value_scale if isinstance(value_scale, Tensor) else None
         part = None
         if self.grid[2] > 1:
             part = _scratch(self.scratch_size, query.device)
         out_strides = out.stride()[:2]
         canvas_attention_kernel[self.grid](
             query,
-            key_cache,
-            value_cache,
+            key,
+            value,
             out,
             *self.batch,
             key_scale,
@@ -215,8 +219,8 @@ class CanvasLaunch:
             *self.sizes,
             *self.factors,
             *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
             *out_strides,
             self.table_stride,
             **self.constants,
@@ -237,56 +241,18 @@ class CanvasLaunch:
 
 def plan(
     query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    *,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    row_spans: Tensor | None,
-    max_query_len: int,
-    max_seq_len: int,
-    batch_invariant: bool,
-    num_splits: int | None = None,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
+    cut: Cut = Cut(),
 ) -> CanvasLaunch:
-    """The launch of a step; arguments as in ``api.py``, and ``num_splits`` as in the class."""
+    """The launch of a step; arguments as in the class."""
     check_supported(query)
-    return CanvasLaunch(
-        query,
-        key_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
-        row_spans,
-        scale,
-        1.0,
-        softcap,
-        window_left,
-        window_right,
-        window_anchor == "canvas",
-        max_query_len,
-        max_seq_len,
-        batch_invariant,
-        num_splits=num_splits,
-    )
+    return CanvasLaunch(query, cache, sequences, options, cut)
 
 
 def warm_up(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    with_spans: Iterable[bool],
-    batch_invariant: bool,
-    **options: Any,
+    query: Tensor, cache: PagedCache, options: AttentionOptions, with_spans: Iterable[bool]
 ) -> None:
     """Compile each variant for layers of this kind, by launching it on a sequence without rows."""
 
@@ -296,19 +262,10 @@ def warm_up(
     check_supported(query)
     out = torch.empty_like(query)
     for row_spans in (zeros(query.shape[0], 2) if spans else None for spans in with_spans):
-        for num_splits in (1,) if batch_invariant else (1, 2):
-            step = plan(
-                query,
-                key_cache,
-                *(zeros(1, 1), zeros(2), zeros(1), zeros(1)),
-                row_spans=row_spans,
-                max_query_len=query.shape[0],
-                max_seq_len=key_cache.shape[1],
-                batch_invariant=batch_invariant,
-                num_splits=num_splits,
-                **options,
-            )
-            step(query, key_cache, value_cache, out, key_scale, value_scale)
+        empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1), row_spans)
+        for num_splits in (1,) if options.batch_invariant else (1, 2):
+            step = plan(query, cache, empty.bounded(query, cache), options, Cut(None, num_splits))
+            step(query, cache, out)
 
 
 def _most_pieces(reach: int, block_n: int) -> int:
@@ -316,35 +273,6 @@ def _most_pieces(reach: int, block_n: int) -> int:
     # One key tile more than the reach fills, since it need not start on a border.
     key_tiles = -(-reach // block_n) + 1
     return max(1, -(-key_tiles // (MIN_SPLIT_KEYS // block_n)))
-
-
-def launch(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    out: Tensor,
-    row_spans: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    *step: Any,
-    **fixed: Any,
-) -> None:
-    """Launch the kernels once; the arguments behind the tensors are those of ``CanvasLaunch``."""
-    CanvasLaunch(
-        query,
-        key_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
-        row_spans,
-        *step,
-        **fixed,
-    )(query, key_cache, value_cache, out, key_scale, value_scale)
 
 
 def check_supported(query: Tensor) -> None:
@@ -384,38 +312,35 @@ def _canvas_attention_op(
     row_spans: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
-    scale: float,
+    key_factor: float,
     value_factor: float,
+    scale: float,
     softcap: float,
     window_left: int,
     window_right: int,
-    canvas_anchor: bool,
+    window_anchor: str,
     max_query_len: int,
     max_seq_len: int,
     batch_invariant: bool,
 ) -> None:
-    launch(
-        query,
+    cache = PagedCache(
         key_cache,
         value_cache,
+        key_factor if key_scale is None else key_scale,
+        value_factor if value_scale is None else value_scale,
+    )
+    sequences = Sequences(
         block_table,
         query_start_loc,
         seq_lens,
         causal_rows,
-        out,
         row_spans,
-        key_scale,
-        value_scale,
-        scale,
-        value_factor,
-        softcap,
-        window_left,
-        window_right,
-        canvas_anchor,
         max_query_len,
         max_seq_len,
-        batch_invariant,
     )
+    window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
+    options = AttentionOptions(scale, softcap, window, batch_invariant)
+    CanvasLaunch(query, cache, sequences, options)(query, cache, out)
 
 
 @_canvas_attention_op.register_fake

@@ -12,7 +12,13 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from attention_kernels.canvas_attention import canvas_attention, plan_canvas_attention
+from attention_kernels.canvas_attention import (
+    AttentionOptions,
+    PagedCache,
+    Sequences,
+    canvas_attention,
+    plan_canvas_attention,
+)
 from vllm_diffusion.attention.backend import (
     CanvasAttentionBackend,
     CanvasAttentionImpl,
@@ -146,14 +152,15 @@ def test_a_layer_reads_what_it_wrote(kv_cache_dtype, attention):
     impl.do_kv_cache_update(layer, keys, values, cache, slots)
     query = torch.randn(num_rows, NUM_HEADS, HEAD_SIZE)
     metadata = CanvasAttentionMetadata(
-        query_start_loc=torch.tensor([0, 20, 28], dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_table=block_table,
-        causal_rows=torch.tensor([20, 0], dtype=torch.int32),
-        row_spans=None,
+        Sequences(
+            block_table,
+            torch.tensor([0, 20, 28], dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.tensor([20, 0], dtype=torch.int32),
+            max_query_len=20,
+            max_seq_len=20,
+        ),
         num_tokens=num_rows,
-        max_query_len=20,
-        max_seq_len=20,
         window_anchor="canvas",
     )
     out = torch.empty(num_rows, NUM_HEADS * HEAD_SIZE)
@@ -164,13 +171,9 @@ def test_a_layer_reads_what_it_wrote(kv_cache_dtype, attention):
     flat[0, slots], flat[1, slots] = keys.double(), values.double()
     expected = canvas_attention(
         query.double(),
-        expected_cache[0],
-        expected_cache[1],
-        block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.causal_rows,
-        scale=0.25,
+        PagedCache(*expected_cache),
+        metadata.sequences,
+        AttentionOptions(0.25),
         impl="reference",
     )
     error = (out.view_as(expected) - expected).abs().max().item()
@@ -308,14 +311,16 @@ def test_a_start_compiles_flash_attention_4_and_triton_for_images(capability):
 def one_request(row_spans=None, rows=4, causal=0):
     """A step of one request on the first cache blocks."""
     return CanvasAttentionMetadata(
-        query_start_loc=torch.tensor([0, rows], dtype=torch.int32),
-        seq_lens=torch.tensor([rows], dtype=torch.int32),
-        block_table=torch.arange(NUM_BLOCKS, dtype=torch.int32)[None],
-        causal_rows=torch.tensor([causal], dtype=torch.int32),
-        row_spans=row_spans,
+        Sequences(
+            torch.arange(NUM_BLOCKS, dtype=torch.int32)[None],
+            torch.tensor([0, rows], dtype=torch.int32),
+            torch.tensor([rows], dtype=torch.int32),
+            torch.tensor([causal], dtype=torch.int32),
+            row_spans,
+            rows,
+            rows,
+        ),
         num_tokens=rows,
-        max_query_len=rows,
-        max_seq_len=rows,
         window_anchor="canvas",
     )
 
@@ -339,13 +344,9 @@ def test_layers_of_a_kind_share_what_was_checked_once_a_step(attention):
             keys, values = split_kv_cache(cache)
             expected = canvas_attention(
                 query[:4],
-                keys,
-                values,
-                step.block_table,
-                step.query_start_loc,
-                step.seq_lens,
-                step.causal_rows,
-                scale=0.25,
+                PagedCache(keys, values),
+                step.sequences,
+                AttentionOptions(0.25),
                 impl=attention,
             )
             assert torch.equal(out[:4].view_as(expected), expected)
@@ -353,7 +354,7 @@ def test_layers_of_a_kind_share_what_was_checked_once_a_step(attention):
         assert checked.call_count == 1
         other_kind.forward(None, query, query, query, caches[0], step, torch.empty_like(query))
         assert checked.call_count == 2
-        bound = bind_canvas({"layer": step}, step.causal_rows, None, "canvas")["layer"]
+        bound = bind_canvas({"layer": step}, step.sequences.causal_rows, None, "canvas")["layer"]
         assert not bound.plans
         impls[0].forward(None, query, query, query, caches[0], bound, torch.empty_like(query))
         assert checked.call_count == 3
@@ -427,7 +428,8 @@ def test_every_variant_that_serving_launches_is_compiled_at_the_start(has_images
             spans = torch.zeros(rows, 2, dtype=torch.int32)
             for row_spans in (None, spans) if has_images else (None,):
                 step = one_request(row_spans, rows, causal=rows)
-                step = replace(step, max_seq_len=NUM_BLOCKS * BLOCK_SIZE * 100)
+                longest = NUM_BLOCKS * BLOCK_SIZE * 100
+                step = replace(step, sequences=replace(step.sequences, max_seq_len=longest))
                 for layer in layers.values():
                     query = torch.zeros(rows, NUM_HEADS, layer.impl.head_size)
                     layer.impl.forward(
