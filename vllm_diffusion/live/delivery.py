@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_diffusion.canvas.report import RequestReport
 from vllm_diffusion.live.frame import CanvasStepMap, frame_of
-from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, open_inbox
+from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import METRICS, metrics_of_passes
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.params import Shown, parse_shown
@@ -71,6 +71,8 @@ class _Told:
                 )
             )
             self.num_canvases += 1
+        if isinstance(state.queue, OrderedQueue):
+            state.queue.wake()
 
 
 # Of a request's state, which is vLLM's and lives as long as the request.
@@ -83,7 +85,7 @@ def _with_inbox(stock: Any) -> Any:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
         shown = parse_shown(params.extra_args if params else None)
-        inbox = open_inbox() if shown.frame_interval else None
+        inbox = open_inbox()
         if shown.frame_interval and inbox is None:
             raise VLLMValidationError(
                 f"diffusion_frames {WHERE_FRAMES_ARE}",
@@ -93,7 +95,7 @@ def _with_inbox(stock: Any) -> Any:
         prompt_index = 0
         if inbox is not None:
             inbox.num_answers += 1
-            if inbox.num_answers > MOST_WATCHED_ANSWERS:
+            if shown.frame_interval and inbox.num_answers > MOST_WATCHED_ANSWERS:
                 raise VLLMValidationError(
                     f"diffusion_frames shows at most {MOST_WATCHED_ANSWERS} answers of one request; "
                     "lower n or the number of prompts.",
@@ -103,6 +105,8 @@ def _with_inbox(stock: Any) -> Any:
             prompt_index = inbox.prompt_index(request.external_req_id)
         stock(self, request, *args, **kwargs)
         state = self.request_states[request.request_id]
+        if inbox is not None and state.queue is not None:
+            state.queue = OrderedQueue(state.queue, inbox)
         setattr(state, _TOLD, _Told(shown, inbox, prompt_index))
 
     return add_request

@@ -6,9 +6,10 @@ it. Committed text stays in ordinary deltas.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
@@ -112,12 +113,15 @@ def _chat_with_frames(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        stream = stock(self, request, result_generator, request_id, model_name, *args, **kwargs)
+        def stream(outputs: Any) -> AsyncGenerator[str, None]:
+            return stock(self, request, outputs, request_id, model_name, *args, **kwargs)
+
         # Others are made of its stream, in formats that have no frames.
         if type(self) is not OpenAIServingChat or not _sends_more(request):
-            return stream
+            return stream(result_generator)
         head = {"id": request_id, "object": "chat.completion.chunk", "model": model_name}
-        return _with_events(stream, [request_id], head, {"delta": {}}, request.n or 1)
+        chunks = _Chunks(head, {"delta": {}}, request.n or 1)
+        return _with_events(stream, watch_async(result_generator, [request_id]), chunks)
 
     return chat_completion_stream_generator
 
@@ -134,50 +138,94 @@ def _completion_with_frames(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        stream = stock(
-            self,
-            request,
-            engine_inputs,
-            result_generator,
-            request_id,
-            created_time,
-            model_name,
-            *args,
-            **kwargs,
-        )
-        if not _sends_more(request):
-            return stream
-        head = {"id": request_id, "object": "text_completion", "model": model_name}
         request_ids = [f"{request_id}-{i}" for i in range(len(engine_inputs))]
-        return _with_events(stream, request_ids, head, {"text": ""}, request.n or 1)
+
+        async def numbered(outputs: AsyncIterator[Any]) -> AsyncGenerator[tuple[int, Any], None]:
+            async for output in outputs:
+                yield request_ids.index(output.request_id), output
+
+        def stream(outputs: Any) -> AsyncGenerator[str, None]:
+            before, after = (self, request, engine_inputs), (request_id, created_time, model_name)
+            return stock(*before, outputs, *after, *args, **kwargs)
+
+        if not _sends_more(request):
+            return stream(result_generator)
+        head = {"id": request_id, "object": "text_completion", "model": model_name}
+        chunks = _Chunks(head, {"text": ""}, request.n or 1)
+        watched = watch_async(result_generator, request_ids)
+        return _with_events(lambda outputs: stream(numbered(outputs)), watched, chunks)
 
     return completion_stream_generator
 
 
 async def _with_events(
-    stream: AsyncIterator[str],
-    request_ids: list[str],
-    head: dict[str, Any],
-    nothing: dict[str, Any],
-    num_answers: int,
+    stream: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
+    watched: AsyncGenerator[Any, None],
+    chunks: _Chunks,
 ) -> AsyncGenerator[str, None]:
-    """A stream of server-sent events, with one for each frame and step map.
+    """Yield the server-sent events that vLLM makes of outputs, with those of frames in their places.
+
+    vLLM asks for an output when it has sent all that it made of the one before. What lies between two
+    outputs is therefore sent while vLLM waits for the second.
 
     Args:
-        stream: vLLM's.
-        request_ids: With which the engine was called, one for each prompt.
-        head: Of a chunk.
-        nothing: Of a choice that says nothing.
-        num_answers: To each prompt.
+        stream: Makes vLLM's events of outputs.
+        watched: Outputs, frames and step maps, in order.
+        chunks: Makes events of frames and step maps.
     """
-    head["created"] = int(time.time())
-    async for event in watch_async(stream, request_ids):
-        if isinstance(event, str):
+    # Of one event: a client that reads slowly makes vLLM wait.
+    ready: asyncio.Queue[str | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        async for item in watched:
+            if isinstance(item, (CanvasFrame, CanvasStepMap)):
+                await ready.put(chunks.of(item))
+            else:
+                yield item
+
+    async def send() -> None:
+        try:
+            async for event in stream(outputs()):
+                await ready.put(event)
+        except Exception as error:
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    sending = asyncio.ensure_future(send())
+    try:
+        while (event := await ready.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
             yield event
-            continue
-        index = event.prompt_index * num_answers + event.index
-        choice = {"index": index, **nothing, "logprobs": None, "finish_reason": None}
-        yield f"data: {json.dumps({**head, 'choices': [choice], **_shown(event)})}\n\n"
+    finally:
+        # Whoever stops reading stops the requests.
+        sending.cancel()
+        await asyncio.wait({sending})
+        await watched.aclose()
+
+
+class _Chunks:
+    """Makes chunks of the stream of frames and step maps."""
+
+    def __init__(self, head: dict[str, Any], nothing: dict[str, Any], num_answers: int) -> None:
+        """Fix what all chunks of a stream have in common.
+
+        Args:
+            head: Fields of a chunk beside its choices.
+            nothing: The fields of a choice that says nothing.
+            num_answers: Answers to each prompt.
+        """
+        self._head = head | {"created": int(time.time())}
+        self._nothing = nothing
+        self._num_answers = num_answers
+
+    def of(self, event: CanvasFrame | CanvasStepMap) -> str:
+        """Return the server-sent event of a frame or step map."""
+        index = event.prompt_index * self._num_answers + event.index
+        choice = {"index": index, **self._nothing, "logprobs": None, "finish_reason": None}
+        chunk = {**self._head, "choices": [choice], **_shown(event)}
+        return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
