@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_diffusion.canvas.report import RequestReport
-from vllm_diffusion.live.frame import CanvasStepMap, frame_of
+from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import METRICS, metrics_of_passes
 from vllm_diffusion.replacement import replace
@@ -45,12 +45,13 @@ class _Told:
         self.trace: list[list[list[int]]] = []
         self.passes: list[int] = []
 
-    def take(self, report: RequestReport, state: Any) -> None:
+    def take(self, report: RequestReport, output: Any, state: Any) -> None:
         """Keep a report, or hand it on.
 
         Args:
-            report: Of the request.
-            state: vLLM's, before it takes the tokens that come with the report.
+            report: The request's.
+            output: vLLM's ``EngineCoreOutput``, with the tokens that come with the report.
+            state: vLLM's, before it takes them.
         """
         self.steps += report.step_map
         self.passes += report.passes
@@ -62,12 +63,16 @@ class _Told:
             fields = self.shown.frame_fields
             self.inbox.put(frame_of(reported, fields, state, self.prompt_index))
         if report.step_map:
+            from vllm.v1.engine import FinishReason
+
+            is_stopped = output.finish_reason == FinishReason.STOP
+            addition = added_by(state.detokenizer, output.new_token_ids, is_stopped)
             self.inbox.put(
                 CanvasStepMap(
                     index=state.request_index,
                     prompt_index=self.prompt_index,
                     block=self.num_canvases,
-                    steps=tuple(report.step_map),
+                    steps=tuple(report.step_map[: addition.num_tokens]),
                 )
             )
             self.num_canvases += 1
@@ -103,6 +108,7 @@ def _with_inbox(stock: Any) -> Any:
                     value=shown.frame_interval,
                 )
             prompt_index = inbox.prompt_index(request.external_req_id)
+            inbox.prompts[prompt_index] = request.prompt_token_ids or []
         stock(self, request, *args, **kwargs)
         state = self.request_states[request.request_id]
         if inbox is not None and state.queue is not None:
@@ -121,7 +127,7 @@ def _taking_reports(stock: Any) -> Any:
             report, output.routed_experts = output.routed_experts, None
             state = self.request_states.get(output.request_id)
             if report is not None and state is not None:
-                getattr(state, _TOLD).take(RequestReport.decode(report), state)
+                getattr(state, _TOLD).take(RequestReport.decode(report), output, state)
             # vLLM has none in which nothing happened: it is a report alone.
             if report is None or output.new_token_ids or output.finish_reason is not None:
                 of_vllm.append(output)

@@ -26,10 +26,21 @@ MOST_WATCHED_ANSWERS = 16
 
 
 class Inbox:
-    """Frames, step maps and, of an ``AsyncLLM``, outputs of one call's requests, in order."""
+    """Frames, step maps and, of an ``AsyncLLM``, outputs of one call's requests, in order.
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
+    Attributes:
+        num_answers: Answers that the call asked for so far.
+        prompts: Token ids of each prompt, by its place in the call; none where it was embeddings.
+    """
+
+    def __init__(self, request_ids: Sequence[str] = ()) -> None:
+        """Number the call's requests.
+
+        Args:
+            request_ids: One for each prompt, in order; others are numbered as they come.
+        """
         self.num_answers = 0
+        self.prompts: dict[int, list[int]] = {}
         self._prompt_index = {name: index for index, name in enumerate(request_ids)}
         self._items: deque[Item] = deque()
         self._num_frames = 0
@@ -104,16 +115,11 @@ _inbox: ContextVar[Inbox | None] = ContextVar("inbox", default=None)
 
 
 @contextmanager
-def opened(request_ids: Sequence[str] = ()) -> Iterator[Inbox]:
-    """Open an inbox for the requests that are added within.
-
-    Args:
-        request_ids: One for each prompt, in order; others are numbered as they come.
-    """
-    inbox = Inbox(request_ids)
+def opened(inbox: Inbox) -> Iterator[None]:
+    """Have the requests that are added within use the inbox."""
     token = _inbox.set(inbox)
     try:
-        yield inbox
+        yield
     finally:
         _inbox.reset(token)
 

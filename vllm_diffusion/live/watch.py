@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
-from vllm_diffusion.live.inbox import opened
+from vllm_diffusion.live.inbox import Inbox, opened
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -27,7 +27,8 @@ def watch(
         enqueue: Adds requests to it, with ``LLM.enqueue`` or ``LLM.enqueue_chat``. Requests whose
             ``SamplingParams.extra_args`` hold ``diffusion_frames`` are shown.
     """
-    with opened() as inbox:
+    inbox = Inbox()
+    with opened(inbox):
         enqueue()
     engine = llm.llm_engine
     while engine.has_unfinished_requests():
@@ -36,10 +37,10 @@ def watch(
         yield from (output for output in outputs if output.finished)
 
 
-async def watch_async(
+def watch_async(
     outputs: AsyncGenerator[Any, None], request_ids: Sequence[str] = ()
 ) -> AsyncGenerator[CanvasFrame | CanvasStepMap | RequestOutput, None]:
-    """Yield the outputs of requests, and between them their canvases as they are denoised.
+    """Return an iterator of requests' outputs, and between them their canvases as they are denoised.
 
     >>> params = SamplingParams(output_kind=RequestOutputKind.DELTA,
     ...                         extra_args={"diffusion_frames": 1})
@@ -53,7 +54,17 @@ async def watch_async(
         outputs: ``AsyncLLM.generate(...)``, or several of them merged by vLLM, not begun yet.
         request_ids: One for each prompt, by which frames are numbered.
     """
-    with opened(request_ids) as inbox:
+    return items_of(outputs, Inbox(request_ids))
+
+
+async def items_of(outputs: AsyncGenerator[Any, None], inbox: Inbox) -> AsyncGenerator[Any, None]:
+    """As :func:`watch_async`, with an inbox that the caller has.
+
+    Args:
+        outputs: As there.
+        inbox: A new one.
+    """
+    with opened(inbox):
         # The requests are added by the first step of the iterator, in this context.
         first = asyncio.ensure_future(anext(outputs, None))
     try:

@@ -34,6 +34,9 @@ def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
         total=1000,
         offset=0,
         text="",
+        withheld="",
+        answer_token_ids=(),
+        ends_answer=False,
         is_last=False,
         begins_anew=False,
     )
@@ -41,7 +44,7 @@ def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
 
 def test_slow_reader_misses_frames_and_nothing_else() -> None:
     """Of many frames the newest are left; step maps and tokens all are, in their places."""
-    inbox = Inbox([])
+    inbox = Inbox()
     for step in range(1, 1001):
         inbox.put(frame(step))
         if step % 100 == 0:
@@ -75,7 +78,8 @@ def test_an_inbox_is_its_call_alone() -> None:
 
     async def run() -> None:
         other = asyncio.ensure_future(adds())
-        with opened() as inbox:
+        inbox = Inbox()
+        with opened(inbox):
             mine = asyncio.ensure_future(adds())
         assert await mine is inbox
         assert await other is None
@@ -135,6 +139,10 @@ def named(items: Iterable[object]) -> list[object]:
     ]
 
 
+def chunks() -> _Chunks:
+    return _Chunks({}, {}, 1, Inbox())
+
+
 ORDER = [x for b in range(5) for x in ((b, 1), (b, 2), f"canvas {b};")]
 
 
@@ -166,10 +174,8 @@ def test_frames_have_their_place_in_a_stream(size: int, withheld: int) -> None:
         yield "[DONE]"
 
     async def run() -> list[object]:
-        watched = watch_async(engine(rounds_of(5, size), []))
-        chunks = _Chunks({}, {}, 1)
-        events = []
-        async for event in _with_events(stream, watched, chunks):
+        events: list[object] = []
+        async for event in _with_events(stream, engine(rounds_of(5, size), []), chunks()):
             if event.startswith("data: "):
                 shown = json.loads(event[6:])
                 events.append((shown["block"], shown["step"]))
@@ -195,10 +201,8 @@ def test_whoever_stops_watching_stops_the_request(has_stream: bool) -> None:
 
     async def run(num_read: int) -> list[str]:
         log: list[str] = []
-        watched = watch_async(engine(rounds_of(5, 1), log))
-        reading: Any = watched
-        if has_stream:
-            reading = _with_events(stream, watched, _Chunks({}, {}, 1))
+        outputs = engine(rounds_of(5, 1), log)
+        reading = _with_events(stream, outputs, chunks()) if has_stream else watch_async(outputs)
         for _ in range(num_read):
             await anext(reading)
         await reading.aclose()
@@ -217,8 +221,7 @@ def test_a_client_that_is_gone_stops_the_request() -> None:
 
     async def run() -> list[str]:
         log: list[str] = []
-        watched = watch_async(engine([[frame(1)]], log))
-        reading = _with_events(stream, watched, _Chunks({}, {}, 1))
+        reading = _with_events(stream, engine([[frame(1)]], log), chunks())
         await anext(reading)
         waiting = asyncio.ensure_future(anext(reading))
         await asyncio.sleep(0.01)
@@ -239,10 +242,8 @@ def test_an_error_is_raised(has_stream: bool) -> None:
             yield output.outputs[0].text
 
     async def run() -> None:
-        watched = watch_async(engine([[frame(1), answered(0)], [ValueError("gone")]], []))
-        reading: Any = watched
-        if has_stream:
-            reading = _with_events(stream, watched, _Chunks({}, {}, 1))
+        outputs = engine([[frame(1), answered(0)], [ValueError("gone")]], [])
+        reading = _with_events(stream, outputs, chunks()) if has_stream else watch_async(outputs)
         async for _ in reading:
             pass
 
