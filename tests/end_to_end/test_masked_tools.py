@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
+import httpx
 import jsonschema
+import psutil
 import pytest
 
 from tests.end_to_end.test_tools import RECORD, ask
@@ -208,3 +212,43 @@ def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
     stream = OrderedStream(masked_server, "/v1/chat/completions", request)
     assert stream.reasoning[0]
     jsonschema.validate(json.loads(stream.arguments[0]), RECORD)
+
+
+def test_sigterm_ends_every_request(masked_server: Server) -> None:
+    """Streams, with frames and without, and whole answers: the last test, for it ends the server."""
+    kinds = [{"stream": True}, {"stream": True, "diffusing": True}, {"stream": False}] * 2
+    are_open = Barrier(len(kinds) + 1)
+
+    def open_one(seed: int, kind: dict[str, Any]) -> str:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 900, "ignore_eos": True, "seed": seed}
+        # Longer than a server takes to end, and short of a test that hangs.
+        client = httpx.Client(timeout=60)
+        answer = client.build_request(
+            "POST", f"{masked_server.url}/v1/completions", json=body | kind
+        )
+        if not kind["stream"]:
+            are_open.wait()
+        try:
+            response = client.send(answer, stream=True)
+            lines = response.iter_lines()
+            if kind["stream"]:
+                next(lines)
+                are_open.wait()
+            return "\n".join(lines)
+        except httpx.ReadTimeout:
+            return "nothing"
+        except httpx.TransportError as error:
+            return repr(error)
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        answers = [pool.submit(open_one, i, kind) for i, kind in enumerate(kinds)]
+        are_open.wait()
+        time.sleep(0.2)
+        masked_server.process.terminate()
+        ends = [answer.result() for answer in answers]
+    assert "nothing" not in ends
+    # Each says how it ended; where the machine is slow, one may have been whole.
+    ways = ('"finish_reason":"abort"', '"finish_reason":"length"', '"error"', "Error(")
+    assert all(any(way in end for way in ways) for end in ends), ends
+    masked_server.process.wait(60)
+    assert not psutil.pid_exists(masked_server.process.pid)
