@@ -512,6 +512,23 @@ TABLE: tuple[Symbol, ...] = (
         )
     ),
     Symbol(
+        "vllm.v1.core.sched.utils:check_sequence_repetition",
+        Use.CALLED,
+        "What of a canvas an answer would hold.",
+    ),
+    Symbol(
+        "vllm.v1.engine.output_processor:RequestOutputCollector.put",
+        Use.CALLED,
+        "Wakes the reader of a request whose outputs wait with its frames.",
+    ),
+    *(
+        Symbol(path, Use.CALLED, "What a chat's parsers would make of a canvas.")
+        for path in (
+            "vllm.entrypoints.openai.chat_completion.stream_processor:ChatStreamProcessor.step",
+            "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._make_parser",
+        )
+    ),
+    Symbol(
         "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
         Use.CALLED,
         "The text that a canvas would add; its lists and its stream are copied.",

@@ -19,10 +19,13 @@ import threading
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from vllm_diffusion.cli.answer import Answer
+from vllm_diffusion.cli.display import LiveDisplay
 from vllm_diffusion.cli.main import main
 
 KEY = "a key"
@@ -238,6 +241,16 @@ def test_terminal(served, columns: int) -> None:
     )
     assert " ".join(last.replace("\0", "").split()) == words
     assert "10.0 tokens a step" in shown
+
+
+def test_canvas_past_its_cap() -> None:
+    """A constraint holds it there, which is said; a thought is drawn before the text."""
+    frame = SimpleNamespace(block=0, step=18, total=16, begins_anew=False, offset=0)
+    frame.tokens, frame.kept = ["<|channel>", "hm ", "yes", "<eos>"], [True, True, False, False]
+    frame.reasoning, frame.text = "hm ", "yes"
+    display = LiveDisplay(io.StringIO())
+    display.frame(frame, Answer())
+    assert str(display._drawing()) == "hm yes\ncanvas 1, step 18, 2 past the cap of 16"
 
 
 def test_dumb_terminal(served) -> None:

@@ -1,4 +1,4 @@
-"""The package's environment variables: the only place that reads them."""
+"""Environment variables: the package's own, which are read here only, and vLLM's at shutdown."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def environment_flags() -> EnvironmentFlags:
         disabled=os.environ.get("VLLM_DIFFUSION_DISABLE", "") == "1",
         force_cpu=os.environ.get("VLLM_DIFFUSION_CPU", "") == "1",
     )
+
+
+def await_engine_at_shutdown() -> None:
+    """Have a server that is told to end wait until its engine has ended the open requests.
+
+    Without it vLLM's server kills the engine at once: requests that the engine has not ended by then wait
+    until their clients give up, and so does the server. vLLM waits where the variable is set, and its
+    default, which is set here, is 5 s; an operator's own value stays.
+    """
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "5")

@@ -24,6 +24,7 @@ from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
 from vllm_diffusion.requests import read_together, refused_fields
+from vllm_diffusion.settings.environment import await_engine_at_shutdown
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     fuses_encode,
@@ -149,6 +150,7 @@ class BlockDiffusionEngineConfig:
         """
         _check_upstream(cls.registration_failure)
         _check_platform()
+        await_engine_at_shutdown()
         if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())

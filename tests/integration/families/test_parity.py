@@ -167,6 +167,11 @@ def test_frames_and_step_maps(family: Family) -> None:
         canvases = seen.canvases(i)
         last = [token for frames in canvases for token in frames[-1].token_ids or ()]
         assert last[: len(tokens)] == tokens
+        assert [t for frames in canvases for t in frames[-1].answer_token_ids] == tokens
+        assert [frames[-1].ends_answer for frames in canvases] == [
+            *[False] * (len(canvases) - 1),
+            True,
+        ]
         assert all(frames[-1].is_last and all(frames[-1].kept or ()) for frames in canvases)
         seeded_length = B if spec.is_seeded else None
         replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
