@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.oracle import Oracle
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 # Some run what a benchmark measures, and benchmarks are scripts.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -30,3 +35,21 @@ def oracle(checkpoint):
 def order(request):
     """How finished canvases are encoded and passes scheduled."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, for the modules that look at the page of the live canvas."""
+    from tests.support.page_browser import running_browser
+
+    with running_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens an address in a browser of its own; in the end, nothing was fetched from elsewhere."""
+    from tests.support.page_browser import opening_pages
+
+    with opening_pages(browser) as open_page:
+        yield open_page
