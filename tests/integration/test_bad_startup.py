@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -57,6 +58,30 @@ def test_shipped_checkpoint(tmp_path: Path) -> None:
     config = configure(copy_checkpoint(tmp_path))
     assert config.diffusion_config.canvas_length < 256
     assert config.scheduler_config.scheduler_cls.startswith("vllm_diffusion.")
+
+
+@pytest.mark.parametrize("is_in_vllm", [True, False])
+def test_class_of_the_same_name(
+    is_in_vllm: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where vLLM brings a class of the same architecture, a line says which runs."""
+    from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
+
+    caplog.set_level(logging.INFO, logger="vllm.vllm_diffusion")
+    checkpoint = copy_checkpoint(tmp_path)
+    configure(checkpoint)
+    if not is_in_vllm:
+        caplog.clear()
+        monkeypatch.setattr(DiffusionGemmaEngineConfig, "is_in_vllm", False)
+        configure(checkpoint)
+    lines = [line for line in caplog.messages if "VLLM_DIFFUSION_DISABLE=1" in line]
+    assert len(lines) == is_in_vllm
+    assert all(
+        "DiffusionGemmaForBlockDiffusion: vllm-diffusion's class runs" in line for line in lines
+    )
 
 
 def test_logits_processors(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ class BlockDiffusionEngineConfig:
 
     # Why the family could not be registered; told when one of its checkpoints is configured.
     registration_failure: ClassVar[Exception | None] = None
+    # Whether vLLM has a class of its own for the architecture; ``None`` before registration.
+    is_in_vllm: ClassVar[bool | None] = None
 
     # What a family says of itself.
 
@@ -149,6 +151,12 @@ class BlockDiffusionEngineConfig:
         """
         _check_upstream(cls.registration_failure)
         _check_platform()
+        if cls.is_in_vllm:
+            logger.info(
+                "%s: vllm-diffusion's class runs; vLLM brings one of the same name, which "
+                "VLLM_DIFFUSION_DISABLE=1 has run in its place.",
+                vllm_config.model_config.architecture,
+            )
         if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())
