@@ -32,7 +32,7 @@ from vllm_diffusion.settings.plugin_settings import (
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
-from vllm_diffusion.startup.media_budget import check_media_budget
+from vllm_diffusion.startup.media_budget import choose_media
 from vllm_diffusion.startup.pass_order import choose_order
 from vllm_diffusion.startup.unsupported_options import check_options
 
@@ -177,7 +177,7 @@ class BlockDiffusionEngineConfig:
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         _check_sizes(vllm_config)
-        check_media_budget(vllm_config)
+        choose_media(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
