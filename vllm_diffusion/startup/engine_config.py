@@ -119,15 +119,19 @@ class BlockDiffusionEngineConfig:
     # What follows from it.
 
     @classmethod
+    def chosen_rule(cls, vllm_config: VllmConfig) -> str:
+        """The name of the rule that is asked for, or of the checkpoint's own."""
+        chosen = plugin_settings(vllm_config).rule
+        return cls.default_rule(vllm_config.model_config) if chosen is None else chosen
+
+    @classmethod
     def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
         """The rule that is asked for, or the checkpoint's own.
 
         Raises:
             ValueError: If the family does not have it.
         """
-        chosen = plugin_settings(vllm_config).rule
-        if chosen is None:
-            chosen = cls.default_rule(vllm_config.model_config)
+        chosen = cls.chosen_rule(vllm_config)
         if chosen not in cls.rules:
             names = " or ".join(f'"{name}"' for name in cls.rule_names())
             raise ValueError(

@@ -410,3 +410,75 @@ def test_log_probabilities_of_a_rule_that_moves_tokens(arguments: dict[str, Any]
     with pytest.raises(VLLMValidationError, match=f"{field} is not supported") as raised:
         validate_sampling_params(SamplingParams(**arguments), model_config)
     assert raised.value.parameter == field
+
+
+FAST_DLLM = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("family", "generation", "options", "words"),
+    [
+        ("fast_dllm", FAST_DLLM, {}, ["temperature=0.7 (0.0)", "repetition_penalty=1.05 (1.0)"]),
+        # What the operator sets needs no line.
+        (
+            "fast_dllm",
+            FAST_DLLM,
+            {
+                "generation_config": "vllm",
+                "override_generation_config": {"temperature": 0.0},
+                "additional_config": {"diffusion": {"reveal_threshold": 1.0}},
+            },
+            [],
+        ),
+        (
+            "sdar",
+            {"temperature": 0.6},
+            {},
+            ["temperature=0.6 (1.0)", "--generation-config vllm gives"],
+        ),
+        ("sdar", {"temperature": 0.6}, {"generation_config": "vllm"}, []),
+        ("sdar", {"reveal_threshold": 0.9}, {}, ["reveal_threshold=0.9 (0.85)"]),
+        ("stable_diffcoder", {"temperature": 0.0}, {}, []),
+    ],
+)
+def test_what_a_request_gets(
+    family: str,
+    generation: dict[str, Any],
+    options: dict[str, Any],
+    words: list[str],
+    tmp_path: Path,
+    start_log: pytest.LogCaptureFixture,
+) -> None:
+    """One line says where a request that sets nothing differs from the published loop, and the remedy."""
+    model = getattr(tiny, family)()
+    model.generation_config |= generation
+    configured(model.save(tmp_path), **options)
+    lines = [line for line in start_log.messages if "A request that sets nothing gets" in line]
+    assert len(lines) == bool(words)
+    assert all(word in lines[0] for word in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("LLaDA2.0-mini", None, ["rule='reveal' (LLaDA2.0's loop)", '"rule": "reveal_and_edit"']),
+        ("LLaDA2.1-mini", None, ["rule='reveal_and_edit' (LLaDA2.1's loop)", '"rule": "reveal"']),
+        ("model", "reveal_and_edit", ["rule='reveal_and_edit' (LLaDA2.1's loop)"]),
+        ("LLaDA2.2-flash", None, ["LLaDA2.2", "SGLang", "docs/families.md"]),
+    ],
+)
+def test_llada2_says_its_rule(
+    name: str,
+    rule: str | None,
+    words: list[str],
+    tmp_path: Path,
+    start_log: pytest.LogCaptureFixture,
+) -> None:
+    """A line says which version's loop runs, and how to have the other; 2.2's is a warning."""
+    version = "2.2" if "2.2" in name else "2.0"
+    settings = {} if rule is None else {"additional_config": {"diffusion": {"rule": rule}}}
+    configured(llada2(version=version).save(tmp_path / name), **settings)
+    (record,) = [each for each in start_log.records if each.message.startswith("rule=")]
+    assert record.levelname == ("WARNING" if version == "2.2" else "INFO")
+    for word in words:
+        assert word in record.message
