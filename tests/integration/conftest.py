@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,22 @@ if TYPE_CHECKING:
 
 # Some run what a benchmark measures, and benchmarks are scripts.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture
+def start_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What this package says at start, at whatever level vLLM logs."""
+    # Its set-up, on import, resets the loggers that are there.
+    import vllm.logger  # noqa: F401
+
+    logger = logging.getLogger("vllm.vllm_diffusion")
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.INFO, logger=logger.name)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")
