@@ -35,6 +35,7 @@ from vllm_diffusion.scheduling.constrained_canvas import (
     constraint_names,
     is_constrained,
 )
+from vllm_diffusion.scheduling.engine_seam import end_with_threads
 from vllm_diffusion.scheduling.kv_transfer import KVTransferMixin
 from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
@@ -495,4 +496,5 @@ def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionSchedul
     """The scheduler of a diffusion model, chosen when vLLM has decided on asynchronous scheduling."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = AsyncCanvasScheduler if is_async else CanvasScheduler
+    end_with_threads()
     return scheduler_cls(vllm_config=vllm_config, **kwargs)
