@@ -236,6 +236,10 @@ class WholeCanvasMixin(KVTransferMixin):
             # their parameters.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
+        if params is not None and is_read_only(params):
+            # The one canvas that is read may begin with the end of the prompt.
+            num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
+            request.max_tokens = min(request.max_tokens, num_read)
         super().add_request(request)
         self._reports.add(request)
         self._reads.add(request)
