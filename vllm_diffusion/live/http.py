@@ -16,6 +16,7 @@ from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.watch import watch_async
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.params import parse_shown
+from vllm_diffusion.requests.refused_streams import ending_with_refusals
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -44,7 +45,11 @@ def install() -> None:
         _completion_with_step_maps,
     )
     # Where a stream has begun, a refusal comes too late for its status.
-    replace(OpenAIServingResponses, "create_responses", _without_frames)
+    replace(
+        OpenAIServingResponses,
+        "create_responses",
+        lambda stock: ending_with_refusals(_without_frames(stock)),
+    )
     replace(AnthropicServingMessages, "create_messages", _without_frames)
     replace(OpenAIServingChatBatch, "create_batch_chat_completion", _without_frames)
 
