@@ -9,6 +9,7 @@ from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import METRICS, metrics_of_passes
 from vllm_diffusion.replacement import replace
+from vllm_diffusion.requests.engine_message import check_decodable
 from vllm_diffusion.requests.params import Shown, parse_shown
 
 # Under which a finished output holds the steps that decided its tokens.
@@ -89,6 +90,9 @@ def _with_inbox(stock: Any) -> Any:
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
+        if params is not None:
+            # Nothing changes them any more: vLLM's next step is to send them.
+            check_decodable(params)
         shown = parse_shown(params.extra_args if params else None)
         inbox = open_inbox()
         if shown.frame_interval and inbox is None:

@@ -19,6 +19,7 @@ from vllm_diffusion.live.parsed import ParsedAnswers
 from vllm_diffusion.live.watch import items_of
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.params import parse_shown
+from vllm_diffusion.requests.refused_streams import ending_with_refusals
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -47,7 +48,11 @@ def install() -> None:
         _completion_with_step_maps,
     )
     # Where a stream has begun, a refusal comes too late for its status.
-    replace(OpenAIServingResponses, "create_responses", _without_frames)
+    replace(
+        OpenAIServingResponses,
+        "create_responses",
+        lambda stock: ending_with_refusals(_without_frames(stock)),
+    )
     replace(AnthropicServingMessages, "create_messages", _without_frames)
     replace(OpenAIServingChatBatch, "create_batch_chat_completion", _without_frames)
 

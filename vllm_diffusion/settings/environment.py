@@ -1,9 +1,14 @@
-"""Environment variables: the package's own, which are read here only, and vLLM's at shutdown."""
+"""Environment variables: the package's own, which are read here only, and two of vLLM's."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+
+# Answers to one prompt, where the operator sets no limit. vLLM's 16,384 would keep a server busy with one
+# request for minutes; OpenAI's own is 128.
+MOST_ANSWERS = 128
+_LIMIT = "VLLM_MAX_N_SEQUENCES"
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,15 @@ def await_engine_at_shutdown() -> None:
     default, which is set here, is 5 s; an operator's own value stays.
     """
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "5")
+
+
+def limit_answers() -> int | None:
+    """Lower vLLM's limit of ``n`` for this process and its children, unless it is set.
+
+    Returns:
+        The new limit; ``None`` where one was set before.
+    """
+    if _LIMIT in os.environ:
+        return None
+    os.environ[_LIMIT] = str(MOST_ANSWERS)
+    return MOST_ANSWERS

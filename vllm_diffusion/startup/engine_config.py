@@ -23,8 +23,8 @@ from vllm_diffusion.quantization.check import check_checkpoint, check_new_weight
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
-from vllm_diffusion.requests import read_together, refused_fields
-from vllm_diffusion.settings.environment import await_engine_at_shutdown
+from vllm_diffusion.requests import read_together, refused_fields, refused_streams
+from vllm_diffusion.settings.environment import await_engine_at_shutdown, limit_answers
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     fuses_encode,
@@ -190,7 +190,14 @@ class BlockDiffusionEngineConfig:
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         cls._check_skipping(vllm_config)
+        if (most := limit_answers()) is not None:
+            logger.info(
+                "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "
+                "limit.",
+                most,
+            )
         refused_fields.install()
+        refused_streams.install()
         read_together.install()
         delivery.install()
         http.install()
