@@ -239,7 +239,7 @@ def test_memory(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         ([], "--data is missing"),
-        (["--data", "missing.jsonl"], "--data missing.jsonl: No such file"),
+        (["--data", "missing.jsonl"], "--data: missing.jsonl: No such file"),
         (["--data", "tiny-tasks", "--method", "dflash"], "--method dflash needs a draft"),
         (["--data", "tiny-tasks", "--method", "eagle3"], "--draft eagle3=MODEL"),
         (["--data", "tiny-tasks", "--draft", "."], "block_size=None in its config.json"),

@@ -254,6 +254,7 @@ def test_refused_otherwise(
 def test_refused_extraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before vLLM is even imported."""
     own = tmp_path / "own.jsonl"
+    (tmp_path / "config.json").write_text("{}")
     for content, words, message in (
         ("", ("--layer-ids", "0"), "holds no exchange; record some first"),
         ('{"a": 1}', ("--layer-ids", "0"), "line 1: prompt_token_ids must be a list"),
