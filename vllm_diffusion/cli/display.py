@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from vllm_diffusion.cli.answer import Answer, printable
+from vllm_diffusion.cli.answer import Answer
+from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:
     from rich.live import Live
