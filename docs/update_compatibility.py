@@ -5,7 +5,8 @@ python docs/update_compatibility.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,20 @@ from vllm_diffusion.startup.option_table import (
     OptionRow,
     read_rows,
 )
+from vllm_diffusion.startup.published_runs import (
+    NEUTRAL,
+    PublishedRun,
+    published_runs,
+    sampling_changes,
+)
 from vllm_diffusion.upstream import TABLE
 
 if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule
     from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
+# Of sampling without any parameter.
+PLAIN = "temperature 1, no filters"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
@@ -72,9 +81,8 @@ def _why(row: OptionRow) -> str:
 
 
 def families() -> str:
-    """Every family, and every decoding rule with its settings."""
-    rows = ["", "| architecture | blocks | rules, the default first | published settings |"]
-    rows.append("|---|---|---|---|")
+    """Every family, what its publisher samples with, and every decoding rule with its settings."""
+    rows = ["", "| architecture | blocks | rules, the default first |", "|---|---|---|"]
     rules: dict[str, DecodingRule] = {}
     for family in FAMILIES:
         entry = imported(family.engine_config)
@@ -82,10 +90,8 @@ def families() -> str:
         for name, published in entry.rules.items():
             is_masked = hasattr(entry, "mask_token_id")
             rules.setdefault(name, published.rule(*([0] if is_masked else [])))
-        default = next(iter(entry.rules.values())).settings
-        settings = ", ".join(f"`{name}` {value}" for name, value in default.items())
-        layout = _layout(entry)
-        rows.append(f"| `{family.architecture}` | {layout} | {names} | {settings or 'its file'} |")
+        rows.append(f"| `{family.architecture}` | {_layout(entry)} | {names} |")
+    rows += _published_sampling()
     for name, rule in rules.items():
         rows += ["", f"### `{name}`", ""]
         if not rule.settings:
@@ -98,6 +104,65 @@ def families() -> str:
             chosen = ", ".join(f"`{setting}` {value}" for setting, value in values.items())
             rows.append(f'| `preset` `"{preset}"` | | {chosen} |')
     return "\n".join(rows) + "\n\n"
+
+
+def _published_sampling() -> list[str]:
+    """What a request gets that sets nothing, and how it gets what the publisher runs."""
+    head = "| family | what | sampling | settings | a request that gets it | source |"
+    rows = ["", "### What publishers sample with", "", head, "|---|---|---|---|---|---|"]
+    entries = {family.architecture: imported(family.engine_config) for family in FAMILIES}
+    runs = published_runs()
+    done = set()
+    for run in runs:
+        rule = run.rule or next(iter(entries[_architecture(run.family)].rules))
+        # DiffusionGemma's loop has no settings of its own but those of the file.
+        published = entries[_architecture(run.family)].rules[rule].settings or run.settings
+        settings = {name: published[name] for name in published if name != "max_denoising_steps"}
+        given = [r.sampling for r in runs if r.family == run.family and r.kind == "checkpoint"]
+        served = given[0] if given else None
+        title = f"{run.family}, `{rule}`" if run.rule else run.family
+        if title not in done:
+            done.add(title)
+            own = "as its `generation_config.json`, which was not found"
+            sampling = own if served is None else _values(served) or PLAIN
+            rows.append(f"| {title} | **served** | {sampling} | {_values(settings)} | | |")
+        kind = "`generation_config.json`" if run.kind == "checkpoint" else run.kind
+        of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
+        request = "" if run.kind == "checkpoint" else _request(run, served, settings)
+        rows.append(
+            f"| {title} | {kind} | {_values(run.sampling) or PLAIN} | {_values(of_run)} | {request} | {run.source} |"
+        )
+    return rows
+
+
+def _architecture(family: str) -> str:
+    return next(r.architectures[0] for r in published_runs() if r.family == family)
+
+
+def _values(values: Mapping[str, object]) -> str:
+    return ", ".join(f"`{name}` {value}" for name, value in values.items())
+
+
+def _request(
+    run: PublishedRun, served: Mapping[str, float] | None, settings: Mapping[str, float | str]
+) -> str:
+    """The fields with which a request gets a published run."""
+    if served is None:
+        fields: dict[str, object] = {"temperature": NEUTRAL["temperature"]} | dict(run.sampling)
+    else:
+        fields = {
+            name: there for name, (_, there) in sampling_changes(served, run.sampling).items()
+        }
+    arguments = {
+        f"diffusion_{name}": value
+        for name, value in run.settings.items()
+        if settings[name] != value
+    }
+    if run.block_length is not None:
+        arguments["diffusion_canvas_length"] = run.block_length
+    if arguments:
+        fields["vllm_xargs"] = arguments
+    return f"`{json.dumps(fields)}`"
 
 
 def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:

@@ -28,8 +28,8 @@ from tiny_tasks import Example, draw_question, evaluation_set
 from train_tiny_pair import answers, new_draft
 
 from vllm_diffusion.calibration.train import TrainSettings, train
-from vllm_diffusion.cli.answer import client_of
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.cli.shipped_server import speculative_config
 from vllm_diffusion.drafting.recording import read_recording
@@ -80,7 +80,7 @@ def served(target: Path, draft: Path, recording: Path) -> Iterator[Server]:
 
 def ask(server: Server, examples: Sequence[Example], *, record: bool) -> float:
     """Have all questions answered greedily; tokens a verification, by the server's counters."""
-    client = client_of(server.url, server.api_key)
+    client = openai_client(server.url, server.api_key)
 
     def answer(example: Example) -> None:
         client.chat.completions.create(

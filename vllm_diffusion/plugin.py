@@ -50,6 +50,9 @@ def register() -> None:
         try:
             from vllm.model_executor.models import ModelRegistry
 
+            # A family's entry may derive from another's, which has its own.
+            if vars(entry).get("is_in_vllm") is None:
+                entry.is_in_vllm = family.architecture in ModelRegistry.get_supported_archs()
             ModelRegistry.register_model(family.architecture, family.model)
             if family.config is not None:
                 _register_config(family.config)
@@ -74,7 +77,7 @@ def _register_shared() -> Exception | None:
         validation.install()
         door.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
-        early_options.install([family.architecture for family in FAMILIES])
+        early_options.install([family.architecture for family in FAMILIES], _by_model_type())
         request_capacity.install()
         engine_seam.ask_for_no_drafts()
         _register_weight_transfer()
@@ -121,6 +124,17 @@ def _register_config(path: str) -> None:
 
     config = imported(path)
     _CONFIG_REGISTRY[config.model_type] = config
+
+
+def _by_model_type() -> dict[str, tuple[str, ...]]:
+    """Architectures that are served, for each ``model_type`` whose configuration is ours."""
+    found: dict[str, tuple[str, ...]] = {}
+    for family in (*FAMILIES, *REFUSED):
+        if family.config is not None:
+            served = (family.architecture,) if family in FAMILIES else ()
+            model_type = imported(family.config).model_type
+            found[model_type] = found.get(model_type, ()) + served
+    return found
 
 
 def imported(path: str) -> Any:

@@ -125,6 +125,41 @@ TABLE: tuple[Symbol, ...] = (
         "Calls the original, and names the field of a refusal that names it in words only.",
     ),
     Symbol(
+        "vllm.entrypoints.serve.exception_handling.handlers.exception:create_error_response",
+        Use.REPLACED,
+        "structured_outputs that is no mapping is a 400, where the protocol's check makes it a 500.",
+    ),
+    Symbol(
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest.check_structured_outputs_count",
+        Use.CALLED,
+        "That check, whose name says that a failure is a client's mistake.",
+    ),
+    Symbol(
+        "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+        Use.CALLED,
+        "The function of a thread; where it ends with an error, the engine ends.",
+    ),
+    Symbol(
+        "vllm.v1.engine.core:EngineCoreProc.process_output_sockets",
+        Use.CALLED,
+        "The same of the other one.",
+    ),
+    Symbol(
+        "vllm.v1.engine:EngineCoreRequestType.EXECUTOR_FAILED",
+        Use.CALLED,
+        "The message by which an engine ends as when a worker has died.",
+    ),
+    Symbol(
+        "vllm.v1.serial_utils:MsgpackDecoder.decode",
+        Use.CALLED,
+        "Reads sampling parameters as the engine will, before they are sent.",
+    ),
+    Symbol(
+        "vllm.v1.serial_utils:MsgpackEncoder.encode",
+        Use.CALLED,
+        "Writes them.",
+    ),
+    Symbol(
         "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token",
         Use.SUBCLASSED,
         "An optional guard asks for the key at every path, where vLLM asks at four prefixes.",
@@ -509,6 +544,23 @@ TABLE: tuple[Symbol, ...] = (
             "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
             "vllm.v1.engine.output_processor:RequestState._new_completion_output",
             "vllm.outputs:RequestOutput.add",
+        )
+    ),
+    Symbol(
+        "vllm.v1.core.sched.utils:check_sequence_repetition",
+        Use.CALLED,
+        "What of a canvas an answer would hold.",
+    ),
+    Symbol(
+        "vllm.v1.engine.output_processor:RequestOutputCollector.put",
+        Use.CALLED,
+        "Wakes the reader of a request whose outputs wait with its frames.",
+    ),
+    *(
+        Symbol(path, Use.CALLED, "What a chat's parsers would make of a canvas.")
+        for path in (
+            "vllm.entrypoints.openai.chat_completion.stream_processor:ChatStreamProcessor.step",
+            "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._make_parser",
         )
     ),
     Symbol(

@@ -73,8 +73,7 @@ def ask(server: Server, kind: str, **changes: Any) -> Stream:
 @pytest.mark.parametrize("kind", ["chat", "plain"])
 def test_clients_see_the_same(kind: str, server: Server) -> None:
     """With frames: the same text, reasons and usage, for every choice; each frame is its choice's."""
-    # What a chat's parser takes out of the text, an end token in its midst, is in its frames.
-    body = {"ignore_eos": kind == "plain"}
+    body = {"ignore_eos": True}
     usual = ask(server, kind, extra_body=body)
     shown = ask(server, kind, extra_body={**body, "diffusing": True})
     assert not usual.frames

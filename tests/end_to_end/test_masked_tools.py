@@ -1,4 +1,4 @@
-"""Tool calls and thoughts of a masked model, through vLLM's own parsers over HTTP.
+"""Tool calls, thoughts and frames of a masked model, through vLLM's own parsers over HTTP.
 
 The shipped SDAR was trained on neither: a grammar writes its calls, and its thoughts are pinned. Its
 tokenizer gets the two tokens of Qwen's thoughts in the place of two that nobody uses.
@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
+import httpx
 import jsonschema
+import psutil
 import pytest
 
 from tests.end_to_end.test_tools import RECORD, ask
 from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.streams import OrderedStream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -122,3 +128,127 @@ def test_a_call_behind_a_thought(masked_server: Server) -> None:
     assert choice.message.tool_calls, choice
     (call,) = choice.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), RECORD)
+
+
+SHOWN = {"diffusion_frames": 1, "diffusion_step_map": 1}
+CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 16."}]}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "two answers": ("/v1/chat/completions", {**CHAT, "n": 2, "temperature": 1.0}),
+    "special tokens": ("/v1/chat/completions", {**CHAT, "ignore_eos": True}),
+    "completions": (
+        "/v1/completions",
+        {"prompt": ["One two", "Red"], "n": 2, "temperature": 1.0, "ignore_eos": True},
+    ),
+    "repetition": (
+        "/v1/completions",
+        {
+            "prompt": "One two",
+            "ignore_eos": True,
+            "logit_bias": {"40": 100},
+            "repetition_detection": {"max_pattern_size": 2, "min_count": 5},
+        },
+    ),
+    "stop token": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {"41": 9}, "stop_token_ids": [41]},
+    ),
+}
+
+
+def read(server: Server, name: str, seed: int = 1, **xargs: Any) -> OrderedStream:
+    path, body = ASKED[name]
+    body = {"max_tokens": 43, "seed": seed, **body, "vllm_xargs": {**SHOWN, **xargs}}
+    return OrderedStream(server, path, body)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_frames_say_what_is_committed(name: str, masked_server: Server) -> None:
+    """Each in its place: behind the tokens of the canvas before, and none behind the stream's end."""
+    stream = read(masked_server, name)
+    num_choices = {"two answers": 2, "completions": 4}.get(name, 1)
+    assert len(stream.frames) == len(stream.step_maps) == num_choices
+    if name == "repetition":
+        # Found in the middle of a canvas.
+        assert stream.num_tokens == 5
+    elif name != "stop token":
+        assert stream.frames[0][-1]["block"] >= 2
+
+
+def test_frames_have_their_places_under_load(masked_server: Server) -> None:
+    """Where the tokens of several canvases wait for their reader: nothing is merged or late."""
+    with ThreadPoolExecutor(16) as pool:
+        names = ["chat", "completions", "two answers", "special tokens"] * 8
+        streams = list(pool.map(lambda i: read(masked_server, names[i], i), range(len(names))))
+    assert sum(len(frames) for stream in streams for frames in stream.frames.values()) > 300
+
+
+def test_step_maps_without_frames(masked_server: Server) -> None:
+    """They come in a stream that asks for nothing else."""
+    body = {**CHAT, "stream": True, "max_tokens": 20, "vllm_xargs": {"diffusion_step_map": 1}}
+    lines = masked_server.post("/v1/chat/completions", body).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    maps = [chunk for chunk in chunks if chunk.get("type") == "diffusion_step_map"]
+    assert [chunk["block"] for chunk in maps] == list(range(len(maps)))
+    assert len(maps) >= 2
+
+
+def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
+    """A frame says what the parsers make of its canvas: the thought, the text and the arguments."""
+    thought = masked_server.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})
+    tokens = [THINK, *thought.json()["tokens"], END_OF_THOUGHT]
+    request = request_of(
+        masked_server, ignore_eos=True, vllm_xargs={**SHOWN, **pinned([*tokens, *tokens[1:-1]])}
+    )
+    stream = OrderedStream(masked_server, "/v1/chat/completions", request)
+    assert stream.reasoning[0] == "ab"
+    assert stream.text[0].startswith("ab")
+    request = request_of(
+        masked_server,
+        tools=[{"type": "function", "function": TOOL}],
+        tool_choice="required",
+        vllm_xargs={**SHOWN, **pinned([THINK, 40, 41, END_OF_THOUGHT])},
+    )
+    stream = OrderedStream(masked_server, "/v1/chat/completions", request)
+    assert stream.reasoning[0]
+    jsonschema.validate(json.loads(stream.arguments[0]), RECORD)
+
+
+def test_sigterm_ends_every_request(masked_server: Server) -> None:
+    """Streams, with frames and without, and whole answers: the last test, for it ends the server."""
+    kinds = [{"stream": True}, {"stream": True, "diffusing": True}, {"stream": False}] * 2
+    are_open = Barrier(len(kinds) + 1)
+
+    def open_one(seed: int, kind: dict[str, Any]) -> str:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 900, "ignore_eos": True, "seed": seed}
+        # Longer than a server takes to end, and short of a test that hangs.
+        client = httpx.Client(timeout=60)
+        answer = client.build_request(
+            "POST", f"{masked_server.url}/v1/completions", json=body | kind
+        )
+        if not kind["stream"]:
+            are_open.wait()
+        try:
+            response = client.send(answer, stream=True)
+            lines = response.iter_lines()
+            if kind["stream"]:
+                next(lines)
+                are_open.wait()
+            return "\n".join(lines)
+        except httpx.ReadTimeout:
+            return "nothing"
+        except httpx.TransportError as error:
+            return repr(error)
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        answers = [pool.submit(open_one, i, kind) for i, kind in enumerate(kinds)]
+        are_open.wait()
+        time.sleep(0.2)
+        masked_server.process.terminate()
+        ends = [answer.result() for answer in answers]
+    assert "nothing" not in ends
+    # Each says how it ended; where the machine is slow, one may have been whole.
+    ways = ('"finish_reason":"abort"', '"finish_reason":"length"', '"error"', "Error(")
+    assert all(any(way in end for way in ways) for end in ends), ends
+    masked_server.process.wait(60)
+    assert not psutil.pid_exists(masked_server.process.pid)

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.oracle import Oracle
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
 # Some run what a benchmark measures, and benchmarks are scripts.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture
+def start_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What this package says at start, at whatever level vLLM logs."""
+    # Its set-up, on import, resets the loggers that are there.
+    import vllm.logger  # noqa: F401
+
+    logger = logging.getLogger("vllm.vllm_diffusion")
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.INFO, logger=logger.name)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +52,21 @@ def oracle(checkpoint):
 def order(request):
     """How finished canvases are encoded and passes scheduled."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, for the modules that look at the page of the live canvas."""
+    from tests.support.page_browser import running_browser
+
+    with running_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens an address in a browser of its own; in the end, nothing was fetched from elsewhere."""
+    from tests.support.page_browser import opening_pages
+
+    with opening_pages(browser) as open_page:
+        yield open_page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from tests.support.server import MODEL, SHARED_MAX_MODEL_LEN, Server
+from vllm_diffusion.requests.refused_streams import SECONDS_A_LINE
 
 pytestmark = pytest.mark.engine
 
@@ -190,6 +192,52 @@ def test_bad_diffusion_argument(field: str, arguments: dict[str, Any], server: S
     )
     _assert_refused(response, field)
     assert response.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("value", [True, False, 5, "text", [], ["regex"]], ids=str)
+def test_structured_outputs_that_are_no_object(path: str, value: Any, server: Server) -> None:
+    """vLLM asks them for their keys before it has looked at their type."""
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = {"messages": messages} if "chat" in path else {"prompt": "hi"}
+    response = server.post(path, {**prompt, "max_tokens": 4, "structured_outputs": value})
+    _assert_refused(response, "structured_outputs")
+    assert response.json()["error"]["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize("n", [129, 10_000])
+def test_many_answers(n: int, server: Server) -> None:
+    """One request cannot keep a server busy for minutes; how to allow it is said."""
+    response = _complete(server, n=n)
+    _assert_refused(response, "VLLM_MAX_N_SEQUENCES", "at most 128")
+    assert response.json()["error"]["param"] == "n"
+    assert "up to 128 answers" in server.log.read_text(errors="replace")
+
+
+def test_log_of_refused_streams(server: Server) -> None:
+    """Each is refused within its stream; the log has a line for many of them, and no stack trace."""
+    before, begun = len(server.log.read_text(errors="replace")), time.monotonic()
+    for i in range(40):
+        bad = {"stream": True, "vllm_xargs": {"diffusion_max_step": i}}
+        response = _complete(server, **bad) if i % 2 else _chat(server, "hi", **bad)
+        assert "diffusion_max_step is not known" in response.text
+    seconds = time.monotonic() - begun
+    logged = server.log.read_text(errors="replace")[before:]
+    assert "Traceback" not in logged
+    lines = logged.count("A streamed request was refused")
+    # Two of vLLM's modules, each of them once at first.
+    assert 1 <= lines <= 2 * (1 + seconds / SECONDS_A_LINE)
+
+
+def test_response_stream_that_is_refused(server: Server) -> None:
+    """It ends with an event that says why, in place of a connection that breaks off."""
+    asked = {"top_logprobs": 50, "include": ["message.output_text.logprobs"], "stream": True}
+    response = server.post("/v1/responses", {"input": "a", "max_output_tokens": 4, **asked})
+    last = response.text.strip().rpartition("\n\n")[2]
+    assert last.startswith("event: error\ndata: ")
+    event = json.loads(last.partition("data: ")[2])
+    assert (event["type"], event["code"]) == ("error", "BadRequestError")
+    assert "50" in event["message"]
 
 
 REGEX = {"structured_outputs": {"regex": "a+"}}

@@ -59,6 +59,29 @@ def test_shipped_checkpoint(tmp_path: Path) -> None:
     assert config.scheduler_config.scheduler_cls.startswith("vllm_diffusion.")
 
 
+@pytest.mark.parametrize("is_in_vllm", [True, False])
+def test_class_of_the_same_name(
+    is_in_vllm: bool,
+    tmp_path: Path,
+    start_log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where vLLM brings a class of the same architecture, a line says which runs."""
+    from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
+
+    checkpoint = copy_checkpoint(tmp_path)
+    configure(checkpoint)
+    if not is_in_vllm:
+        start_log.clear()
+        monkeypatch.setattr(DiffusionGemmaEngineConfig, "is_in_vllm", False)
+        configure(checkpoint)
+    lines = [line for line in start_log.messages if "VLLM_DIFFUSION_DISABLE=1" in line]
+    assert len(lines) == is_in_vllm
+    assert all(
+        "DiffusionGemmaForBlockDiffusion: vllm-diffusion's class runs" in line for line in lines
+    )
+
+
 def test_logits_processors(tmp_path: Path) -> None:
     """They take whole rows of logits, which the sampler never has."""
     message = refusal(copy_checkpoint(tmp_path), logits_processors=["a.b:Processor"])
@@ -216,23 +239,40 @@ def test_budget_below_two_canvases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "unheld"),
     [
-        {"max_num_seqs": 1, "max_model_len": 1024},
+        ({"max_num_seqs": 1, "max_model_len": 1024}, ["video"]),
         # Two canvases, which is enough without images and videos.
-        {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+        ({"max_num_seqs": 1, "max_num_batched_tokens": 64}, ["image", "video"]),
     ],
     ids=str,
 )
-def test_budget_below_a_video(options: dict[str, Any], tmp_path: Path) -> None:
-    """A pass that cannot hold a video is refused with both ways out, and each of them is one."""
+def test_budget_below_a_video(
+    options: dict[str, Any], unheld: list[str], tmp_path: Path, start_log: pytest.LogCaptureFixture
+) -> None:
+    """A pass that cannot hold a video serves the rest, and says so; who asks for one is refused."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    def offered(**more: Any) -> list[str]:
+        """What a request may bring."""
+        model_config = configure(checkpoint, **options | more).model_config
+        limits = MULTIMODAL_REGISTRY.create_processor(model_config).info.allowed_mm_limits
+        return [kind for kind, most in limits.items() if most > 0]
+
     checkpoint = copy_checkpoint(tmp_path)
-    message = refusal(checkpoint, **options)
-    (least,) = re.findall(r"set --max-num-batched-tokens to at least (\d+)", message)
+    assert offered() == [kind for kind in ("image", "video") if kind not in unheld]
+    (line,) = (line for line in start_log.messages if "requests with one are refused" in line)
+    assert all(kind in line for kind in unheld)
+    (least,) = re.findall(r"--max-num-batched-tokens of at least (\d+)", line)
+    start_log.clear()
+    assert offered(max_num_batched_tokens=int(least)) == ["image", "video"]
+    assert not any("are refused" in line for line in start_log.messages)
+    assert "video" not in offered(max_num_batched_tokens=int(least) - 1)
+
+    message = refusal(checkpoint, **options, limit_mm_per_prompt={"video": 1})
+    assert f"set --max-num-batched-tokens to at least {least}" in message
     (limits,) = re.findall(r"--limit-mm-per-prompt '(.*)'", message)
-    configure(checkpoint, **options | {"max_num_batched_tokens": int(least)})
-    assert "video" in refusal(checkpoint, **options | {"max_num_batched_tokens": int(least) - 1})
-    configure(checkpoint, **options, limit_mm_per_prompt=json.loads(limits))
+    assert "video" not in offered(limit_mm_per_prompt=json.loads(limits))
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,25 @@ ASKED: dict[str, dict[str, Any]] = {
     "stop token": {"stop_token_ids": [105]},
     "regex": {"structured_outputs": {"regex": "[a-z]{5,12}!"}},
     "bad words": {"bad_words": ["a"]},
-    "special tokens": {"skip_special_tokens": False},
+    "special tokens": {"skip_special_tokens": False, "ignore_eos": True},
+    "repetition": {
+        "ignore_eos": True,
+        "logit_bias": {40: 100.0},
+        "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
+    },
+    "stop token in the text": {"stop_token_ids": [105], "include_stop_str_in_output": True},
     "log-probabilities": {"logprobs": 2},
 }
 
 
 def params_of(asked: dict[str, Any], extra_args: dict[str, Any]) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     options = {"max_tokens": 96, "seed": 3, "skip_special_tokens": True} | asked
+    if "repetition_detection" in options:
+        options["repetition_detection"] = RepetitionDetectionParams(
+            **options["repetition_detection"]
+        )
     if "structured_outputs" in options:
         options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
     return TracedEngine.sampling_params(**options, extra_args=extra_args)
@@ -88,6 +98,9 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
             canvases = watched.canvases(i, completion.index)
             num_canvases.append(len(canvases))
             assert "".join(frames[-1].text for frames in canvases) == completion.text
+            answered = [token for frames in canvases for token in frames[-1].answer_token_ids]
+            assert answered == list(completion.token_ids)
+            assert all(frame.ends_answer for frame in canvases[-1][-1:])
             for frames in canvases:
                 assert all(
                     completion.text.startswith(frames[-1].text, frame.offset) for frame in frames
@@ -95,6 +108,8 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
             replayed = steps_that_decided(canvases, has_mask=False)
             num_tokens = len(completion.token_ids)
             assert list(completion.diffusion_step_map) == replayed[:num_tokens]
+            maps = watched.step_maps[i, completion.index]
+            assert [step for part in maps for step in part.steps] == replayed[:num_tokens]
             # Of a canvas what each step began from, and what is committed.
             for rows, frames in zip(completion.diffusion_trace, canvases, strict=True):
                 assert len(rows) == len(frames) + 1

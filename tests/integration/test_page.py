@@ -1,222 +1,27 @@
-"""The page of the live canvas in a real browser: Debian's Chromium, without a head.
+"""The page of the live canvas in a real browser, before a stub of its server.
 
-Before a real server that ``vllm-diffusion serve-page`` started, and before a stub of it for what no
-healthy server does.
+The stub does what no healthy server does, too; ``test_page_server.py`` has a real one.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from tests.support import page_stub
-from tests.support.checkpoints import SHIPPED
+from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect
 from tests.support.page_stub import Stub, running_stub
-from vllm_diffusion.cli.server import Server
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is missing: apt-get install chromium"),
-]
-# Longer than anything here takes on two busy cores.
-MILLISECONDS = 60_000
-SERVE = (
-    *(str(SHIPPED), "--port", "{port}", "--served-model-name", "tiny", "--enforce-eager"),
-    *("--max-model-len", "512", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "67108864"),
-    *("--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'),
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    expect.set_options(timeout=MILLISECONDS)
-    with sync_playwright() as playwright:
-        # As root Chromium has no sandbox of its own.
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture
-def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens an address as somebody else would: with nothing of what another page knows."""
-    contexts: list[BrowserContext] = []
-    heard: list[str] = []
-
-    def open_page(url: str, **options: Any) -> Page:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        context.set_default_timeout(MILLISECONDS)
-        page = context.new_page()
-        origin = re.match(r"http://[^/]+/", url)[0]  # type: ignore[index]
-        page.on("request", lambda request: heard.append(request.url))
-        page.on("pageerror", lambda error: heard.append(f"error: {error}"))
-        page.on("console", lambda said: heard.append(f"{origin}: {said.text}"))
-        page.goto(url)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    elsewhere = [url for url in heard if not url.startswith(("http://127.0.0.1:", "data:"))]
-    assert elsewhere == []
-    assert not [said for said in heard if "Content Security Policy" in said]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "vllm_diffusion.cli.main", "serve-page", *SERVE]
-    with pytest.MonkeyPatch.context() as patch:
-        # What only the tests' own process needs.
-        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET", "VLLM_LOGGING_LEVEL"):
-            patch.delenv(name, raising=False)
-        with Server(command, report=print, timeout=600) as running:
-            yield running
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def stub() -> Iterator[Stub]:
     with running_stub() as running:
         yield running
-
-
-def connect(page: Page, key: str) -> None:
-    """As somebody does with a keyboard alone."""
-    expect(page.get_by_label("Key of the server")).to_be_focused()
-    page.keyboard.type(key)
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="Send")).to_be_enabled()
-
-
-def ask(page: Page, prompt: str, panels: int = 1) -> None:
-    """Type it, send it, and wait for the whole answer."""
-    page.get_by_role("textbox", name="Message").focus()
-    page.keyboard.type(prompt)
-    page.keyboard.press("Enter")
-    expect(page.locator(".state", has_text="Done.")).to_have_count(panels)
-
-
-def cells(page: Page, grid: str = ".canvas", panel: int = 0) -> list[str]:
-    return page.locator(f"{grid} >> nth={panel}").locator(".cell > span").all_inner_texts()
-
-
-def counter(panel: Locator, name: str) -> float:
-    row = panel.locator(".counters > div", has=panel.page.get_by_text(name, exact=True))
-    return float(row.locator("dd").inner_text())
-
-
-def chunks_of(server: Server, prompt: str, **settings: Any) -> list[dict[str, Any]]:
-    """The stream of the same question, asked without the page."""
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": prompt}],
-        "seed": 0,
-        "max_tokens": 256,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "vllm_xargs": {
-            "diffusion_frames": 1,
-            "diffusion_frame_fields": ["tokens"],
-            "diffusion_step_map": 1,
-            **settings,
-        },
-    }
-    headers = {"Authorization": f"Bearer {server.api_key}"}
-    address = f"{server.url}/v1/chat/completions"
-    text = httpx.post(address, json=body, headers=headers, timeout=300).text
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-
-
-def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None:
-    """A wrong key, the right one, a question, its canvas at every step, and the same from its link."""
-    page = new_page(f"{server.url}/diffusion/")
-    page.get_by_label("Key of the server").fill("another")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_have_text(
-        "Key: the server refused this key; enter another one."
-    )
-    expect(page.get_by_role("button", name="Send")).to_be_disabled()
-    connect(page, server.api_key)
-    expect(page.get_by_role("alert")).to_have_text("")
-    prompt = "Reverse these words: cat, dog, tree."
-    ask(page, prompt)
-
-    chunks = chunks_of(server, prompt)
-    frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-    answer = "".join(delta.get("content") or "" for delta in deltas)
-    assert answer.strip()
-    expect(page.get_by_role("log").locator("p").last).to_have_text(answer)
-    scrubber = page.get_by_role("slider", name="Step")
-    assert scrubber.get_attribute("max") == str(len(frames) - 1)
-    scrubber.focus()
-    page.keyboard.press("Home")
-    for index, frame in enumerate(frames):
-        shown = [cell.replace("␣", " ").replace("↵", "\n") for cell in cells(page)]
-        assert shown == frame["tokens"]
-        expect(scrubber).to_have_value(str(index))
-        expect(page.locator("output")).to_contain_text(
-            f"canvas {frame['block'] + 1}, step {frame['step']} of at most {frame['total']}"
-        )
-        page.keyboard.press("ArrowRight")
-    expect(page.locator(".text .committed")).to_have_text(answer)
-    expect(page.locator(".text .draft")).to_be_empty()
-    steps = [step for chunk in chunks for step in chunk.get("steps", ())]
-    small = page.locator(".map .cell > small").all_inner_texts()
-    assert [int(text) for text in small] == steps
-    panel = page.locator(".panel")
-    assert counter(panel, "Denoising steps") == len(frames)
-    assert counter(panel, "Tokens") == chunks[-1]["usage"]["completion_tokens"] == len(steps)
-    page.get_by_role("button", name="Replay").click()
-    expect(page.locator("output")).to_contain_text("step 1 of")
-    expect(page.get_by_role("button", name="Replay")).to_be_visible()
-    expect(scrubber).to_have_value(str(len(frames) - 1))
-
-    link = page.get_by_label("Link to this prompt").input_value()
-    assert server.api_key not in link
-    known = "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
-    assert server.api_key not in page.evaluate(known) + page.content()
-    theirs = new_page(link)
-    connect(theirs, server.api_key)
-    expect(theirs.get_by_role("textbox", name="Message")).to_have_value(prompt)
-    theirs.get_by_role("button", name="Send").click()
-    expect(theirs.locator(".state")).to_have_text("Done.")
-    expect(theirs.get_by_role("log").locator("p").last).to_have_text(answer)
-    assert cells(theirs, ".map") == cells(page, ".map")
-
-
-def test_side_by_side(server: Server, new_page: Callable[..., Page]) -> None:
-    """Two choices of settings on one prompt, each with the canvas that it gives."""
-    page = new_page(f"{server.url}/diffusion/")
-    connect(page, server.api_key)
-    page.get_by_label("Compare").check()
-    page.get_by_role("group", name="Settings A").get_by_label("Preset").select_option("quality")
-    page.get_by_role("group", name="Settings B").get_by_label("Preset").select_option("fast")
-    prompt = "What is 7+8?"
-    ask(page, prompt, panels=2)
-    names = page.locator(".panel h3").all_inner_texts()
-    assert names == ["A: preset quality", "B: preset fast"]
-    for index, preset in enumerate(("quality", "fast")):
-        chunks = chunks_of(server, prompt, diffusion_preset=preset)
-        frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
-        panel = page.locator(".panel").nth(index)
-        assert counter(panel, "Denoising steps") == len(frames)
-    link = page.get_by_label("Link to this prompt").input_value()
-    theirs = new_page(link)
-    connect(theirs, server.api_key)
-    expect(theirs.get_by_label("Compare")).to_be_checked()
-    for group, preset in (("Settings A", "quality"), ("Settings B", "fast")):
-        control = theirs.get_by_role("group", name=group).get_by_label("Preset")
-        expect(control).to_have_value(preset)
 
 
 def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
@@ -292,7 +97,7 @@ def test_problems_in_one_sentence(stub: Stub, new_page: Callable[..., Page]) -> 
     page.get_by_role("textbox", name="Message").fill("slowly")
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".state")).to_have_text("Stopped.")
+    expect(page.locator(".state")).to_have_text("Stopped")
     expect(alert).to_have_text("")
     page.get_by_role("textbox", name="Message").fill("")
     ask(page, "One.")
@@ -310,7 +115,7 @@ def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
     ask(page, "Something.")
     nameless = page.evaluate(
         "[...document.querySelectorAll('input, textarea, select, button')].filter(node => "
-        "!node.labels?.length && !node.textContent.trim()).map(node => node.outerHTML)"
+        "!node.labels?.length && !node.ariaLabel && !node.textContent.trim()).map(node => node.outerHTML)"
     )
     assert nameless == []
     page.get_by_role("button", name="Replay").focus()
@@ -331,12 +136,214 @@ def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
     page.keyboard.press("End")
     expect(positions.last).to_be_focused()
     page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="+29 end tokens")).to_be_focused()
+    page.keyboard.press("Tab")
     tokens = page.get_by_role("listbox", name="Step map").get_by_role("option")
     expect(tokens.first).to_be_focused()
     # Committed text is announced, and not what may still change.
     assert page.locator("[aria-live], [role=log], [role=alert], [role=status]").evaluate_all(
         "nodes => nodes.map(node => node.id)"
     ) == ["problem", "log", "copied"]
+
+
+def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """It folds once connected, comes back when it is asked for, and is not there without a key."""
+    page = new_page(stub.url)
+    form = page.locator("#connect")
+    change = page.get_by_role("button", name="Connected, change key")
+    expect(form).to_be_visible()
+    expect(change).to_be_hidden()
+    connect(page, page_stub.KEY)
+    expect(form).to_be_hidden()
+    expect(page.get_by_role("textbox", name="Message")).to_be_focused()
+    ask(page, "Something.")
+    change.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Key of the server")).to_be_focused()
+    expect(change).to_have_attribute("aria-expanded", "true")
+    page.keyboard.press("Escape")
+    expect(form).to_be_hidden()
+    expect(change).to_have_attribute("aria-expanded", "false")
+    change.click()
+    page.keyboard.type("another")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("Key: the server refused this key")
+    expect(change).to_be_hidden()
+    connect(page, page_stub.KEY)
+    expect(change).to_be_visible()
+    expect(page.get_by_role("log").locator("p").first).to_have_text("Something.")
+    with running_stub(key=None) as open_to_all:
+        page = new_page(open_to_all.url)
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        expect(page.locator("#connect")).to_be_hidden()
+        expect(page.locator("#change-key")).to_be_hidden()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (400, 800)], ids=["desk", "phone"])
+def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[..., Page]) -> None:
+    """The canvas of an answer that begins is beside or above the chat, and on the screen."""
+    page = new_page(stub.url, viewport={"width": width, "height": height})
+    connect(page, page_stub.KEY)
+    page.get_by_text("More", exact=True).click()
+    message = page.get_by_role("textbox", name="Message")
+    message.fill("slowly")
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    page.keyboard.press("Enter")
+    expect(page.locator("output")).to_contain_text("step 1 of")
+    expect(page.locator(".canvas .cell").first).to_be_in_viewport(ratio=1)
+    # Not behind the message either, which stays at the bottom of a phone's screen.
+    uncovered = """nodes => nodes.filter(node => node.checkVisibility()).every(node => {
+        const { left, top, width, height } = node.getBoundingClientRect();
+        return node.contains(document.elementFromPoint(left + width / 2, top + height / 2));
+    })"""
+    assert page.locator(".canvas .cell").evaluate_all(uncovered)
+    canvas, chat = page.locator("#canvases").bounding_box(), page.locator("#talk").bounding_box()
+    assert canvas
+    assert chat
+    if width > 1000:
+        assert canvas["x"] >= chat["x"] + chat["width"]
+    else:
+        assert canvas["y"] + canvas["height"] <= chat["y"]
+        expect(message).to_be_in_viewport(ratio=1)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    scrolled = page.evaluate("scrollY")
+    expect(page.locator(".state")).to_have_text("Done")
+    assert page.evaluate("scrollY") == scrolled
+
+
+def test_fold_behind_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """What stands behind the first end token is one button, which shows it."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "Something.")
+    positions = page.get_by_role("listbox", name="Canvas").get_by_role("option")
+    fold = page.locator(".canvas .fold")
+    expect(positions).to_have_count(3)
+    expect(fold).to_have_text("+29 end tokens")
+    # Nothing but the answer is on the grid: its last position is followed by the button.
+    last, button = positions.last.bounding_box(), fold.bounding_box()
+    assert last
+    assert button
+    assert button["y"] < last["y"] + last["height"]
+    fold.focus()
+    page.keyboard.press("Enter")
+    expect(fold).to_have_attribute("aria-expanded", "true")
+    expect(positions).to_have_count(page_stub.CANVAS_LENGTH)
+    positions.last.focus()
+    page.get_by_role("slider", name="Step").fill(str(page_stub.STEPS))
+    expect(fold).to_have_text("Hide 29 behind the end")
+    fold.click()
+    expect(positions).to_have_count(3)
+    expect(fold).to_have_text("+29 behind the end")
+    # In the first step of the first canvas noise stands before the first end token.
+    page.get_by_role("slider", name="Step").fill("0")
+    expect(positions.nth(9)).to_have_text("noise␣")
+    expect(positions).to_have_count(11)
+
+
+def test_step_map(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """Each token's step stands below it, smaller, and colours it: a token and its step are not one number."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "Something.")
+    drawn = page.locator(".map .cell").evaluate_all("""nodes => nodes.map(node => {
+        const [token, step] = [...node.children];
+        const size = part => parseFloat(getComputedStyle(part).fontSize);
+        return {
+            step: Number(step.textContent),
+            isBelow: step.getBoundingClientRect().top >= token.getBoundingClientRect().bottom - 1,
+            isSmall: size(step) < size(token),
+            colour: getComputedStyle(node).backgroundColor,
+        };
+    })""")
+    assert len(drawn) == 11
+    assert all(token["isBelow"] and token["isSmall"] for token in drawn)
+    # In the first canvas; colours count from its own last step.
+    of_step = {token["step"]: token["colour"] for token in drawn[:9]}
+    assert len(set(of_step.values())) == len(of_step) == page_stub.STEPS
+    assert all(token["colour"] == of_step[token["step"]] for token in drawn[:9])
+
+
+def test_past_the_cap(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """A canvas that a constraint takes past its step cap is not at a step of fewer."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "past the cap")
+    scrubber, output = page.get_by_role("slider", name="Step"), page.locator("output")
+    expect(output).to_contain_text("canvas 2, step 6, 2 past the cap of 4: ")
+    assert scrubber.get_attribute("aria-valuetext") == "canvas 2, step 6, 2 past the cap of 4"
+    scrubber.fill("3")
+    expect(output).to_contain_text("canvas 1, step 4 of at most 4: ")
+    heats = page.locator(".map .cell").evaluate_all(
+        "nodes => nodes.map(node => Number(node.style.getPropertyValue('--heat')))"
+    )
+    assert max(heats) == 1
+
+
+def test_text_before_its_frames(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """A canvas whose tokens come before its frames is not shown twice."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "early")
+    answer = page.get_by_role("log").locator("p").last.inner_text()
+    expect(page.locator(".text")).to_have_text(answer)
+    page.get_by_role("slider", name="Step").fill("0")
+    expect(page.locator(".text .committed")).to_be_empty()
+
+
+def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """An answer without text says why it ended, in the place of the text."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    for prompt, why in (
+        ("end at once", "the model ended it with its first token"),
+        ("say nothing", "the model ended it after 3 tokens without text"),
+        ("be cut", "it was cut at its longest, 1 token"),
+        ("be stuck", "the grammar allows no token"),
+        ("repeat", "its tokens repeated themselves"),
+        ("think", "the model ended it behind its thought"),
+    ):
+        ask(page, prompt)
+        expect(page.get_by_role("log").locator("p").last).to_have_text(f"No text: {why}.")
+        expect(page.locator(".text")).to_have_text("Hm." if prompt == "think" else "")
+    # What the page says is no part of the chat.
+    answers = [m["content"] for m in stub.asked[-1]["messages"] if m["role"] == "assistant"]
+    assert answers == [""] * 5
+    page.get_by_role("textbox", name="Message").fill("give up")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("it gave the answer up")
+    expect(page.get_by_role("log").locator("p").last).to_contain_text("what they are told.")
+
+
+def test_settings_that_differ(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """One heading names the settings; what A and B set differently is marked, also above their canvases."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "One.")
+    expect(page.get_by_text(re.compile("^Settings"))).to_have_count(1)
+    expect(page.get_by_role("heading", name="Settings")).to_have_count(1)
+    page.get_by_label("Compare").check()
+    marks = page.get_by_text("A and B differ")
+    expect(marks).to_have_count(0)
+    page.get_by_label("Preset (B)").select_option("fast")
+    page.get_by_label("Max steps (A)").fill("3")
+    page.get_by_label("Max steps (B)").fill("3")
+    expect(marks).to_have_count(1)
+    preset = page.get_by_label("Preset (A)")
+    described = preset.evaluate(
+        "node => node.getAttribute('aria-describedby').split(' ')"
+        ".map(id => document.getElementById(id).textContent).join(' ')"
+    )
+    assert described.endswith("A and B differ")
+    ask(page, "Two.", panels=2)
+    assert page.locator(".panel h3").all_inner_texts() == [
+        "A: max steps 3, the server's preset",
+        "B: max steps 3, preset fast",
+    ]
+    assert page.locator(".panel mark").all_inner_texts() == ["the server's preset", "preset fast"]
+    expect(page.get_by_text(re.compile("^Settings"))).to_have_count(1)
+    preset.select_option("fast")
+    expect(marks).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -348,31 +355,3 @@ def test_contrast(scheme: str, stub: Stub, new_page: Callable[..., Page]) -> Non
     page.get_by_role("slider", name="Step").fill("1")
     least = page.evaluate(CONTRASTS)
     assert least["contrast"] >= 4.5, least
-
-
-# The least contrast of a text with what is behind it.
-CONTRASTS = """() => {
-  const context = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const bytes = colour => {
-    context.clearRect(0, 0, 1, 1);
-    context.fillStyle = colour;
-    context.fillRect(0, 0, 1, 1);
-    return [...context.getImageData(0, 0, 1, 1).data];
-  };
-  const luminance = colour => bytes(colour).slice(0, 3).map(byte => byte / 255)
-    .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = node => {
-    const colour = getComputedStyle(node).backgroundColor;
-    return bytes(colour)[3] || !node.parentElement ? colour : behind(node.parentElement);
-  };
-  let least = { contrast: 21 };
-  for (const node of document.querySelectorAll('body *')) {
-    const isText = [...node.childNodes].some(child => child.nodeType === 3 && child.data.trim());
-    if (!isText || !node.checkVisibility() || node.disabled) continue;
-    const [low, high] = [getComputedStyle(node).color, behind(node)].map(luminance).sort((a, b) => a - b);
-    const contrast = (high + 0.05) / (low + 0.05);
-    if (contrast < least.contrast) least = { contrast, text: node.textContent, of: node.className };
-  }
-  return least;
-}"""

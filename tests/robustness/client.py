@@ -32,11 +32,6 @@ class VllmsOwn:
 
 VLLMS_OWN = (
     VllmsOwn(
-        '"structured_outputs": (["0-9\\[-]|true|false|NaN|-?Infinity)',
-        "object has no attribute 'get'|is not iterable",
-        "structured_outputs that is no mapping is asked for its keys",
-    ),
-    VllmsOwn(
         r'"url": "data:,"',
         "Only base64 data URLs are supported",
         "a data URL that is not base64: 501",
@@ -152,6 +147,9 @@ def _error_event(text: str) -> int | None:
     if "error" not in text or not text.lstrip().startswith(("data:", "event:")):
         return None
     for event in events(text):
+        # Of a stream of responses.
+        if event.get("type") == "error" and event.get("code") == "BadRequestError":
+            return 400
         error = event.get("error") or event.get("response", {}).get("error")
         if error:
             code = error.get("code") if isinstance(error, dict) else None

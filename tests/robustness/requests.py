@@ -27,7 +27,7 @@ Fields = Mapping[str, Callable[[random.Random], Any]]
 Posted = tuple[str, Any]
 # How often each kind is drawn, of ten.
 KINDS = ("valid",) * 5 + ("edge",) * 3 + ("hostile",) * 2
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, DECISIONS = "/v1/completions", "/v1/chat/completions", "/v1/decisions"
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,37 @@ def _prompt(served: Served, rng: random.Random) -> Posted:
     return CHAT, {"messages": [{"role": "user", "content": text}]}
 
 
+def _decision(rng: random.Random) -> Posted:
+    """Questions of every kind about one text, each with a canvas or all in one."""
+    questions: list[dict[str, Any]] = [
+        {"type": "predicate", "name": "blue", "instructions": rng.choice(TEXTS)},
+        {
+            "type": "choice",
+            "name": "colour",
+            "instructions": "What colour is it?",
+            "choices": [{"value": "blue"}, {"value": "red", "description": "as in roses"}],
+        },
+        {
+            "type": "score",
+            "name": "certainty",
+            "instructions": "How sure are you?",
+            "levels": [{"label": label} for label in ("not", "rather", "very")],
+        },
+    ]
+    asked = rng.sample(questions, rng.randint(1, len(questions)))
+    body = {"input": rng.choice(TEXTS), "questions": asked, "joint": rng.random() < 0.5}
+    return DECISIONS, {"model": "tiny", **body}
+
+
 def valid(served: Served, rng: random.Random) -> Posted:
     """A request that must be answered."""
+    if rng.random() < 0.05:
+        return _decision(rng)
+    return valid_generation(served, rng)
+
+
+def valid_generation(served: Served, rng: random.Random) -> Posted:
+    """A request for text that must be answered."""
     path, body = _prompt(served, rng)
     most = rng.choice([3, served.canvas_length, served.max_model_len // 3])
     body |= {"max_tokens": rng.randint(1, most), **some_of(_sampling(served), 4, rng)}
@@ -305,7 +334,7 @@ EXTREMES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("body", "seed", (0, -1, 2**31, 2**32, 2**63 - 1, -(2**63))),
     ("body", "min_tokens", (0, 1, 2, 31, 32, 33)),
     ("body", "max_tokens", (1, 2, 31, 32, 33, 300, None)),
-    ("body", "n", (1, 4, 9)),
+    ("body", "n", (1, 4, 9, 128, 129, 10_000)),
     ("body", "logprobs", (0, 1, 20, 21, True)),
     ("body", "stream_interval", (1, 2**31, 2**63)),
     ("vllm_xargs", "diffusion_max_steps", (1, 48, 2**31 - 1, 2**31, 2**63, 10**40)),
@@ -315,6 +344,8 @@ EXTREMES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("vllm_xargs", "diffusion_confidence_threshold", (*_TINY, *_HUGE)),
     ("vllm_xargs", "diffusion_t_max", _HUGE),
     ("vllm_xargs", "diffusion_t_min", _TINY),
+    # With more tokens at least than one canvas has.
+    ("vllm_xargs", "diffusion_read_only", (True,)),
 )
 
 
@@ -356,11 +387,23 @@ def _edge_change(served: Served, rng: random.Random) -> tuple[str, str, Any]:
 
 def edge(served: Served, rng: random.Random) -> Posted:
     """A valid request with one to three fields changed."""
-    path, body = valid(served, rng)
+    if rng.random() < 0.05:
+        return _edge_decision(served, rng)
+    path, body = valid_generation(served, rng)
     for _ in range(rng.randint(1, 3)):
         place, field, value = _edge_change(served, rng)
         (body if place == "body" else body[place])[field] = value
     return path, body
+
+
+def _edge_decision(served: Served, rng: random.Random) -> Posted:
+    """A decision with a field of its description that is anything, or names that are asked twice."""
+    path, body = _decision(rng)
+    schema = request_schemas(served.openapi)[path]["$ref"].rsplit("/", 1)[1]
+    field = rng.choice(sorted(served.openapi["components"]["schemas"][schema]["properties"]))
+    if rng.random() < 0.3:
+        return path, {**body, "questions": body["questions"] * rng.choice([0, 2, 40])}
+    return path, {**body, field: _anything(rng)}
 
 
 # --- Requests that want to do harm.
@@ -464,7 +507,7 @@ def _described(served: Served, rng: random.Random) -> Posted:
 
 def _mistyped(served: Served, rng: random.Random) -> Posted:
     """A valid request with one field of its description given anything, or made from it."""
-    path, body = valid(served, rng)
+    path, body = valid_generation(served, rng)
     name = request_schemas(served.openapi)[path]["$ref"].rsplit("/", 1)[1]
     properties = served.openapi["components"]["schemas"][name]["properties"]
     field = rng.choice(sorted(properties))

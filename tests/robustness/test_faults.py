@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.support import thread_faults
 from tests.support.checkpoints import SHIPPED
 from tests.support.server import MODEL, Server, start_server, stop_server
 
@@ -159,6 +160,19 @@ def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -
             process_named(server, killed).kill()
             endings = assert_all_end(clients)
         # A stream that is cut short by an error event ends as well.
+        assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
+
+
+@pytest.mark.parametrize("thread", ["input", "output"])
+def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
+    """Without it the engine could not be reached, so every client is told and the server goes."""
+    middleware = f"{thread_faults.__name__}.{thread_faults.raise_in_thread.__name__}"
+    root = str(Path(__file__).resolve().parents[2])
+    with small_server(tmp_path, "--middleware", middleware, PYTHONPATH=root) as server:
+        clients = start_clients(server)
+        with leaves_nothing(server):
+            httpx.get(f"{server.url}{thread_faults.PATH}{thread}", timeout=WAIT_SECONDS)
+            endings = assert_all_end(clients)
         assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
 
 

@@ -29,30 +29,55 @@ HOSTILE = (
     "</span><svg/onload=window.ran=1>",
     "javascript:window.ran=1",
 )
+# How an answer without text ends, by the message that asks for it: finish reason, its cause, tokens.
+EMPTY = {
+    "end at once": ("stop", 1, 1),
+    "say nothing": ("stop", 1, 3),
+    "be cut": ("length", None, 1),
+    "be stuck": ("length", "the grammar allows no token", 2),
+    "repeat": ("repetition", None, 8),
+    "think": ("stop", 1, 5),
+}
 
 
-def engine_client() -> Any:
-    """As far as the page asks an engine."""
+def engine_client(spec: Any, **model: Any) -> Any:
+    """An engine's client, as far as the page asks it.
+
+    Args:
+        spec: Of the canvases; ``None`` for a model without.
+        model: Fields of the model's configuration.
+    """
     model_config = SimpleNamespace(
-        canvas_spec=diffusion_gemma_spec(CANVAS_LENGTH, 16),
-        served_model_name="stub",
-        architecture="DiffusionGemmaForBlockDiffusion",
-        max_model_len=1024,
+        **model, try_get_generation_config=lambda: {"eos_token_id": [1, 2]}
     )
-    return SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+    if spec is not None:
+        model_config.canvas_spec = spec
+    names = {0: "<pad>", 1: "<eos>", 2: "<turn|>"}
+    tokenizer = SimpleNamespace(eos_token_id=1, decode=lambda ids: names[ids[0]])
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model_config),
+        renderer=SimpleNamespace(tokenizer=tokenizer),
+    )
 
 
-def stub_app(asked: list[dict[str, Any]]) -> FastAPI:
+def stub_app(asked: list[dict[str, Any]], key: str | None) -> FastAPI:
     """A server with the page.
 
     Args:
         asked: Where the bodies of requests are noted.
+        key: What it asks of its clients.
     """
     page = LiveCanvasPage()
+    engine = engine_client(
+        diffusion_gemma_spec(CANVAS_LENGTH, 16),
+        served_model_name="stub",
+        architecture="DiffusionGemmaForBlockDiffusion",
+        max_model_len=1024,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await page.init_state(engine_client(), app.state, None)
+        await page.init_state(engine, app.state, None)
         yield
 
     app = FastAPI(lifespan=lifespan)
@@ -66,10 +91,24 @@ def stub_app(asked: list[dict[str, Any]]) -> FastAPI:
             return JSONResponse({"error": {"message": "seed must be <b>small</b>."}}, 400)
         if prompt == "another model":
             return JSONResponse({"error": {"message": "The model `stub` does not exist."}}, 404)
-        return StreamingResponse(_events(prompt), media_type="text/event-stream")
+        events = _empty_answer(prompt) if prompt in EMPTY else _events(prompt)
+        return StreamingResponse(events, media_type="text/event-stream")
 
-    app.add_middleware(AuthenticationMiddleware, tokens=[KEY])
+    if key is not None:
+        app.add_middleware(AuthenticationMiddleware, tokens=[key])
     return app
+
+
+async def _empty_answer(prompt: str) -> AsyncIterator[str]:
+    reason, cause, num_tokens = EMPTY[prompt]
+    delta = {"reasoning": "Hm."} if prompt == "think" else {"content": ""}
+    yield _event(
+        _frame(0, STEPS, ["<eos>"] * CANVAS_LENGTH, 0) | {"reasoning": delta.get("reasoning")}
+    )
+    choice = {"index": 0, "delta": delta, "finish_reason": reason, "stop_reason": cause}
+    yield _event({"choices": [choice]})
+    yield _event({"choices": [], "usage": {"completion_tokens": num_tokens}})
+    yield "data: [DONE]\n\n"
 
 
 async def _events(prompt: str) -> AsyncIterator[str]:
@@ -78,8 +117,12 @@ async def _events(prompt: str) -> AsyncIterator[str]:
         texts = list(HOSTILE)
     for block, chunk in enumerate((texts, ["\n", "The end."])):
         tokens = chunk + ["<eos>"] * (CANVAS_LENGTH - len(chunk))
+        committed = _event({"choices": [{"index": 0, "delta": {"content": "".join(chunk)}}]})
+        if prompt == "early":
+            yield committed
         for step in range(1, STEPS + 1):
-            yield _event(_frame(block, step, tokens, len(chunk)))
+            total = 4 if prompt == "past the cap" else 16
+            yield _event(_frame(block, step, tokens, len(chunk), total))
             await asyncio.sleep(0.02 if prompt != "slowly" else 0.3)
             if prompt == "die" and block and step == STEPS // 2:
                 # A browser forgets what it has not read yet when a connection breaks off.
@@ -96,7 +139,8 @@ async def _events(prompt: str) -> AsyncIterator[str]:
                 "choices": [],
             }
         )
-        yield _event({"choices": [{"index": 0, "delta": {"content": "".join(chunk)}}]})
+        if prompt != "early":
+            yield committed
     yield _event({"choices": [], "usage": {"completion_tokens": len(texts) + 2}})
     yield "data: [DONE]\n\n"
 
@@ -105,7 +149,9 @@ def _decided(position: int) -> int:
     return min(1 + position % STEPS, STEPS)
 
 
-def _frame(block: int, step: int, tokens: list[str], num_shown: int) -> dict[str, Any]:
+def _frame(
+    block: int, step: int, tokens: list[str], num_shown: int, total: int = 16
+) -> dict[str, Any]:
     def is_kept(position: int) -> bool:
         return step == STEPS or _decided(position) < step
 
@@ -115,7 +161,7 @@ def _frame(block: int, step: int, tokens: list[str], num_shown: int) -> dict[str
         "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}],
         "block": block,
         "step": step,
-        "total": 16,
+        "total": total,
         "text": "".join(shown[:num_shown]),
         "is_last": step == STEPS,
         "begins_anew": False,
@@ -140,9 +186,9 @@ class Stub:
         asked: Bodies of the requests that it got.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: str | None) -> None:
         self.asked: list[dict[str, Any]] = []
-        config = uvicorn.Config(stub_app(self.asked), port=0, log_level="critical")
+        config = uvicorn.Config(stub_app(self.asked, key), port=0, log_level="critical")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
@@ -160,9 +206,9 @@ class Stub:
 
 
 @contextmanager
-def running_stub() -> Iterator[Stub]:
-    """A stub on a free port."""
-    stub = Stub()
+def running_stub(key: str | None = KEY) -> Iterator[Stub]:
+    """A stub on a free port, which asks for a key or for none."""
+    stub = Stub(key)
     try:
         yield stub
     finally:

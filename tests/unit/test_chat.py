@@ -19,13 +19,18 @@ import threading
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from vllm_diffusion.cli.answer import Answer
+from vllm_diffusion.cli.display import LiveDisplay
 from vllm_diffusion.cli.main import main
 
 KEY = "a key"
+# What vLLM sends behind the head of a stream that fails.
+SENT_ERRORS = {"refuses in the stream": 400, "fails in the stream": 500}
 ANSWER = "lamp\x1b[2J and more words than forty columns hold, all of them said"
 
 
@@ -44,8 +49,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.requests.append(body)
-        if self.behaviour == "refuses":
+        preset = (body.get("vllm_xargs") or {}).get("diffusion_preset", "fast")
+        if self.behaviour == "refuses" or preset != "fast":
             self.reply(400, {"error": {"message": "diffusion_preset must be one of fast"}})
+            return
+        if not body.get("stream"):
+            self.reply(200, {"object": "chat.completion", "choices": []})
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -61,6 +70,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                         frame |= {"text": piece, "offset": block * middle}
                         self.chunk({}, **frame)
                 self.chunk({"content": piece})
+                if self.behaviour in SENT_ERRORS:
+                    error = {"error": {"message": "too long", "code": SENT_ERRORS[self.behaviour]}}
+                    self.wfile.write(f"data: {json.dumps(error)}\n\n".encode())
+                    return
                 if self.behaviour == "breaks off":
                     return
                 if self.behaviour == "slow":
@@ -141,12 +154,16 @@ def test_commands(served) -> None:
     typed = (
         "/preset fast\n/steps 7\n/temperature 0.5\n/seed 3\n"
         '/schema {"type": "object"}\n/image data:image/png;base64,AA==\nfirst\n'
-        "/steps off\n/preset\n/steps many\n/temperature hot\n/schema nowhere.json\n/schema {\n"
+        "/steps off\n/preset\n/preset slow\n/steps many\n/steps 0\n/temperature hot\n/temperature 99\n"
+        "/temperature nan\n/schema nowhere.json\n/schema {\n"
         "/image nowhere.png\n/image notes.txt\n/nonsense\n/reset\nsecond\n/help\n/quit\nnot read\n"
     )
     ended = chat(url, typed)
     assert ended.returncode == 0, ended.stderr
-    first, second = handler.requests
+    # Each setting is asked of the server when it is typed, in a request for one token.
+    tried = [request for request in handler.requests if not request.get("stream")]
+    assert [request["max_tokens"] for request in tried] == [1] * 6
+    first, second = (request for request in handler.requests if request.get("stream"))
     assert first["vllm_xargs"] == {"diffusion_preset": "fast", "diffusion_max_steps": 7}
     assert (first["temperature"], first["seed"]) == (0.5, 3)
     assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
@@ -155,10 +172,14 @@ def test_commands(served) -> None:
     assert second["seed"] == 3
     assert second["messages"] == [{"role": "user", "content": "second"}]
     for said in (
-        "/steps needs an integer; got many.",
-        "/temperature needs a number; got hot.",
-        "/schema nowhere.json cannot be read",
-        "/schema needs JSON",
+        "/preset: The server refused the request: diffusion_preset must be one of fast",
+        "/steps: many must be an integer of at least 1.",
+        "/steps: 0 must be an integer of at least 1.",
+        "/temperature: hot must be a number of at least 0 and of at most 2.",
+        "/temperature: 99 must be a number of at least 0 and of at most 2.",
+        "/temperature: nan must be a number of at least 0 and of at most 2.",
+        "/schema: nowhere.json: No such file",
+        "/schema: { must be JSON",
         "/image: nowhere.png cannot be read",
         "/image needs the file or the address of an image; got notes.txt.",
         "/nonsense is no command",
@@ -178,6 +199,10 @@ def test_what_goes_wrong(served) -> None:
     handler.behaviour = "refuses"
     ended = chat(url, "first\n")
     assert "The server refused the request: diffusion_preset must be one of fast" in ended.stderr
+    handler.behaviour = "refuses in the stream"
+    assert "The server refused the request: too long\n" in chat(url, "first\n").stderr
+    handler.behaviour = "fails in the stream"
+    assert "The server failed in mid-answer: too long\n" in chat(url, "first\n").stderr
     handler.behaviour = "breaks off"
     ended = chat(url, "first\nsecond\n")
     assert ended.stderr.count("The server broke off in mid-answer") == 2
@@ -238,6 +263,16 @@ def test_terminal(served, columns: int) -> None:
     )
     assert " ".join(last.replace("\0", "").split()) == words
     assert "10.0 tokens a step" in shown
+
+
+def test_canvas_past_its_cap() -> None:
+    """A constraint holds it there, which is said; a thought is drawn before the text."""
+    frame = SimpleNamespace(block=0, step=18, total=16, begins_anew=False, offset=0)
+    frame.tokens, frame.kept = ["<|channel>", "hm ", "yes", "<eos>"], [True, True, False, False]
+    frame.reasoning, frame.text = "hm ", "yes"
+    display = LiveDisplay(io.StringIO())
+    display.frame(frame, Answer())
+    assert str(display._drawing()) == "hm yes\ncanvas 1, step 18, 2 past the cap of 16"
 
 
 def test_dumb_terminal(served) -> None:

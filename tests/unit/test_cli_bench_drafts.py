@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.cli import bench_drafts, draft_runs, server
+from tests.support.commands import status_of
+from vllm_diffusion.cli import bench_drafts, draft_runs, server, values
 from vllm_diffusion.cli.draft_runs import Contender, Look, Result, Round, refusal
 from vllm_diffusion.cli.draft_table import tables
 from vllm_diffusion.cli.main import main
@@ -94,6 +95,9 @@ def bench(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(bench_drafts, "end_with_signals", lambda: None)
+    fakes = ("drafts", "dies", "breaks", "drafts-otherwise")
+    monkeypatch.setattr(bench_drafts, "METHODS", fakes)
+    monkeypatch.setattr(bench_drafts, "_WITHOUT_A_DRAFT", fakes)
 
     def serve(model: str, *options: str) -> list[str]:
         behaviour = "plain"
@@ -235,7 +239,7 @@ def test_memory(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         ([], "--data is missing"),
-        (["--data", "missing.jsonl"], "--data missing.jsonl: No such file"),
+        (["--data", "missing.jsonl"], "--data: missing.jsonl: No such file"),
         (["--data", "tiny-tasks", "--method", "dflash"], "--method dflash needs a draft"),
         (["--data", "tiny-tasks", "--method", "eagle3"], "--draft eagle3=MODEL"),
         (["--data", "tiny-tasks", "--draft", "."], "block_size=None in its config.json"),
@@ -246,7 +250,7 @@ def test_mistakes(arguments: list[str], said: str, tmp_path: Path, monkeypatch, 
     """One sentence, before anything is started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert main(["bench-drafts", "a/model", *arguments]) == 1
+    assert status_of("bench-drafts", "a/model", *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -305,8 +309,8 @@ def test_compare(
     ("num_exchanges", "options", "said"),
     [
         (0, (), "holds no exchange"),
-        (1, (), "None of the 2 recorded exchanges is a prompt that is held out"),
-        (200, ("--num-prompts", "0"), "--num-prompts 0 must be at least 1"),
+        (1, (), "none of the 2 recorded exchanges is a prompt that is held out"),
+        (200, ("--num-prompts", "0"), "--num-prompts: 0 must be an integer of at least 1"),
         (200, (), "--draft old: its config.json cannot be read"),
     ],
 )
@@ -318,7 +322,7 @@ def test_compare_mistakes(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     recording(tmp_path / "recording", num_exchanges)
     arguments = ["compare", "model", "recording", "--old", "old", "--new", "new", *options]
-    assert main(["calibrate", *arguments]) == 1
+    assert status_of("calibrate", *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -381,10 +385,13 @@ def test_given_drafts(tmp_path: Path) -> None:
     for name, block in (("old", 8), ("new", 16)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"block_size": block}))
-    given = [str(tmp_path / "old"), str(tmp_path / "new"), "eagle3=a/b=c", "mtp=d"]
-    drafts = bench_drafts.drafts_by_method(given)
-    assert drafts["eagle3"] == ("a/b=c",)
-    assert bench_drafts.drafts_by_method(["a/b=c"]) == {"dflash": ("a/b=c",)}
+    read = values.named_model(bench_drafts._method)
+    given = [str(tmp_path / "old"), str(tmp_path / "new"), "eagle3=a/b", "mtp=d"]
+    drafts = bench_drafts.drafts_by_method([read(each) for each in given])
+    assert drafts["eagle3"] == ("a/b",)
+    (tmp_path / "old").rename(tmp_path / "a=c")
+    assert read(str(tmp_path / "a=c")) == ("", str(tmp_path / "a=c"))
+    (tmp_path / "a=c").rename(tmp_path / "old")
     found = options_of(
         bench_drafts.contenders(
             Path("a/target"),
@@ -414,6 +421,8 @@ def test_refusal() -> None:
     assert refusal(log) == "pkg.mod.SomeError: one"
     assert refusal(log + "vllm-diffusion: not that.\n") == "vllm-diffusion: not that."
     assert refusal("INFO ValueError: quoted\n") == ""
+    said = "vllm_command.py serve: error: unrecognized arguments: --nonsense"
+    assert refusal(f"usage: vllm serve\n{said}\n") == said
     log = "(A pid=1) a.ValidationError: 1 validation error for Config\n(A pid=1) method\n  No such one\nat x\n"
     assert refusal(log) == "a.ValidationError: 1 validation error for Config method No such one"
 

@@ -192,7 +192,7 @@ def test_exit_status(
 ) -> None:
     """1 where something has to be mended, and 0 beside a warning."""
     monkeypatch.setattr(command, "sections", lambda: [("Title", [Fact("a", "1", mark, "mend")])])
-    monkeypatch.setattr(command, "_quieten", lambda: None)
+    monkeypatch.setattr(command, "quieten", lambda: None)
     assert main(["doctor"]) == (mark is Mark.PROBLEM)
     assert ("cannot serve" in capsys.readouterr().out) == (mark is Mark.PROBLEM)
 

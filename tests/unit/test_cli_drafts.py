@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from tests.support.commands import status_of
 from vllm_diffusion.cli.drafts import presets
 from vllm_diffusion.cli.main import main
 
@@ -50,7 +51,7 @@ def test_what_is_inferred(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     """One line that lists the known targets, and nothing on standard output."""
-    assert main(["drafts", "Qwen3.5"]) == 1
+    assert status_of("drafts", "Qwen3.5") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import status_of
 from vllm_diffusion.calibration.idle_work import IdleWork, IdleWorkError
 from vllm_diffusion.cli import recalibrate
-from vllm_diffusion.cli.main import main
 from vllm_diffusion.cli.swap_draft import DraftClient, SwapError
 
 
@@ -92,7 +92,7 @@ def online(tmp_path: Path, *arguments: str) -> int:
     words = ["--url", "http://127.0.0.1:9", "--target", "the/target"]
     words += ["--recording", str(tmp_path / "recording"), "--drafts", str(tmp_path / "drafts")]
     words += ["--rounds", "1", "--idle-seconds", "0", "--exchanges", "3", *arguments]
-    return main(["calibrate", "online", *words])
+    return status_of("calibrate", "online", *words)
 
 
 def kept_drafts(tmp_path: Path) -> list[Path]:
@@ -206,7 +206,9 @@ def test_refusals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before anything is waited for: there is no recording, or a cap is none."""
-    assert online(tmp_path, *arguments) == 1
+    if arguments:
+        write_recording(tmp_path / "recording", 3)
+    assert online(tmp_path, *arguments) == 2
     assert words in capsys.readouterr().err
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import status_of
 from vllm_diffusion.cli import swap_draft
-from vllm_diffusion.cli.main import main
 
 
 def status(state: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def run(url: str, *arguments: str) -> int:
-    return main(["swap-draft", "--url", url, *arguments])
+    return status_of("swap-draft", "--url", url, *arguments)
 
 
 def test_swap(
@@ -90,7 +90,7 @@ def test_status_and_roll_back(url: str, capsys: pytest.CaptureFixture[str]) -> N
     # It did what it is for.
     assert run(url, "--roll-back") == 0
     assert [asked[0] for asked in Script.asked] == ["GET", "GET", "DELETE"]
-    assert run(url, "new", "--roll-back") == 1
+    assert run(url, "new", "--roll-back") == 2
     assert "takes no draft" in capsys.readouterr().err
 
 

@@ -102,6 +102,8 @@ def test_commands_are_understood(arguments: Any) -> None:
     assert parsed.reasoning_parser == parsed.tool_call_parser == "gemma4"
     assert (parsed.max_model_len, parsed.max_num_seqs) == (32768, 32)
     assert parsed.enable_auto_tool_choice
+    # Kubernetes ends a pod after 30 s, where its specification says nothing else.
+    assert 0 < parsed.shutdown_timeout <= 20
     assert parsed.model_tag in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -112,6 +114,7 @@ def test_pods() -> None:
     for name in ("modelCommand", "mountModelVolume"):
         del container[name]
     predictor = _read("kserve.yaml")["spec"]["predictor"]
+    assert predictor["terminationGracePeriodSeconds"] >= 30
     for name in ("minReplicas", "maxReplicas"):
         del predictor[name]
     for spec in ({"containers": [container]}, predictor):

@@ -71,6 +71,25 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
         assert DiffusionGemmaEngineConfig.registration_failure is None
 
 
+def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
+    """What vLLM had is remembered from before the first registration, for each architecture alone."""
+    from vllm.model_executor.models import ModelRegistry
+
+    entries = {family.architecture: plugin.imported(family.engine_config) for family in FAMILIES}
+    for family in FAMILIES:
+        tables.setattr(entries[family.architecture], "is_in_vllm", None)
+        if family.architecture != ARCHITECTURE:
+            ModelRegistry.models.pop(family.architecture, None)
+    # As a later release may.
+    ModelRegistry.register_model(
+        "SDARForCausalLM", "vllm.model_executor.models.qwen3:Qwen3ForCausalLM"
+    )
+    for _ in range(2):
+        plugin.register()
+    brought = {name for name, entry in entries.items() if entry.is_in_vllm}
+    assert brought == {ARCHITECTURE, "SDARForCausalLM"}
+
+
 def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
     """No other architecture's entry is touched."""
     from vllm.model_executor.models import ModelRegistry

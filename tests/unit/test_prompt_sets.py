@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,15 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_diffusion.cli import prompt_sets
 from vllm_diffusion.cli.prompt_sets import (
     HUB_DATA_SETS,
     TINY_TASKS,
     TINY_TASKS_FILE,
-    PromptError,
     hub_prompts,
     prompt_of,
     read_prompts,
 )
+from vllm_diffusion.cli.values import UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -52,6 +55,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     fake = types.ModuleType("datasets")
     fake.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(prompt_sets, "ask", lambda *_, **__: b"")
     return asked
 
 
@@ -67,8 +71,24 @@ def test_hub(name: str, hub: dict[str, Any]) -> None:
     assert hub[name] == (HUB_DATA_SETS[name].configuration, HUB_DATA_SETS[name].split)
 
 
+def test_no_network(tmp_path: Path) -> None:
+    """The whole of what is printed is one line with the remedy: no warning, no line for each new attempt."""
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "vllm_diffusion.cli.main", "bench-drafts", "--data", "gsm8k"],
+        env=os.environ | nowhere,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert "give a file of JSON lines" in ended.stderr
+
+
 def test_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package, without a network: one sentence with the remedy."""
+    """Without the package, without the data set: one sentence with the remedy."""
     fake = types.ModuleType("datasets")
 
     def load_dataset(*_: Any, **__: Any) -> Any:
@@ -76,12 +96,13 @@ def test_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(prompt_sets, "ask", lambda *_, **__: b"")
     with pytest.raises(
-        PromptError, match=r"openai/gsm8k cannot be loaded \(no route\)\. .* --data\."
+        UsageError, match=r"openai/gsm8k cannot be loaded \(no route\)\. .* --data\."
     ):
         list(hub_prompts("gsm8k"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(PromptError, match="pip install datasets, or give a file of JSON lines"):
+    with pytest.raises(UsageError, match="pip install datasets, or give a file of JSON lines"):
         list(hub_prompts("gsm8k"))
 
 
@@ -145,16 +166,16 @@ def test_bad_lines(line: str, said: str, tmp_path: Path) -> None:
     """The line by its number, and what is wrong with it."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")
-    with pytest.raises(PromptError, match="line 2: ") as error:
+    with pytest.raises(UsageError, match="line 2: ") as error:
         read_prompts(str(path), 1)
     assert said in str(error.value)
 
 
 def test_no_prompts(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(PromptError, match="holds no prompt"):
+    with pytest.raises(UsageError, match="holds no prompt"):
         read_prompts(str(tmp_path / "empty.jsonl"), 1)
-    with pytest.raises(PromptError, match="or one of tiny-tasks, gsm8k"):
+    with pytest.raises(UsageError, match="or one of tiny-tasks, gsm8k"):
         read_prompts("gms8k", 1)
 
 

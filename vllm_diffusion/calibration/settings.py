@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -42,7 +43,7 @@ class TrainSettings:
         for name in ("warm_up", "revealed_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be a share, from 0 to 1.")
-        if self.learning_rate <= 0 or (self.gamma is not None and self.gamma <= 0):
-            raise ValueError("learning_rate and gamma must be above 0.")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes={self.minutes} must be above 0.")
+        for name in ("learning_rate", "gamma", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be a number above 0.")

@@ -20,7 +20,8 @@ class ReportedFrame(msgspec.Struct, array_like=True):
         is_last: Whether the canvas is done.
         begins_anew: Whether it was begun before, and lost with a preemption.
         num_shown: Leading tokens that an answer would hold if it were committed as it is.
-        is_ended: Whether the last of these is one that ends the request.
+        is_stopped: Whether the last of these is a token at which the request stops.
+        is_ended: Whether the request would end with them, for this or another reason.
         tokens: int32, what it would commit.
         kept: uint8, 1 where a token stays; empty if not asked for.
         entropy: float32, nats; empty if not asked for.
@@ -32,6 +33,7 @@ class ReportedFrame(msgspec.Struct, array_like=True):
     is_last: bool
     begins_anew: bool
     num_shown: int
+    is_stopped: bool
     is_ended: bool
     tokens: bytes
     kept: bytes = b""

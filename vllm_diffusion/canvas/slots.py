@@ -104,6 +104,8 @@ class CanvasSlots:
 
         # Host side: what features are in use, so that those that are not cost nothing.
         self.read_only_np = np.zeros(R, dtype=bool)
+        # Slots whose requests bring a first canvas.
+        self.brings_canvas_np = np.zeros(R, dtype=bool)
         # Slots whose canvases leave the device: somebody watches them, or a constraint reads them.
         self.viewed: set[int] = set()
         # By slot, the only ids that a read-only canvas is asked about.
@@ -114,6 +116,7 @@ class CanvasSlots:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
         self.read_only_np[slot] = request.params.read_only
+        self.brings_canvas_np[slot] = request.params.seed_canvas is not None
         self.viewed.discard(slot)
         if request.params.shown or request.is_constrained:
             self.viewed.add(slot)
@@ -125,6 +128,7 @@ class CanvasSlots:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
         self._staged.pop(slot, None)
         self.read_only_np[slot] = False
+        self.brings_canvas_np[slot] = False
         self.viewed.discard(slot)
         self.allowed_ids.pop(slot, None)
 

@@ -298,7 +298,9 @@ class CanvasStep:
         canvas = torch.where(begins[:, None], initial, slots.canvas)
         token = self._spec.layout.first_token(statistics.candidate, committed, num_final)
         if token is not None:
-            is_seed = (committed | slot_pass.seeding)[:, None] & (position == 0)
+            # A token that is pinned in the first canvas stands there from its first step on.
+            is_seed = committed[:, None] | (slot_pass.seeding[:, None] & ~slots.pinned)
+            is_seed = is_seed & (position == 0)
             canvas = torch.where(is_seed, token[:, None], canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, 0, slots.num_given))

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.cli.client import ANSWER_SECONDS
+from vllm_diffusion.cli.values import printable
+
 if TYPE_CHECKING:
     from openai import OpenAI
 
     from vllm_diffusion.cli.display import Display
 
-_ANSWER_SECONDS = 300.0
 # What a terminal needs of a frame: each token's text, and which tokens stay.
 FRAMES = {"diffusion_frames": 1, "diffusion_frame_fields": ["tokens", "kept"]}
 
@@ -40,25 +42,6 @@ class Answer:
 
 class AnswerError(Exception):
     """The server is there but did not answer. The message is for the user."""
-
-
-def client_of(url: str, api_key: str) -> OpenAI:
-    """The official client of a server of vLLM.
-
-    Args:
-        url: Of its root.
-        api_key: What it asks for; anything but nothing if it does not.
-    """
-    from openai import DefaultHttpxClient, OpenAI
-
-    return OpenAI(
-        base_url=f"{url}/v1",
-        api_key=api_key,
-        timeout=_ANSWER_SECONDS,
-        max_retries=0,
-        # A server on this machine is not reached through a proxy of the environment.
-        http_client=DefaultHttpxClient(trust_env=not url.startswith("http://127.0.0.1")),
-    )
 
 
 def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) -> Answer:
@@ -91,8 +74,8 @@ def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) 
                     answer.seconds = time.monotonic() - start
                     _take(chunk, answer, display)
     except Exception as error:
-        # Of the HTTP library or of the client's, once there was an answer.
-        if answer.seconds:
+        # Errors of the HTTP library, and of the client, which reports what the server sends as one.
+        if answer.seconds and not _is_sent(error):
             raise AnswerError(f"The server broke off in mid-answer: {error}") from error
         raise AnswerError(reason(error)) from error
     if answer.finish_reason is None:
@@ -126,7 +109,7 @@ def reason(error: Exception) -> str:
     )
 
     if isinstance(error, APITimeoutError):
-        return f"The server said nothing for {_ANSWER_SECONDS:.0f} s."
+        return f"The server said nothing for {ANSWER_SECONDS:.0f} s."
     if isinstance(error, APIConnectionError):
         return f"The server cannot be reached at {error.request.url.host}:{error.request.url.port}."
     if isinstance(error, AuthenticationError):
@@ -135,16 +118,19 @@ def reason(error: Exception) -> str:
         return f"The server does not have this model: {_message(error)}"
     if isinstance(error, APIStatusError):
         return f"The server refused the request: {_message(error)}"
+    if _is_sent(error):
+        # vLLM's status of an error that it sends behind the head of a stream.
+        code = getattr(error, "body", {}).get("code")
+        did = "refused the request" if str(code).startswith("4") else "failed in mid-answer"
+        return f"The server {did}: {_message(error)}"
     return f"The server did not answer to the end: {error or type(error).__name__}"
+
+
+def _is_sent(error: Exception) -> bool:
+    """Whether a server sent the error, as an object of the OpenAI API."""
+    return isinstance(getattr(error, "body", None), dict)
 
 
 def _message(error: Any) -> str:
     body = error.body if isinstance(error.body, dict) else {}
     return printable(str(body.get("message") or error.message))
-
-
-def printable(text: str) -> str:
-    """``text`` without the control characters that could steer a terminal."""
-    return "".join(
-        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
-    )

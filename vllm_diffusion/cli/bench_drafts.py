@@ -13,16 +13,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.console import add_verbose, fail, say
 from vllm_diffusion.cli.draft_runs import Contender, Plan, Result, race
 from vllm_diffusion.cli.draft_table import as_json, tables
 from vllm_diffusion.cli.prompt_sets import (
     NAMES,
     TINY_TASKS,
     Prompt,
-    PromptError,
     read_prompts,
+    source,
 )
 from vllm_diffusion.cli.shipped_server import end_with_signals
 from vllm_diffusion.platforms.detection import working_accelerator
@@ -38,6 +39,13 @@ DFLASH, ADAPTIVE, NGRAM, DRAFT_MODEL, EAGLE3 = (
     "draft_model",
     "eagle3",
 )
+# vLLM's methods; those of models with heads for it (MTP) have names of their own too, in _mtp.
+METHODS = (
+    *(DFLASH, ADAPTIVE, NGRAM, EAGLE3, DRAFT_MODEL),
+    *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
+)
+# Those whose tokens come from the text so far, from the target's own heads, or from the target.
+_WITHOUT_A_DRAFT = (NGRAM, DRAFT_MODEL, "mtp", "ngram_gpu", "suffix")
 # What vLLM looks for in the text so far: its own default is five tokens, no less.
 _NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 VLLM_OPTIONS = (
@@ -62,11 +70,15 @@ def add_parser(subcommands: Subcommands) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "target", nargs="?", help="what `vllm serve` takes; default: the tiny target"
+        "target",
+        nargs="?",
+        type=values.model,
+        help="what `vllm serve` takes; default: the tiny target",
     )
     parser.add_argument(
         "--draft",
         nargs="+",
+        type=values.named_model(_method),
         default=[],
         metavar="MODEL",
         help="DFlash drafts, and METHOD=MODEL for those of vLLM's other methods, such as eagle3=MODEL",
@@ -74,6 +86,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--method",
         nargs="+",
+        type=_method,
         metavar="METHOD",
         help="only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, "
         "or another of vLLM's; default: all that have what they need",
@@ -81,13 +94,13 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--steps",
         nargs="+",
-        type=_count,
+        type=values.integer(),
         metavar="N",
         help="passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)",
     )
     parser.add_argument(
         "--num-drafts",
-        type=_count,
+        type=values.integer(),
         default=4,
         metavar="N",
         help="tokens drafted where the draft has no block (%(default)s)",
@@ -95,12 +108,17 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--data",
         nargs="+",
+        type=source,
         metavar="FILE_OR_NAME",
         help='JSON lines with "prompt" (text or token ids to go on with), "messages" or "turns", and '
         f'perhaps "task"; or {", ".join(NAMES)}. Default, for the tiny target alone: {TINY_TASKS}',
     )
     parser.add_argument(
-        "--num-prompts", type=_count, default=4, metavar="N", help="of each task (%(default)s)"
+        "--num-prompts",
+        type=values.integer(),
+        default=4,
+        metavar="N",
+        help="of each task (%(default)s)",
     )
     add_run_options(parser)
     parser.set_defaults(run=run)
@@ -111,21 +129,26 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency",
         nargs="+",
-        type=_count,
+        type=values.integer(),
         default=[1, 8],
         metavar="N",
         help="requests at a time (1 8)",
     )
     parser.add_argument(
-        "--rounds", type=_count, default=3, metavar="N", help="that count (%(default)s)"
+        "--rounds", type=values.integer(), default=3, metavar="N", help="that count (%(default)s)"
     )
     parser.add_argument(
-        "--max-tokens", type=_count, default=256, metavar="N", help="of an answer (%(default)s)"
+        "--max-tokens",
+        type=values.integer(),
+        default=256,
+        metavar="N",
+        help="of an answer (%(default)s)",
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=values.temperature,
         default=0.0,
+        metavar="X",
         help="of the answers; above 0 they are not compared (%(default)s)",
     )
     parser.add_argument(
@@ -134,16 +157,19 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="start each server when the one before it has ended, and not all of them side by side with "
         "their rounds interleaved; default where there is an accelerator",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument(
+        "--json", type=values.new_file, metavar="FILE", help="write every figure there"
+    )
+    add_verbose(parser)
     # What is not known here is an option of `vllm serve`.
     parser.set_defaults(vllm_options=[])
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be at least 1.")
-    return number
+def _method(value: str) -> str:
+    """A way to draft that vLLM has."""
+    if value not in METHODS and not value.endswith("_mtp"):
+        raise values.Refusal(f"{value!r} must be one of {', '.join(METHODS)}, or a name in _mtp.")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -156,9 +182,11 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
         sources = arguments.data or ([TINY_TASKS] if is_tiny else [])
         if not sources:
-            return fail(f"--data is missing: give a file of JSON lines, or {', '.join(NAMES)}.")
+            raise values.UsageError(
+                f"--data is missing: give a file of JSON lines, or {', '.join(NAMES)}."
+            )
         prompts = [
-            prompt for source in sources for prompt in read_prompts(source, arguments.num_prompts)
+            prompt for each in sources for prompt in read_prompts(each, arguments.num_prompts)
         ]
         with tempfile.TemporaryDirectory(prefix="vllm-diffusion-") as scratch:
             entrants = contenders(
@@ -171,19 +199,16 @@ def run(arguments: argparse.Namespace) -> int:
                 adds_models=is_tiny,
             )
             return compare(str(target), entrants, prompts, arguments)
-    except (FileNotFoundError, PromptError, ValueError) as error:
+    except FileNotFoundError as error:
         return fail(str(error))
 
 
-def drafts_by_method(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def drafts_by_method(given: Sequence[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
     """Models of ``--draft``, by the method that each is of."""
     found: dict[str, tuple[str, ...]] = {}
-    for each in given:
-        method, is_named, model = each.partition("=")
-        # A path may have the sign too, a method has no slash.
-        if not is_named or "/" in method:
-            method, model = DFLASH, each
-        found[method] = (*found.get(method, ()), model)
+    for method, model in given:
+        name = method or DFLASH
+        found[name] = (*found.get(name, ()), model)
     return found
 
 
@@ -210,25 +235,25 @@ def contenders(
             that stands for it.
 
     Raises:
-        ValueError: If a method has no draft, or a draft cannot be read.
+        UsageError: If a method has no draft, or a draft cannot be read.
     """
     if methods is None:
         methods = [*(DFLASH, ADAPTIVE) * (DFLASH in drafts), NGRAM]
         methods += [DRAFT_MODEL, EAGLE3] if adds_models else []
         methods += [each for each in drafts if each not in methods]
+    for method in methods:
+        named = DFLASH if method == ADAPTIVE else method
+        is_given = bool(drafts.get(named)) or method in _WITHOUT_A_DRAFT
+        if not is_given and not (method == EAGLE3 and (target / "config.json").is_file()):
+            given = "MODEL" if named == DFLASH else f"{method}=MODEL"
+            raise values.UsageError(f"--method {method} needs a draft: give --draft {given}.")
     found = [Contender("no draft")]
     for method in methods:
         models = drafts.get(DFLASH if method == ADAPTIVE else method, ())
         note = ""
-        if method in (DFLASH, ADAPTIVE) and not models:
-            raise ValueError(f"--method {method} needs a draft: give one with --draft.")
         if not models and method == DRAFT_MODEL:
             models, note = (str(target),), "the target itself, for want of a smaller model"
         elif not models and method == EAGLE3:
-            if not (target / "config.json").is_file():
-                raise ValueError(
-                    "--method eagle3 needs a draft: give one with --draft eagle3=MODEL."
-                )
             # torch is imported by those alone who need it.
             from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
 
@@ -264,7 +289,7 @@ def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[
         settings: Of ``additional_config["drafting"]``.
 
     Raises:
-        ValueError: As :func:`block_size_of`.
+        UsageError: As :func:`block_size_of`.
     """
     return _options(
         {
@@ -289,18 +314,24 @@ def block_size_of(model: str) -> int:
     """Anchor and masks of a DFlash draft's block, by its ``config.json``.
 
     Raises:
-        ValueError: If there is none, or it does not say.
+        UsageError: If there is none, or it does not say.
     """
-    from transformers import PreTrainedConfig
-
+    file = Path(model) / "config.json"
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model)
+        if file.is_file():
+            config = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            from transformers import PreTrainedConfig
+
+            config, _ = PreTrainedConfig.get_config_dict(model)
     except (OSError, ValueError) as error:
         said = str(error).splitlines()[0]
-        raise ValueError(f"--draft {model}: its config.json cannot be read: {said}") from None
+        raise values.UsageError(
+            f"--draft {model}: its config.json cannot be read: {said}"
+        ) from None
     block_size = config.get("block_size")
     if not isinstance(block_size, int) or block_size < 2:
-        raise ValueError(
+        raise values.UsageError(
             f"--draft {model}: block_size={block_size!r} in its config.json is not that of a DFlash draft; "
             "a draft of another method is given as METHOD=MODEL."
         )
@@ -325,8 +356,6 @@ def compare(
     """
     if environment_flags().disabled:
         return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        return fail(f"--json {arguments.json}: there is no such folder.")
     end_with_signals()
     one_at_a_time: bool | None = arguments.one_at_a_time
     if one_at_a_time is None:
@@ -343,6 +372,7 @@ def compare(
         entrants,
         plan,
         serve_options=arguments.vllm_options,
+        verbose=arguments.verbose,
         one_at_a_time=one_at_a_time,
         say=say,
     )

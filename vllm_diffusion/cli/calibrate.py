@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.calibration.settings import TrainSettings
-from vllm_diffusion.cli import recalibrate
+from vllm_diffusion.cli import recalibrate, train_draft, values
 from vllm_diffusion.cli.bench_drafts import VLLM_OPTIONS, add_run_options, compare, dflash_options
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.console import add_verbose, fail, quieten, say
 from vllm_diffusion.cli.draft_runs import Contender, Result, verifications
 from vllm_diffusion.cli.prompt_sets import Prompt
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
 if TYPE_CHECKING:
-    from vllm_diffusion.calibration.train import Progress
     from vllm_diffusion.cli.checkpoint import Subcommands
 
 
@@ -33,7 +29,13 @@ def add_parser(subcommands: Subcommands) -> None:
         "compare it with the old one.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
-    for add_step in (_add_record, _add_extract, _add_train, _add_compare, recalibrate.add_parser):
+    for add_step in (
+        _add_record,
+        _add_extract,
+        train_draft.add_parser,
+        _add_compare,
+        recalibrate.add_parser,
+    ):
         add_step(steps)
 
 
@@ -44,16 +46,20 @@ def _add_record(steps: Subcommands) -> None:
         description="Show what is recorded in a folder, and print the command of a server that records "
         "there. Servers record nothing unless they are told to.",
     )
-    parser.add_argument("folder", type=Path, help="of the recording")
+    parser.add_argument("folder", type=values.folder, help="of the recording")
     parser.add_argument(
-        "--max-mib", type=int, default=64, help="of the printed command (%(default)s)"
+        "--max-mib",
+        type=values.integer(),
+        default=64,
+        metavar="N",
+        help="of the printed command (%(default)s)",
     )
     parser.add_argument("--clear", action="store_true", help="delete what is recorded")
     parser.set_defaults(run=record)
 
 
 def record(arguments: argparse.Namespace) -> int:
-    folder = arguments.folder.expanduser().absolute()
+    folder = arguments.folder.absolute()
     if arguments.clear:
         try:
             print(f"{clear_recording(folder)} files deleted of {folder}.")
@@ -98,28 +104,62 @@ def _add_extract(steps: Subcommands) -> None:
         epilog="Other options are vLLM's for the target, such as --tensor-parallel-size 2.",
         allow_abbrev=False,
     )
-    parser.add_argument("target", help="whose traffic was recorded; a folder or a repository")
     parser.add_argument(
-        "recording", type=Path, help="a folder of a server, or a file of JSON lines"
+        "target", type=values.model, help="whose traffic was recorded; a folder or a repository"
     )
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    _add_recording(parser)
+    parser.add_argument("--out", type=values.empty_folder, required=True, help="a new folder")
     layers = parser.add_mutually_exclusive_group(required=True)
-    layers.add_argument("--draft", type=Path, help="a draft whose target_layer_ids are extracted")
-    layers.add_argument("--layer-ids", help="layers of the target instead, such as 1,9,17,25,33")
-    parser.add_argument(
-        "--max-mib", type=int, default=4096, help="of hidden states on disk (%(default)s)"
+    layers.add_argument(
+        "--draft", type=values.draft, help="a draft whose target_layer_ids are extracted"
+    )
+    layers.add_argument(
+        "--layer-ids",
+        type=values.layer_ids,
+        help="layers of the target instead, such as 1,9,17,25,33",
     )
     parser.add_argument(
-        "--max-length", type=int, default=4096, help="tokens of a sequence (%(default)s)"
+        "--max-mib",
+        type=values.integer(),
+        default=4096,
+        metavar="N",
+        help="of hidden states on disk (%(default)s)",
     )
+    parser.add_argument(
+        "--max-length",
+        type=values.integer(2),
+        default=4096,
+        metavar="N",
+        help="tokens of a sequence (%(default)s)",
+    )
+    add_verbose(parser)
     parser.set_defaults(run=extract, vllm_options=[])
 
 
-def extract(arguments: argparse.Namespace) -> int:
-    try:
-        exchanges = read_recording(arguments.recording).exchanges
-        layers = _layer_ids(arguments)
+def _add_recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recording", type=values.recording, help="a folder of a server, or a file of JSON lines"
+    )
 
+
+def _exchanges(path: Path) -> list[Exchange]:
+    """What is recorded there.
+
+    Raises:
+        UsageError: If it is nothing.
+    """
+    try:
+        return read_recording(path).exchanges
+    except ValueError as error:
+        raise values.UsageError(f"argument recording: {error}") from None
+
+
+def extract(arguments: argparse.Namespace) -> int:
+    exchanges = _exchanges(arguments.recording)
+    layers = arguments.layer_ids or _layers_of(arguments.draft)
+    if not arguments.verbose:
+        quieten()
+    try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -156,22 +196,20 @@ def extract(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _layer_ids(arguments: argparse.Namespace) -> list[int]:
-    if arguments.draft is not None:
-        path = arguments.draft / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            return [int(layer) for layer in config["dflash_config"]["target_layer_ids"]]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
-                "DFlash draft, or the layers with --layer-ids."
-            ) from None
+def _layers_of(draft: Path) -> list[int]:
+    """The target's layers that a draft reads.
+
+    Raises:
+        UsageError: If its ``config.json`` does not name them.
+    """
+    path = draft / "config.json"
     try:
-        return [int(layer) for layer in arguments.layer_ids.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--layer-ids {arguments.layer_ids} must be numbers with commas, such as 1,9,17."
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return [int(layer) for layer in config["dflash_config"]["target_layer_ids"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise values.UsageError(
+            f"--draft: {path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
+            "DFlash draft, or the layers with --layer-ids."
         ) from None
 
 
@@ -180,118 +218,6 @@ def _one_line(error: ValueError) -> str:
     errors = getattr(error, "errors", None)
     found = str(errors()[0]["msg"]) if callable(errors) else str(error)
     return found.removeprefix("Value error, ")
-
-
-# Settings of a training that are options, and what they say of themselves.
-_SETTINGS = {
-    "batch_size": "samples a step",
-    "anchors": "blocks of each sample",
-    "learning_rate": "at its highest",
-    "revealed_share": "share of the blocks of which some is revealed, for drafts of several passes",
-    "report_every": "steps between two lines of progress",
-    "seed": "of blocks, masks and random weights",
-}
-
-
-def _add_train(steps: Subcommands) -> None:
-    parser = steps.add_parser(
-        "train",
-        help="train a draft on extracted hidden states",
-        description="Train a draft, from another one's weights or from random ones, on what `calibrate "
-        "extract` wrote. Nothing is saved until it is complete.",
-    )
-    parser.add_argument("samples", type=Path, help="a folder of `calibrate extract`")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder, for the draft")
-    start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument("--from", dest="first", type=Path, help="a draft to start from")
-    start.add_argument("--layers", type=int, help="start from random weights, with so many layers")
-    parser.add_argument("--block-size", type=int, help="of a new draft: an anchor and masks")
-    parser.add_argument(
-        "--mask-token-id", type=int, help="of a new draft: a token that no text has"
-    )
-    parser.add_argument("--target", help="default: the one that the samples were extracted from")
-    parser.add_argument("--steps", type=int, default=2000, help="of the optimizer (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="end then though steps are left")
-    defaults = {each.name: each.default for each in dataclasses.fields(TrainSettings)}
-    for name, meaning in _SETTINGS.items():
-        default = defaults[name]
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(
-            option, type=type(default), default=default, help=f"{meaning} (%(default)s)"
-        )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.set_defaults(run=train)
-
-
-def train(arguments: argparse.Namespace) -> int:
-    is_new = arguments.first is None
-    try:
-        for name in ("block_size", "mask_token_id"):
-            option = "--" + name.replace("_", "-")
-            if is_new and getattr(arguments, name) is None:
-                raise ValueError(
-                    f"{option} is needed for a new draft; give it, or start --from one."
-                )
-            if not is_new and getattr(arguments, name) is not None:
-                raise ValueError(
-                    f"{option} is of a new draft, and --from has its own; leave it out."
-                )
-        names = ("steps", "minutes", *_SETTINGS)
-        settings = TrainSettings(**{name: getattr(arguments, name) for name in names})
-
-        import torch
-
-        from vllm_diffusion.calibration import calibrate
-        from vllm_diffusion.calibration.samples import read_extraction
-        from vllm_diffusion.drafting.reference import ReferenceDraft, draft_config
-
-        if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(
-                f"--device {arguments.device}: torch finds no such GPU; set it to cpu."
-            )
-        extraction = read_extraction(arguments.samples)
-        draft = None if is_new else calibrate.load_first_draft(arguments.first)
-        ends = calibrate.load_ends(arguments.target or extraction.target)
-        if draft is None:
-            torch.manual_seed(settings.seed)
-            draft = ReferenceDraft(
-                draft_config(
-                    ends.config,
-                    num_layers=arguments.layers,
-                    block_size=arguments.block_size,
-                    mask_token_id=arguments.mask_token_id,
-                    target_layer_ids=extraction.target_layer_ids,
-                )
-            )
-        calibrate.calibrate(
-            arguments.samples,
-            ends,
-            draft,
-            arguments.out,
-            settings,
-            device=arguments.device,
-            report=_reporter(),
-        )
-    except ValueError as error:
-        return fail(str(error))
-    print(f"The draft is in {arguments.out}, a picture of its training in training.svg there.")
-    return 0
-
-
-def _reporter() -> Callable[[Progress], None]:
-    start = time.monotonic()
-
-    def report(progress: Progress) -> None:
-        line = f"step {progress.step}, {(time.monotonic() - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
-        if progress.acceptance_by_position:
-            shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
-            line += (
-                f"; held out: {progress.accepted:.2f} of {len(progress.acceptance_by_position)} "
-                f"accepted, by position {shares}"
-            )
-        say(line)
-
-    return report
 
 
 def _add_compare(steps: Subcommands) -> None:
@@ -304,15 +230,25 @@ def _add_compare(steps: Subcommands) -> None:
         epilog=VLLM_OPTIONS,
         allow_abbrev=False,
     )
-    parser.add_argument("target", help="what `vllm serve` takes")
+    parser.add_argument("target", type=values.model, help="what `vllm serve` takes")
+    _add_recording(parser)
     parser.add_argument(
-        "recording", type=Path, help="a folder of a server, or a file of JSON lines"
+        "--old",
+        type=values.model,
+        required=True,
+        metavar="DRAFT",
+        help="the draft that is served",
     )
-    parser.add_argument("--old", required=True, metavar="DRAFT", help="the draft that is served")
-    parser.add_argument("--new", required=True, metavar="DRAFT", help="the one that may replace it")
+    parser.add_argument(
+        "--new",
+        type=values.model,
+        required=True,
+        metavar="DRAFT",
+        help="the one that may replace it",
+    )
     parser.add_argument(
         "--num-prompts",
-        type=int,
+        type=values.integer(),
         default=32,
         metavar="N",
         help="the newest that are held out (%(default)s)",
@@ -322,18 +258,13 @@ def _add_compare(steps: Subcommands) -> None:
 
 
 def compare_drafts(arguments: argparse.Namespace) -> int:
-    try:
-        if arguments.num_prompts < 1:
-            raise ValueError(f"--num-prompts {arguments.num_prompts} must be at least 1.")
-        exchanges = read_recording(arguments.recording).exchanges
-        prompts = held_out_prompts(exchanges, arguments.num_prompts)
-        entrants = [
-            Contender("no draft"),
-            Contender("old", dflash_options(arguments.old), f"{arguments.old}"),
-            Contender("new", dflash_options(arguments.new), f"{arguments.new}"),
-        ]
-    except ValueError as error:
-        return fail(str(error))
+    exchanges = _exchanges(arguments.recording)
+    prompts = held_out_prompts(exchanges, arguments.num_prompts)
+    entrants = [
+        Contender("no draft"),
+        Contender("old", dflash_options(arguments.old), f"{arguments.old}"),
+        Contender("new", dflash_options(arguments.new), f"{arguments.new}"),
+    ]
     say(f"{len(prompts)} prompts, held out of training, of {len(exchanges)} recorded exchanges")
     return compare(arguments.target, entrants, prompts, arguments, conclude=_decision)
 
@@ -342,7 +273,7 @@ def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Pr
     """The newest prompts of a recording that no training has seen, each once.
 
     Raises:
-        ValueError: If there is none.
+        UsageError: If there is none.
     """
     texts = [
         tuple(each.prompt_token_ids)
@@ -350,8 +281,8 @@ def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Pr
         if each.is_held_out and each.prompt_token_ids
     ]
     if not texts:
-        raise ValueError(
-            f"None of the {len(exchanges)} recorded exchanges is a prompt that is held out; record more "
+        raise values.UsageError(
+            f"argument recording: none of the {len(exchanges)} recorded exchanges is a prompt that is held out; record more "
             "(one in ten is)."
         )
     return [Prompt("held out", text=text) for text in list(dict.fromkeys(texts))[:num_prompts]]

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import mimetypes
 import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import (
     Answer,
     AnswerError,
-    client_of,
-    printable,
     reason,
     stream_answer,
 )
 from vllm_diffusion.cli.checkpoint import add_family, family_of
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.client import ServerError, openai_client
+from vllm_diffusion.cli.console import add_verbose, fail, say
 from vllm_diffusion.cli.display import display_for, figures
-from vllm_diffusion.cli.server import ServerError
 from vllm_diffusion.cli.shipped_server import end_with_signals, shipped_server
+from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -47,33 +46,54 @@ def add_parser(subcommands: Subcommands) -> None:
         "checkpoint, and stopped at the end. Ctrl-C stops an answer, Ctrl-D or /quit ends the "
         "conversation, /help lists the other commands.",
     )
-    parser.add_argument("--url", help="of a server that runs, for example http://127.0.0.1:8000")
     parser.add_argument(
-        "--api-key", help="of that server; VLLM_API_KEY and OPENAI_API_KEY are looked at too"
+        "--url", type=values.url, help="of a server that runs, for example http://127.0.0.1:8000"
     )
-    parser.add_argument("--model", help="which of its models (default: its first)")
     parser.add_argument(
-        "--max-tokens", type=int, default=512, help="longest answer, in tokens (%(default)s)"
+        "--api-key",
+        type=values.key,
+        metavar="KEY",
+        help="of that server; better in VLLM_API_KEY or OPENAI_API_KEY, since other users of a machine "
+        "can read arguments",
+    )
+    parser.add_argument(
+        "--model", type=values.text, help="which of that server's models (default: its first)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=values.integer(),
+        default=512,
+        metavar="N",
+        help="longest answer, in tokens (%(default)s)",
     )
     parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
     add_family(parser)
+    add_verbose(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for name in ("family", "verbose") if arguments.url else ("model", "api_key"):
+        if getattr(arguments, name):
+            which = (
+                "is of a server that chat starts" if arguments.url else "needs the server's --url"
+            )
+            raise values.UsageError(f"--{name.replace('_', '-')} {which}.")
     with ExitStack() as stack:
         if arguments.url is None:
             end_with_signals()
             try:
-                server = stack.enter_context(shipped_server(family_of(arguments), say))
+                server = stack.enter_context(
+                    shipped_server(family_of(arguments), say, verbose=arguments.verbose)
+                )
             except (ServerError, FileNotFoundError) as error:
                 return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
             url, key = server.url, server.api_key
         else:
-            url = arguments.url.rstrip("/").removesuffix("/v1")
+            url = arguments.url
             keys = (arguments.api_key, *(os.environ.get(name) for name in _KEY_VARIABLES))
             key = next((key for key in keys if key), _NO_KEY)
-        client = client_of(url, key)
+        client = openai_client(url, key)
         try:
             model = arguments.model or client.models.list().data[0].id
         except Exception as error:
@@ -104,10 +124,6 @@ class Settings:
         if own := {name: value for name, value in own.items() if value is not None}:
             request["extra_body"] = {"vllm_xargs": own}
         return request
-
-
-class CommandError(Exception):
-    """A command that cannot be done as it was typed. The message is for the user."""
 
 
 @dataclass
@@ -193,10 +209,30 @@ class Conversation:
             return f"/{printable(name)} is no command; /help lists them."
         try:
             read = None if value in ("", "off") else _READERS[name](value)
-        except CommandError as error:
-            return f"/{name} {error}"
-        setattr(self.settings, name, read)
+            changed = replace(self.settings, **{name: read})
+            if read is not None:
+                self._try(changed)
+        except (values.Refusal, AnswerError) as error:
+            return f"/{name}: {error}"
+        self.settings = changed
         return f"{name}: {'left to the server' if read is None else printable(str(read))}"
+
+    def _try(self, settings: Settings) -> None:
+        """Have the server take settings, in a request for one token, whose answer is dropped.
+
+        Which presets a model has, and how many steps, only its server knows.
+
+        Raises:
+            AnswerError: If it does not.
+        """
+        message: Any = {"role": "user", "content": "a"}
+        try:
+            self.client.chat.completions.create(
+                model=self.model, messages=[message], max_tokens=1, **settings.request()
+            )
+        except Exception as error:
+            # Errors of the HTTP library and of the client.
+            raise AnswerError(reason(error)) from error
 
     def _add_image(self, value: str) -> str:
         if not value:
@@ -217,43 +253,12 @@ class Conversation:
         return "The image goes with the next message."
 
 
-def _integer(value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise CommandError(f"needs an integer; got {printable(value)}.") from None
-
-
-def _number(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise CommandError(f"needs a number; got {printable(value)}.") from None
-
-
-def _schema(value: str) -> dict[str, Any]:
-    """A JSON schema, or the file that holds one."""
-    text = value
-    if not value.lstrip().startswith("{"):
-        try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"{printable(value)} cannot be read: {error.strerror}.") from None
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"needs JSON: {error}.") from None
-    if not isinstance(schema, dict):
-        raise CommandError("needs a JSON object.")
-    return schema
-
-
 _READERS: dict[str, Callable[[str], Any]] = {
-    "preset": str,
-    "steps": _integer,
-    "temperature": _number,
-    "seed": _integer,
-    "schema": _schema,
+    "preset": values.text,
+    "steps": values.integer(),
+    "temperature": values.temperature,
+    "seed": values.seed,
+    "schema": values.schema,
 }
 _HELP = """\
 /preset NAME        the model's settings for quality or speed

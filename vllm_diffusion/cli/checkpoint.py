@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.cli.values import UsageError
+
 if TYPE_CHECKING:
-    Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from vllm_diffusion.cli.values import Parser
+
+    Subcommands = argparse._SubParsersAction[Parser]
 
 _FOLDER = Path(__file__).resolve().parents[1] / "checkpoints"
 # The folder of each family's checkpoint; the first is the default.
@@ -53,13 +57,13 @@ def family_of(arguments: argparse.Namespace) -> str:
     """The family that was asked for; where it is its draft that was, one that has a draft.
 
     Raises:
-        FileNotFoundError: If the family has no draft, and one was asked for.
+        UsageError: If the family has no draft, and one was asked for.
     """
     family: str | None = arguments.family
     if not getattr(arguments, "draft", False):
         return family or DEFAULT_FAMILY
     if family not in (None, *DRAFT_FOLDERS):
-        raise FileNotFoundError(
+        raise UsageError(
             f"--draft: the shipped checkpoint of {family} has no draft; set --family to "
             f"{' or '.join(DRAFT_FOLDERS)}, or leave it out."
         )

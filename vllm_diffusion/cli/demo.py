@@ -7,12 +7,19 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.answer import Answer, AnswerError, client_of, stream_answer
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.answer import Answer, AnswerError, stream_answer
 from vllm_diffusion.cli.checkpoint import add_family, family_of
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.client import ServerError, openai_client
+from vllm_diffusion.cli.console import add_verbose, fail, say
 from vllm_diffusion.cli.display import display_for
-from vllm_diffusion.cli.server import Server, ServerError
-from vllm_diffusion.cli.shipped_server import MODEL_NAME, end_with_signals, shipped_server
+from vllm_diffusion.cli.server import Server
+from vllm_diffusion.cli.shipped_server import (
+    MAX_MODEL_LEN,
+    MODEL_NAME,
+    end_with_signals,
+    shipped_server,
+)
 from vllm_diffusion.settings.environment import environment_flags
 
 if TYPE_CHECKING:
@@ -36,28 +43,30 @@ def add_parser(subcommands: Subcommands) -> None:
         "is drawn while it is denoised.",
     )
     defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
-    parser.add_argument("prompt", nargs="?", help=f"default: {defaults}")
+    parser.add_argument("prompt", nargs="?", type=values.text, help=f"default: {defaults}")
     parser.add_argument(
-        "--max-tokens", type=int, default=256, help="longest answer, in tokens (%(default)s)"
+        "--max-tokens",
+        type=values.integer(1, MAX_MODEL_LEN - 1),
+        default=256,
+        metavar="N",
+        help="longest answer, in tokens (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random draws (%(default)s)")
+    parser.add_argument(
+        "--seed", type=values.seed, default=0, metavar="N", help="of the random draws (%(default)s)"
+    )
     add_family(parser)
     parser.add_argument(
         "--draft",
         action="store_true",
         help="ask a tiny autoregressive model twice, by itself and with its draft, and compare",
     )
+    add_verbose(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        family = family_of(arguments)
-    except FileNotFoundError as error:
-        return fail(str(error))
+    family = family_of(arguments)
     prompt = DEFAULT_PROMPTS[family] if arguments.prompt is None else arguments.prompt
-    if not prompt.strip():
-        return fail("The prompt is empty; ask something.")
     if environment_flags().disabled:
         return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
     end_with_signals()
@@ -70,9 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     texts = []
     try:
         for with_draft in (False, True) if arguments.draft else (False,):
-            with shipped_server(family, say, with_draft=with_draft) as server:
+            with shipped_server(
+                family, say, with_draft=with_draft, verbose=arguments.verbose
+            ) as server:
                 say(f"         asking: {prompt}")
-                client = client_of(server.url, server.api_key)
+                client = openai_client(server.url, server.api_key)
                 answer = stream_answer(client, request, display_for(sys.stdout))
                 counters = counters_of_answer(server)
             say("\n".join(report(answer, counters)))

@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from vllm_diffusion.cli.answer import Answer, printable
+from vllm_diffusion.cli.answer import Answer
+from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -104,7 +105,8 @@ class LiveDisplay:
             return Text(self._answer.text)
         # Tokens of a canvas may be here before its last frames where many come at once.
         drawing = Text(self._answer.text[: frame.offset])
-        rest = frame.text
+        # A thought comes before the text; it is no part of the answer.
+        rest = (getattr(frame, "reasoning", None) or "") + frame.text
         for token, is_kept in zip(frame.tokens, frame.kept, strict=True):
             # Special tokens, what an end throws away and parts of characters are no text by themselves.
             if token and rest.startswith(token):
@@ -113,10 +115,17 @@ class LiveDisplay:
         drawing.append(printable(rest), style="dim")
         again = ", begun anew" if frame.begins_anew else ""
         drawing.append(
-            f"\ncanvas {frame.block + 1}, step {frame.step} of at most {frame.total}{again}",
+            f"\ncanvas {frame.block + 1}, {_step_in_words(frame.step, frame.total)}{again}",
             style="italic dim",
         )
         return drawing
+
+
+def _step_in_words(step: int, total: int) -> str:
+    """Describe a step, which a constraint may take past the cap."""
+    if step > total:
+        return f"step {step}, {step - total} past the cap of {total}"
+    return f"step {step} of at most {total}"
 
 
 def figures(answer: Answer) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
-import warnings
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.cli.console import quieten
 from vllm_diffusion.cli.diagnosis import Fact, Mark, sections
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ def add_parser(subcommands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _quieten()
+    quieten()
     print(
         "Looking at this machine; importing vLLM takes some seconds.", file=sys.stderr, flush=True
     )
@@ -54,10 +52,3 @@ def lines(facts: list[Fact]) -> list[str]:
         if fact.remedy:
             out.append(f"  {'':<7}  {'':<{width}}  -> {fact.remedy}")
     return out
-
-
-def _quieten() -> None:
-    """What vLLM and torch say while they are imported is not for this report."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vllm_diffusion.cli.answer import AnswerError, client_of, reason
+from vllm_diffusion.cli.answer import AnswerError, reason
+from vllm_diffusion.cli.client import ServerError, openai_client
 from vllm_diffusion.cli.prompt_sets import Prompt
-from vllm_diffusion.cli.server import Server, ServerError, vllm_serve
+from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ def race(
     *,
     serve_options: Sequence[str] = (),
     one_at_a_time: bool,
+    verbose: bool = False,
     say: Callable[[str], None],
 ) -> list[Result]:
     """Serve the target with each contender, and ask all of them the same.
@@ -243,6 +245,7 @@ def race(
         plan: What is asked.
         serve_options: Of every server.
         one_at_a_time: Whether a server is stopped before the next one starts.
+        verbose: Whether what the servers print is printed, as it comes.
         say: Told of progress.
 
     Returns:
@@ -258,6 +261,7 @@ def race(
                     report=say,
                     timeout=_START_SECONDS,
                     environment=_ENVIRONMENT,
+                    verbose=verbose,
                 )
                 say(f"Starting a server: {result.contender.name}")
                 try:
@@ -308,7 +312,7 @@ def _ask(
     concurrency: int,
     index: int,
 ) -> Round:
-    client = client_of(server.url, server.api_key)
+    client = openai_client(server.url, server.api_key)
     before = Look.at(server)
     used = processor_seconds(server.processes())
     start = time.perf_counter()
@@ -421,6 +425,10 @@ def refusal(log: str) -> str:
     ours = [line for line in lines if line.startswith("vllm-diffusion: ")]
     if ours:
         return ours[-1]
+    # An option of vLLM's that its parser refuses.
+    usage = [line for line in lines if re.match(r"vllm[\w. ]*: error: \S", line)]
+    if usage:
+        return usage[0]
     # The first error is the cause of those behind it.
     for number, line in enumerate(lines):
         if re.match(r"(?:\w+\.)*\w*(?:Error|Exception): \S", line):

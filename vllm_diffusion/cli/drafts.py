@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.console import fail
+from vllm_diffusion.cli import values
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -81,7 +81,9 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Which published DFlash draft goes with a target, what is known of it, and the command "
         "that serves both. Nothing is fetched.",
     )
-    parser.add_argument("target", nargs="?", help="a target, or the end of its name; default: all")
+    parser.add_argument(
+        "target", nargs="?", type=values.text, help="a target, or the end of its name; default: all"
+    )
     parser.set_defaults(run=run)
 
 
@@ -96,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = [p for p in known if wanted in (p.target.lower(), p.target.lower().rpartition("/")[2])]
     if not found:
         names = ", ".join(preset.target for preset in known)
-        return fail(
-            f"No published draft is known for {arguments.target!r}. Known targets: {names}."
+        raise values.UsageError(
+            f"argument target: no published draft is known for {arguments.target!r}; known targets: {names}."
         )
     print("\n\n".join(describe(preset) for preset in found))
     return 0

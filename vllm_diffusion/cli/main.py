@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from importlib.metadata import version
@@ -18,11 +17,12 @@ from vllm_diffusion.cli import (
     serve_page,
     swap_draft,
 )
+from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.settings.bytecode import compile_once
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="vllm-diffusion",
         description="Diffusion LLMs on stock vLLM. To serve one, run `vllm serve` as usual.",
     )
@@ -50,18 +50,23 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         Its exit status: 0 only if it did what it is for.
+
+    Raises:
+        SystemExit: With status 2 if the command line cannot be carried out as it was typed.
     """
     compile_once()
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if "vllm_options" in arguments:
+    if "vllm_options" in arguments and (not rest or rest[0].startswith("-")):
         # A command that starts an engine hands on what it does not know.
         arguments.vllm_options = rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
+    except UsageError as error:
+        arguments.parser.error(str(error))
     except BrokenPipeError:
         # The reader of our output is gone; Python must not complain about it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.client import ask
+from vllm_diffusion.cli.values import UsageError
+
+# Seconds after which a hub that says nothing is one that cannot be reached.
+_HUB_SECONDS = 10.0
 # Held-out questions of the shipped checkpoints' tasks, and others; examples/write_tiny_tasks.py writes it.
 TINY_TASKS_FILE = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny_tasks.jsonl"
 TINY_TASKS = "tiny-tasks"
@@ -77,8 +84,13 @@ HUB_DATA_SETS = {
 NAMES = (TINY_TASKS, *HUB_DATA_SETS)
 
 
-class PromptError(Exception):
-    """There are no such prompts. The message is for the user."""
+def source(value: str) -> str:
+    """What ``--data`` takes: one of :data:`NAMES`, or the path of a file of JSON lines."""
+    if value not in NAMES:
+        path = values.path_of(value)
+        if values.found(path, f"a file of JSON lines, or one of {', '.join(NAMES)}").is_dir():
+            raise values.Refusal(f"{path} is a folder; it must be a file of JSON lines.")
+    return value
 
 
 def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
@@ -90,7 +102,7 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
         seed: Of the draw.
 
     Raises:
-        PromptError: If the source is not there, or a line of it is no prompt.
+        UsageError: If the source is not there, or a line of it is no prompt.
     """
     if source in HUB_DATA_SETS:
         prompts = list(hub_prompts(source))
@@ -98,7 +110,7 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
         path = TINY_TASKS_FILE if source == TINY_TASKS else Path(source)
         prompts = list(file_prompts(path))
     if not prompts:
-        raise PromptError(f"{source} holds no prompt.")
+        raise UsageError(f"--data {source} holds no prompt.")
     by_task: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)
@@ -115,7 +127,7 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(
+        raise UsageError(
             f"--data {path}: {getattr(error, 'strerror', None) or error}. It must be a file of JSON "
             f"lines, or one of {', '.join(NAMES)}."
         ) from None
@@ -125,7 +137,7 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
         try:
             yield prompt_of(json.loads(line), path.stem)
         except ValueError as error:
-            raise PromptError(f"--data {path}, line {number}: {error}") from None
+            raise UsageError(f"--data {path}, line {number}: {error}") from None
 
 
 def prompt_of(entry: Any, task: str) -> Prompt:
@@ -169,26 +181,44 @@ def hub_prompts(name: str) -> Iterator[Prompt]:
     """All of a data set by its name.
 
     Raises:
-        PromptError: If ``datasets`` is not installed, or cannot load it.
+        UsageError: If ``datasets`` is not installed, or cannot load it.
     """
     known = HUB_DATA_SETS[name]
     remedy = 'give a file of JSON lines with {"prompt": ...} or {"turns": [...]} as --data'
     try:
-        from datasets import load_dataset
+        rows = _hub_rows(known)
+        return iter([_conversation(name, known.ask(row)) for row in rows])
     except ImportError:
-        raise PromptError(
+        raise UsageError(
             f"--data {name} needs the package datasets: pip install datasets, or {remedy}."
         ) from None
-    try:
-        rows: Iterable[Any] = load_dataset(known.repository, known.configuration, split=known.split)
-        return iter([_conversation(name, known.ask(row)) for row in rows])
     except Exception as error:
-        # Of the hub, of the network, of the files; all of them are the user's to know.
+        # Errors of the hub, of the network and of the files; all of them are the user's to know.
         said = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise PromptError(
+        raise UsageError(
             f"--data {name}: {known.repository} cannot be loaded ({said}). Where no hub can be reached, "
             f"{remedy}."
         ) from None
+
+
+def _hub_rows(known: HubDataSet) -> Iterable[Any]:
+    """The rows of a data set, from this machine's cache where no hub answers."""
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            ask(constants.ENDPOINT, method="HEAD", timeout=_HUB_SECONDS)
+        except HTTPError:
+            # It answers: what it says of a data set is asked below.
+            pass
+        except OSError:
+            # The library would ask six times for half a minute, and print a line each time. It copies
+            # this when it is imported.
+            constants.HF_HUB_OFFLINE = True
+    from datasets import load_dataset
+
+    rows: Iterable[Any] = load_dataset(known.repository, known.configuration, split=known.split)
+    return rows
 
 
 def _conversation(task: str, turns: Iterable[str]) -> Prompt:

@@ -9,21 +9,21 @@ import shutil
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from vllm_diffusion.calibration.idle_work import IdleWork, IdleWorkError
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.client import ServerError, read_metrics
 from vllm_diffusion.cli.console import fail, say
 from vllm_diffusion.cli.shipped_server import end_with_signals
 from vllm_diffusion.cli.swap_draft import (
     DraftClient,
     SwapError,
     add_server,
+    add_verifications,
     describe,
     wait_until_judged,
 )
@@ -39,7 +39,6 @@ _OURS = (sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate")
 _GATE = (sys.executable, "-m", "vllm_diffusion.calibration.gate")
 # Of the time that is left: training ends by itself before it is ended.
 _SHARE_OF_TRAINING = 0.7
-_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def add_parser(steps: Subcommands) -> None:
@@ -54,37 +53,40 @@ def add_parser(steps: Subcommands) -> None:
         allow_abbrev=False,
     )
     add_server(parser)
-    parser.add_argument("--target", required=True, help="what the server serves")
-    parser.add_argument("--recording", type=Path, required=True, help="where the server records")
-    parser.add_argument("--drafts", type=Path, required=True, help="folder that keeps new drafts")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of a round (%(default)s)")
-    parser.add_argument("--gib", type=float, default=16.0, help="of memory (%(default)s)")
+    parser.add_argument("--target", type=values.model, required=True, help="what the server serves")
     parser.add_argument(
-        "--disk-gib", type=float, default=4.0, help="of hidden states (%(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=2000, help="of training (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="of training (%(default)s)")
-    parser.add_argument(
-        "--exchanges", type=int, default=200, help="new ones that begin a round (%(default)s)"
+        "--recording", type=values.recording, required=True, help="where the server records"
     )
     parser.add_argument(
-        "--verifications", type=int, default=500, help="after which a swap is judged (%(default)s)"
+        "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
     )
-    parser.add_argument("--rounds", type=int, help="end after so many (default: go on)")
+    positive, count = values.number(above=0), values.integer()
+    for option, read, default, meaning in (
+        ("--minutes", positive, 60.0, "of a round"),
+        ("--gib", positive, 16.0, "of memory"),
+        ("--disk-gib", positive, 4.0, "of hidden states"),
+        ("--steps", count, 2000, "of training"),
+        ("--device", values.device, "cpu", "of training"),
+        ("--exchanges", count, 200, "new ones that begin a round"),
+        ("--idle-seconds", values.number(least=0), 30.0, "without a request"),
+    ):
+        parser.add_argument(
+            option, type=read, default=default, metavar="X", help=f"{meaning} (%(default)s)"
+        )
+    add_verifications(parser)
     parser.add_argument(
-        "--idle-seconds", type=float, default=30.0, help="without a request (%(default)s)"
+        "--rounds", type=count, metavar="N", help="end after so many (default: go on)"
     )
     parser.set_defaults(run=run, vllm_options=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
+    try:
+        read_recording(arguments.recording)
+    except ValueError as error:
+        raise values.UsageError(f"--recording: {error}") from None
     end_with_signals()
     try:
-        for name in ("minutes", "gib", "disk_gib", "exchanges", "steps"):
-            value = getattr(arguments, name)
-            if not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0.")
-        read_recording(arguments.recording)
         client = DraftClient(arguments.url, arguments.api_key)
         _served(client)
         rounds = _Rounds(arguments, client)
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             rounds.wait()
             rounds.run()
             done += 1
-    except (ValueError, SwapError) as error:
+    except (ValueError, ServerError) as error:
         return fail(str(error))
     return 0
 
@@ -233,16 +235,6 @@ def _is_busy(url: str) -> bool:
     """Whether a server has requests, by its own gauges.
 
     Raises:
-        SwapError: If it is not there any more.
+        ServerError: If it is not there any more.
     """
-    try:
-        with _http.open(f"{url.rstrip('/')}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-    except OSError as error:
-        raise SwapError(f"{url}/metrics does not answer: {error}") from None
-    return any(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name in _GAUGES
-        for sample in family.samples
-    )
+    return any(sample.value for sample in read_metrics(url) if sample.name in _GAUGES)

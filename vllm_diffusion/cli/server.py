@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import os
 import secrets
 import signal
@@ -12,13 +14,17 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
+
+from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask, read_metrics, totals
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 HOST = "127.0.0.1"
 # Seconds between two looks at a server that is starting, and between two lines about it while it
@@ -39,28 +45,27 @@ _STAGES = (
     ("", "importing vLLM"),
 )
 _LOG_TAIL_LINES = 25
+_HEALTH_SECONDS = 5.0
+# A log that is longer is cut to its end.
+_MAX_LOG_BYTES, _KEPT_LOG_BYTES = 16 * 2**20, 2**20
+_PR_SET_PDEATHSIG = 1
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)
 # A folder named vllm where the user happens to be is not imported in vLLM's place.
 SERVER_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # The command that options follow: `vllm serve`, as this Python has it.
 VLLM_SERVE = (sys.executable, "-m", "vllm_diffusion.cli.vllm_command", "serve")
-# Requests to the server must not go through a proxy of the environment.
-_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class ServerError(Exception):
-    """The server did not start, or stopped. The message is for the user."""
 
 
 class Server:
-    """A server on a free port of this machine, with a random key.
+    """A server of this machine, by default on a free port of its own and with a random key.
 
     Use as a context manager: the block runs when the server is ready, and the server and all its
     processes are gone when the block is left, however it is left.
 
     Attributes:
-        url: ``http://127.0.0.1:<port>``.
-        api_key: What it asks of its clients.
-        log_path: Everything the server printed. Kept only where it can explain an error.
+        url: The server's root, such as ``http://127.0.0.1:<port>``.
+        api_key: The key that clients send; empty if the server has none.
+        log_path: The file of what the server prints. Kept only where it can explain an error.
     """
 
     def __init__(
@@ -68,42 +73,62 @@ class Server:
         command: Sequence[str],
         *,
         report: Callable[[str], None],
-        timeout: float,
+        timeout: float = math.inf,
         environment: dict[str, str] | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        shutdown_seconds: float = 0.0,
+        verbose: bool = False,
     ) -> None:
-        """Nothing is started yet.
+        """Note what to start; nothing is started yet.
 
         Args:
             command: What to run, ``{port}`` standing for the port.
             report: Called with a line about progress every few seconds.
             timeout: Seconds that the server may take until it is ready.
             environment: Variables beside those of this process.
+            url: The server's root; by default on a free port.
+            api_key: The server's key; by default a random one.
+            shutdown_seconds: Time that the server gives its open requests when it is interrupted.
+            verbose: Whether what the server prints is printed here too, as it comes.
         """
         port = free_port()
-        self.url = f"http://{HOST}:{port}"
-        # In the environment, not among the arguments, which every user of the machine can read.
-        self.api_key = secrets.token_urlsafe(32)
+        self.url = url or f"http://{HOST}:{port}"
+        self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
         self._command = [part.replace("{port}", str(port)) for part in command]
         self._report = report
         self._timeout = timeout
+        self._shutdown_seconds = shutdown_seconds
+        self._verbose = verbose
         self._environment = SERVER_ENVIRONMENT | (environment or {})
+        if self.api_key:
+            # In the environment, not among the arguments, which every user of the machine can read.
+            self._environment[KEY_VARIABLE] = self.api_key
         self._process: subprocess.Popen[bytes] | None = None
+        self._printing = threading.Thread(target=self._print_log, daemon=True)
+        self._has_ended = threading.Event()
+        self._log_lock = threading.Lock()
+        self._num_printed = 0
 
     def __enter__(self) -> Server:
         handle, path = tempfile.mkstemp(prefix="vllm-diffusion-", suffix=".log")
+        os.close(handle)
         self.log_path = Path(path)
         try:
             # No interrupt comes between a process and the note of it.
-            with os.fdopen(handle, "wb") as log, _signals_held():
+            with self.log_path.open("ab") as log, _signals_held():
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | self._environment | {"VLLM_API_KEY": self.api_key},
+                    env=os.environ | self._environment,
                     # A process group of its own: Ctrl-C reaches us alone, and we can end all of it.
                     start_new_session=True,
+                    preexec_fn=_end_with_parent if _is_main_thread() else None,
                 )
+            if self._verbose:
+                self._printing.start()
             self._wait_until_ready(self._process)
         except BaseException as error:
             self.__exit__(type(error))
@@ -112,6 +137,9 @@ class Server:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.stop()
+        self._has_ended.set()
+        if self._printing.is_alive():
+            self._printing.join()
         if kind is None or not issubclass(kind, Exception):
             self.log_path.unlink(missing_ok=True)
 
@@ -134,10 +162,10 @@ class Server:
 
     def _is_healthy(self) -> bool:
         try:
-            with _http.open(f"{self.url}/health", timeout=5) as response:
-                return bool(response.status == 200)
+            ask(f"{self.url}/health", timeout=_HEALTH_SECONDS, is_own=True)
         except OSError:
             return False
+        return True
 
     def _stage(self) -> str:
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
@@ -148,21 +176,61 @@ class Server:
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
 
+    def log_end(self) -> str:
+        """Where the log of a server that failed is, with its last lines where they were not printed."""
+        if self._verbose:
+            return f"The server's log: {self.log_path}"
+        return f"The end of the server's log, {self.log_path}:\n{self.log_tail()}\n"
+
+    def wait(self) -> None:
+        """Return when the server has ended by itself. Meanwhile its log is kept small.
+
+        Raises:
+            ServerError: If its exit status is not 0.
+        """
+        process = self._process
+        while process is not None and process.poll() is None:
+            time.sleep(_POLL_SECONDS)
+            if self.log_path.stat().st_size > _MAX_LOG_BYTES:
+                self._shorten_log()
+        if process is not None and process.returncode:
+            raise ServerError(f"The server stopped with exit status {process.returncode}.")
+
+    def _shorten_log(self) -> None:
+        """Drop the log but for its end. The server appends, so that its next line follows."""
+        with self._log_lock, self.log_path.open("r+b") as log:
+            if self._verbose:
+                self._print_new(log)
+            log.seek(-_KEPT_LOG_BYTES, os.SEEK_END)
+            kept = log.read()
+            log.seek(0)
+            log.truncate()
+            log.write(kept)
+            self._num_printed = len(kept)
+
+    def _print_log(self) -> None:
+        """Print the log as it grows, until the server has ended."""
+        is_last = False
+        while not is_last:
+            is_last = self._has_ended.wait(_POLL_SECONDS)
+            with self._log_lock, self.log_path.open("rb") as log:
+                self._print_new(log)
+
+    def _print_new(self, log: BinaryIO) -> None:
+        """Print what of the log was not printed yet."""
+        log.seek(self._num_printed)
+        new = log.read()
+        self._num_printed += len(new)
+        sys.stderr.write(new.decode(errors="replace"))
+        sys.stderr.flush()
+
     def samples(self) -> list[Sample]:
-        """All that the server's ``/metrics`` says at this moment."""
-        try:
-            with _http.open(f"{self.url}/metrics", timeout=30) as response:
-                text = response.read().decode()
-        except OSError as error:
-            raise ServerError(f"The server's /metrics cannot be read: {error}.") from error
-        return [each for family in text_string_to_metric_families(text) for each in family.samples]
+        """All samples of the server's ``/metrics``, read now."""
+        return read_metrics(self.url, is_own=True)
 
     def counters(self) -> dict[str, float]:
         """:meth:`samples` by name, summed over their labels."""
-        totals: dict[str, float] = {}
-        for sample in self.samples():
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-        return totals
+        return totals(self.samples())
 
     def processes(self) -> list[int]:
         """Ids of the server's first process and of all that it started; none once it has ended."""
@@ -184,6 +252,7 @@ class Server:
                 if kind is signal.SIGINT:
                     # The server's first process ends its engine in order.
                     process.send_signal(kind)
+                    patience += self._shutdown_seconds
                 else:
                     _signal_group(process.pid, kind)
                 try:
@@ -200,7 +269,7 @@ class Server:
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Signals that end this process, and that Python handles, are handled behind the block."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         # They reach the main thread alone.
         yield
         return
@@ -215,6 +284,19 @@ def _signals_held() -> Iterator[None]:
             signal.signal(kind, handler)
         for number in came:
             signal.raise_signal(number)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _end_with_parent() -> None:
+    """Have Linux end this process, a server's first one, when the one that started it has ended.
+
+    A parent that is killed cannot stop its server. Linux counts the thread that starts a process as its
+    parent: a server of another thread than the main one is left out.
+    """
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _signal_group(group: int, kind: signal.Signals) -> None:
@@ -234,7 +316,7 @@ def free_port() -> int:
     while True:
         # Not by `random`, which vLLM seeds: two processes that had engines would choose the same.
         port = 10_000 + secrets.randbelow(22_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))
             return port
 

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
-from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, ServerError, vllm_serve
+from vllm_diffusion.cli.client import ServerError
+from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, vllm_serve
 
 # Under which the server knows the checkpoint, whichever it is.
 MODEL_NAME = "tiny"
+# Tokens of a prompt and its answer together.
+MAX_MODEL_LEN = 1024
 # The checkpoint is text and images of a few tokens; what is small here starts sooner.
 _SERVE_OPTIONS = (
     *("--served-model-name", MODEL_NAME),
-    *("--max-model-len", "1024"),
+    *("--max-model-len", str(MAX_MODEL_LEN)),
     *("--max-num-seqs", "2"),
     # Compiling the decision step takes longer than one answer.
     "--enforce-eager",
@@ -53,7 +56,11 @@ def speculative_config(draft: Path) -> str:
 
 @contextmanager
 def shipped_server(
-    family: str, say: Callable[[str], None], *, with_draft: bool = False
+    family: str,
+    say: Callable[[str], None],
+    *,
+    with_draft: bool = False,
+    verbose: bool = False,
 ) -> Iterator[Server]:
     """A server that is ready, and gone when the block is left.
 
@@ -61,6 +68,7 @@ def shipped_server(
         family: Whose checkpoint it serves.
         say: Told of progress, line by line, and the end of the log of a server that fails.
         with_draft: Have its draft propose, and it verify.
+        verbose: Print what the server prints, as it comes.
 
     Raises:
         FileNotFoundError: If the installation lacks a file of the checkpoint.
@@ -75,6 +83,7 @@ def shipped_server(
         report=say,
         timeout=_START_SECONDS,
         environment=_SERVE_ENVIRONMENT,
+        verbose=verbose,
     )
     drafted = " and its draft" if with_draft else ""
     say(f"Starting vLLM on {server.url} with {checkpoint}{drafted}")
@@ -84,5 +93,5 @@ def shipped_server(
             say(f"{time.monotonic() - start:5.0f} s  ready")
             yield server
     except ServerError:
-        say(f"The end of the server's log, {server.log_path}:\n{server.log_tail()}\n")
+        say(server.log_end())
         raise

@@ -7,24 +7,23 @@ import json
 import os
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
 from vllm_diffusion.cli.console import fail
+from vllm_diffusion.drafting.accepted import LEAST, MOST
 from vllm_diffusion.training.draft_trial import PATH, PENDING, ROLLED_BACK
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
 
-KEY_VARIABLE = "VLLM_API_KEY"
 _SECONDS = 600.0
 _POLL_SECONDS = 1.0
-# A server on this machine is not reached through a proxy of the environment.
-_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class SwapError(Exception):
+class SwapError(ServerError):
     """The server is not there, or said no. The message is for the user."""
 
 
@@ -37,7 +36,7 @@ class DraftClient:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/") + PATH
+        self._url = url + PATH
         self._api_key = api_key or os.environ.get(KEY_VARIABLE)
 
     def status(self) -> dict[str, Any]:
@@ -61,14 +60,11 @@ class DraftClient:
         return self._ask("DELETE")
 
     def _ask(self, method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url, data, headers, method=method)
         try:
-            with _http.open(request, timeout=_SECONDS) as answer:
-                found: dict[str, Any] = json.load(answer)
+            answer = ask(
+                self._url, method=method, body=body, api_key=self._api_key, timeout=_SECONDS
+            )
+            found: dict[str, Any] = json.loads(answer)
         except urllib.error.HTTPError as error:
             raise SwapError(_reason(error)) from None
         except (OSError, ValueError) as error:
@@ -99,14 +95,11 @@ def add_parser(subcommands: Subcommands) -> None:
         "if it is worse. Without a draft, say which one is served and what became of the last swap. The "
         "exit status is 1 where the draft was refused or put back.",
     )
-    parser.add_argument("draft", nargs="?", type=Path, help="folder of the new draft")
-    add_server(parser)
     parser.add_argument(
-        "--verifications",
-        type=int,
-        default=500,
-        help="after how many of its own the new draft is judged (%(default)s)",
+        "draft", nargs="?", type=values.path_of, help="folder of the new draft, for the server"
     )
+    add_server(parser)
+    add_verifications(parser)
     parser.add_argument("--wait", action="store_true", help="until it is judged")
     parser.add_argument(
         "--roll-back",
@@ -118,14 +111,34 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """The options that name a server."""
-    parser.add_argument("--url", required=True, help="of the server, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--api-key", help=f"of the server; {KEY_VARIABLE} is looked at too")
+    parser.add_argument(
+        "--url", type=values.url, required=True, help="of the server, e.g. http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "--api-key",
+        type=values.key,
+        metavar="KEY",
+        help=f"of the server; better in {KEY_VARIABLE}, since other users of a machine can read arguments",
+    )
+
+
+def add_verifications(parser: argparse.ArgumentParser) -> None:
+    """The option that says when a new draft is judged."""
+    parser.add_argument(
+        "--verifications",
+        type=values.integer(LEAST, MOST),
+        default=500,
+        metavar="N",
+        help="after how many of its own the new draft is judged (%(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     client = DraftClient(arguments.url, arguments.api_key)
     if arguments.roll_back and arguments.draft is not None:
-        return fail("--roll-back takes no draft: it puts back the one that was replaced.")
+        raise values.UsageError(
+            "--roll-back takes no draft: it puts back the one that was replaced."
+        )
     try:
         if arguments.roll_back:
             print(describe(client.put_back()))

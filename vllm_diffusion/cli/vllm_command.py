@@ -13,8 +13,11 @@ import gc
 import os
 import sys
 
+from vllm_diffusion.settings.environment import await_engine_at_shutdown
+
 if __name__ == "__main__":
     gc.disable()
+    await_engine_at_shutdown()
     from vllm.entrypoints.cli import main, openai, serve  # noqa: F401
     from vllm.platforms import current_platform
 

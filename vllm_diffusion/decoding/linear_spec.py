@@ -19,7 +19,8 @@ class LinearSpec(DecodingRule):
     So the tokens are those of drawing one after another: the draft decides only how many come at once.
 
     Source: ``linear_spec_generate`` of nvidia/Nemotron-Labs-Diffusion with ``threshold=0``. It differs:
-    a draft is greedy at any temperature, and a first token that is the mask token stays.
+    a draft is greedy at any temperature, and a first token that is the mask token stays, where that code
+    drafts over it and so leaves the law of drawing one after another.
     """
 
     settings = {}

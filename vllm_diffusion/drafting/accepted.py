@@ -15,6 +15,8 @@ MARGIN = 0.02
 NUM_ERRORS = 2.0
 # Fewer verifications of a served draft are nothing to call another one worse by.
 LEAST = 30
+# A server remembers as many of the draft before, to compare another one with.
+MOST = 10_000
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Models without blocks, whose checkpoints are refused by name.
+"""Models that are not served, whose checkpoints are refused by name.
 
-Each attends in both directions over the whole sequence, so that no key or value is final before the
-last token is, and no cache of them is exact.
+Most attend in both directions over the whole sequence, so that no key or value is final before the
+last token is, and no cache of them is exact. DreamReasoner-8B has Dream's ``model_type`` and blocks; its
+``architectures`` and ``block_size`` tell it (SJTU-DENG-Lab/Diffulex at 184ba97, its test of that model's configuration).
 """
 
 from __future__ import annotations
@@ -44,9 +45,20 @@ class RefusedEngineConfig(BlockDiffusionEngineConfig):
 
 
 class DreamEngineConfig(RefusedEngineConfig):
-    """The entry of ``DreamModel``."""
+    """The entry of ``DreamModel`` and of ``DreamForCausalLM``."""
 
     model = "Dream (and DiffuCoder)"
+
+    @classmethod
+    def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
+        block_size = getattr(model_config.hf_config, "block_size", None)
+        if block_size is None:
+            super().verify_and_update_model_config(model_config)
+        raise ValueError(
+            f"DreamReasoner-8B (model_type='Dream' with block_size={block_size!r}) denoises blocks behind "
+            "an exact cache, but its loop is not implemented; serve a family of docs/families.md "
+            "(SDAR-8B-Chat has the same layers), or add it by docs/add-a-family.md."
+        )
 
 
 class LLaDAEngineConfig(RefusedEngineConfig):

@@ -79,6 +79,12 @@ REFUSED = (
         _ROOM + "refused:DreamConfig",
     ),
     Family(
+        "DreamForCausalLM",
+        _NO_MODEL,
+        _ROOM + "refused:DreamEngineConfig",
+        _ROOM + "refused:DreamConfig",
+    ),
+    Family(
         "LLaDAModelLM",
         _NO_MODEL,
         _ROOM + "refused:LLaDAEngineConfig",

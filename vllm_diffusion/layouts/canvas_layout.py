@@ -307,6 +307,16 @@ class CanvasLayout:
         """
         return row
 
+    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+        """[N], bool: rows whose token was given, by the prompt or by the request.
+
+        Args:
+            unwritten: [N], bool: rows whose position no step ever wrote.
+            position: [N], int64, each one's position in its canvas.
+            is_pinned: [N], bool: rows whose token the request holds in place.
+        """
+        return unwritten
+
     def was_reported(self, position: Tensor, is_seed: Tensor, is_decided: Tensor) -> Tensor:
         """[N], bool: rows whose log-probabilities an earlier pass computed.
 

@@ -19,6 +19,11 @@ def _seeding(ends_known: np.ndarray) -> np.ndarray | None:
     return ends_known if ends_known.any() else None
 
 
+def _given(unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+    """Rows of given tokens; a first token was drawn before its canvas's first step."""
+    return unwritten & ((position > 0) | is_pinned)
+
+
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
     """Noise keys of first tokens: before the canvas's first step, at a position behind its end."""
     committed = rows.committed
@@ -56,6 +61,9 @@ class SeededBlock(CanvasLayout):
         last = (num_final - 1).clamp(min=0).long()[:, None]
         behind = drawn.gather(-1, last)[:, 0]
         return torch.where(committed, behind, drawn[:, 0])
+
+    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+        return _given(unwritten, position, is_pinned)
 
     def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
         return first + num_rows - 1
@@ -95,6 +103,9 @@ class ShiftedBlock(AlignedBlock):
 
     def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
         return drawn[:, 0]
+
+    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+        return _given(unwritten, position, is_pinned)
 
     def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
         return first

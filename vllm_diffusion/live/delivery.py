@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_diffusion.canvas.report import RequestReport
-from vllm_diffusion.live.frame import CanvasStepMap, frame_of
-from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, open_inbox
+from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
+from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import METRICS, metrics_of_passes
 from vllm_diffusion.replacement import replace
+from vllm_diffusion.requests.engine_message import check_decodable
 from vllm_diffusion.requests.params import Shown, parse_shown
 
 # Under which a finished output holds the steps that decided its tokens.
@@ -45,12 +46,13 @@ class _Told:
         self.trace: list[list[list[int]]] = []
         self.passes: list[int] = []
 
-    def take(self, report: RequestReport, state: Any) -> None:
+    def take(self, report: RequestReport, output: Any, state: Any) -> None:
         """Keep a report, or hand it on.
 
         Args:
-            report: Of the request.
-            state: vLLM's, before it takes the tokens that come with the report.
+            report: The request's.
+            output: vLLM's ``EngineCoreOutput``, with the tokens that come with the report.
+            state: vLLM's, before it takes them.
         """
         self.steps += report.step_map
         self.passes += report.passes
@@ -62,15 +64,21 @@ class _Told:
             fields = self.shown.frame_fields
             self.inbox.put(frame_of(reported, fields, state, self.prompt_index))
         if report.step_map:
+            from vllm.v1.engine import FinishReason
+
+            is_stopped = output.finish_reason == FinishReason.STOP
+            addition = added_by(state.detokenizer, output.new_token_ids, is_stopped)
             self.inbox.put(
                 CanvasStepMap(
                     index=state.request_index,
                     prompt_index=self.prompt_index,
                     block=self.num_canvases,
-                    steps=tuple(report.step_map),
+                    steps=tuple(report.step_map[: addition.num_tokens]),
                 )
             )
             self.num_canvases += 1
+        if isinstance(state.queue, OrderedQueue):
+            state.queue.wake()
 
 
 # Of a request's state, which is vLLM's and lives as long as the request.
@@ -82,8 +90,11 @@ def _with_inbox(stock: Any) -> Any:
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
+        if params is not None:
+            # Nothing changes them any more: vLLM's next step is to send them.
+            check_decodable(params)
         shown = parse_shown(params.extra_args if params else None)
-        inbox = open_inbox() if shown.frame_interval else None
+        inbox = open_inbox()
         if shown.frame_interval and inbox is None:
             raise VLLMValidationError(
                 f"diffusion_frames {WHERE_FRAMES_ARE}",
@@ -93,7 +104,7 @@ def _with_inbox(stock: Any) -> Any:
         prompt_index = 0
         if inbox is not None:
             inbox.num_answers += 1
-            if inbox.num_answers > MOST_WATCHED_ANSWERS:
+            if shown.frame_interval and inbox.num_answers > MOST_WATCHED_ANSWERS:
                 raise VLLMValidationError(
                     f"diffusion_frames shows at most {MOST_WATCHED_ANSWERS} answers of one request; "
                     "lower n or the number of prompts.",
@@ -101,8 +112,11 @@ def _with_inbox(stock: Any) -> Any:
                     value=shown.frame_interval,
                 )
             prompt_index = inbox.prompt_index(request.external_req_id)
+            inbox.prompts[prompt_index] = request.prompt_token_ids or []
         stock(self, request, *args, **kwargs)
         state = self.request_states[request.request_id]
+        if inbox is not None and state.queue is not None:
+            state.queue = OrderedQueue(state.queue, inbox)
         setattr(state, _TOLD, _Told(shown, inbox, prompt_index))
 
     return add_request
@@ -117,7 +131,7 @@ def _taking_reports(stock: Any) -> Any:
             report, output.routed_experts = output.routed_experts, None
             state = self.request_states.get(output.request_id)
             if report is not None and state is not None:
-                getattr(state, _TOLD).take(RequestReport.decode(report), state)
+                getattr(state, _TOLD).take(RequestReport.decode(report), output, state)
             # vLLM has none in which nothing happened: it is a report alone.
             if report is None or output.new_token_ids or output.finish_reason is not None:
                 of_vllm.append(output)

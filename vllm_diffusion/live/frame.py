@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,21 +16,25 @@ class CanvasFrame:
     """A canvas as it stands after a denoising step.
 
     Attributes:
-        index: Of the answer among the ``n`` of its prompt.
-        prompt_index: Of the prompt among those of the call.
+        index: Place of the answer among the ``n`` of its prompt.
+        prompt_index: Place of the prompt among the prompts of the call.
         block: Canvases of the answer before this one.
-        step: From 1 on.
+        step: The step, from 1 on. A constraint may hold a canvas beyond ``total``.
         total: The step cap.
         offset: Where in the answer's text the canvas begins, in characters.
-        text: What the canvas would add to it if it were committed as it is.
-        is_last: Whether the canvas is done; its tokens follow.
+        text: What the canvas would add to it if it were committed as it is, before a chat's parsers.
+        withheld: Text before it that deltas have not brought, since a stop string may begin in it.
+        answer_token_ids: The tokens that it would add: up to an end token, a stop string, a detected
+            repetition, ``max_tokens`` or, of a verified draft, the first token that is refused.
+        ends_answer: Whether the answer would end with them.
+        is_last: Whether the canvas is committed as it is; its tokens follow.
         begins_anew: Whether an earlier frame of this canvas was of one that was lost: the request was
             preempted, and denoises the canvas again.
-        token_ids: Of all of its positions; ``None`` if not asked for, as those below.
-        tokens: The text of each by itself, as ``logprobs`` spell it, special tokens too; ``None`` also
-            where the request is not to be detokenized.
+        token_ids: The tokens of all its positions; ``None`` if not asked for, as the fields below.
+        tokens: The text of each token by itself, as ``logprobs`` spell it, special tokens too; ``None``
+            also where the request is not to be detokenized.
         kept: Positions whose token enters the next step as it is.
-        entropy: Of each position's distribution, in nats.
+        entropy: Entropy of each position's distribution, in nats.
     """
 
     index: int
@@ -40,6 +44,9 @@ class CanvasFrame:
     total: int
     offset: int
     text: str
+    withheld: str
+    answer_token_ids: tuple[int, ...]
+    ends_answer: bool
     is_last: bool
     begins_anew: bool
     token_ids: tuple[int, ...] | None = None
@@ -53,10 +60,10 @@ class CanvasStepMap:
     """The steps that decided the tokens of a canvas that was committed.
 
     Attributes:
-        index: Of the answer among the ``n`` of its prompt.
-        prompt_index: Of the prompt among those of the call.
+        index: Place of the answer among the ``n`` of its prompt.
+        prompt_index: Place of the prompt among the prompts of the call.
         block: Canvases of the answer before this one.
-        steps: For each of its tokens, from 1 on; 0 for one that was known before the first step.
+        steps: The step of each of its tokens, from 1 on; 0 for one that was known before the first step.
     """
 
     index: int
@@ -68,17 +75,18 @@ class CanvasStepMap:
 def frame_of(
     reported: ReportedFrame, fields: tuple[str, ...], state: Any, prompt_index: int
 ) -> CanvasFrame:
-    """A frame for whoever watches.
+    """Make a frame for whoever watches.
 
     Args:
-        reported: By the engine.
-        fields: What it holds besides its text.
+        reported: The engine's report.
+        fields: What the frame holds besides its text.
         state: vLLM's state of the request, as its committed tokens left it.
-        prompt_index: Of its prompt.
+        prompt_index: Place of the prompt in the call.
     """
     tokens: list[int] = np.frombuffer(reported.tokens, np.int32).tolist()
     kept = np.frombuffer(reported.kept, np.uint8)
     entropy = np.frombuffer(reported.entropy, np.float32)
+    addition = added_by(state.detokenizer, tokens[: reported.num_shown], reported.is_stopped)
     return CanvasFrame(
         index=state.request_index,
         prompt_index=prompt_index,
@@ -86,7 +94,10 @@ def frame_of(
         step=reported.step,
         total=reported.max_steps,
         offset=len(_text_of(state.detokenizer)),
-        text=_text_after(state.detokenizer, tokens[: reported.num_shown], reported.is_ended),
+        text=addition.text,
+        withheld=_withheld(state.detokenizer),
+        answer_token_ids=tuple(tokens[: addition.num_tokens]),
+        ends_answer=reported.is_ended or addition.is_stopped,
         is_last=reported.is_last,
         begins_anew=reported.begins_anew,
         token_ids=tuple(tokens) if "token_ids" in fields else None,
@@ -96,31 +107,55 @@ def frame_of(
     )
 
 
+class Addition(NamedTuple):
+    """What tokens add to an answer.
+
+    Attributes:
+        text: Their text, which may be none of a special token.
+        num_tokens: How many of them there are up to the end of a stop string.
+        is_stopped: Whether there is one.
+    """
+
+    text: str
+    num_tokens: int
+    is_stopped: bool
+
+
+def added_by(detokenizer: Any, token_ids: list[int], is_stopped: bool) -> Addition:
+    """Return what the answer's own detokenizer would make of more tokens, and leave it as it is.
+
+    Args:
+        detokenizer: vLLM's, of the answer.
+        token_ids: The tokens that would follow.
+        is_stopped: Whether the last of them is one at which the request stops.
+    """
+    ahead = copy.copy(detokenizer)
+    for name, value in vars(detokenizer).items():
+        if isinstance(value, list) or name == "stream":
+            setattr(ahead, name, copy.copy(value))
+    stop_string = ahead.update(list(token_ids), is_stopped)
+    return Addition(
+        _text_of(ahead)[len(_text_of(detokenizer)) :],
+        ahead.num_output_tokens() - detokenizer.num_output_tokens(),
+        stop_string is not None,
+    )
+
+
 def _texts(state: Any, token_ids: list[int]) -> tuple[str, ...] | None:
-    """Each token's text by itself; ``None`` without a tokenizer."""
+    """Return each token's text by itself; ``None`` without a tokenizer."""
     from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
     tokenizer = state.logprobs_processor.tokenizer
     return None if tokenizer is None else tuple(convert_ids_list_to_tokens(tokenizer, token_ids))
 
 
-def _text_after(detokenizer: Any, token_ids: list[int], is_ended: bool) -> str:
-    """What the answer's own detokenizer would make of more tokens, which it is not told of.
-
-    Args:
-        detokenizer: vLLM's, of the answer.
-        token_ids: The tokens that would follow.
-        is_ended: Whether the last of them ends the request.
-    """
-    ahead = copy.copy(detokenizer)
-    for name, value in vars(detokenizer).items():
-        if isinstance(value, list) or name == "stream":
-            setattr(ahead, name, copy.copy(value))
-    ahead.update(token_ids, is_ended)
-    return _text_of(ahead)[len(_text_of(detokenizer)) :]
+def _withheld(detokenizer: Any) -> str:
+    """Return the end of its text that waits for more tokens."""
+    length: int = getattr(detokenizer, "stop_buffer_length", 0)
+    return _text_of(detokenizer)[-length:] if length else ""
 
 
 def _text_of(detokenizer: Any) -> str:
-    """What it has made so far; nothing for a request that is not to be detokenized."""
+    """Return what it has made so far; nothing for a request that is not to be detokenized."""
     text: str = getattr(detokenizer, "output_text", "")
     return text

@@ -6,16 +6,20 @@ it. Committed text stays in ordinary deltas.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
-from vllm_diffusion.live.watch import watch_async
+from vllm_diffusion.live.inbox import Inbox
+from vllm_diffusion.live.parsed import ParsedAnswers
+from vllm_diffusion.live.watch import items_of
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.params import parse_shown
+from vllm_diffusion.requests.refused_streams import ending_with_refusals
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -44,7 +48,11 @@ def install() -> None:
         _completion_with_step_maps,
     )
     # Where a stream has begun, a refusal comes too late for its status.
-    replace(OpenAIServingResponses, "create_responses", _without_frames)
+    replace(
+        OpenAIServingResponses,
+        "create_responses",
+        lambda stock: ending_with_refusals(_without_frames(stock)),
+    )
     replace(AnthropicServingMessages, "create_messages", _without_frames)
     replace(OpenAIServingChatBatch, "create_batch_chat_completion", _without_frames)
 
@@ -95,11 +103,6 @@ def _reading_diffusing(stock: Any) -> Any:
     return to_sampling_params
 
 
-def _sends_more(request: Any) -> bool:
-    """Whether the request, which was checked, asks for frames or for a step map."""
-    return bool(parse_shown(request.vllm_xargs))
-
-
 def _chat_with_frames(stock: Any) -> Any:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
@@ -109,15 +112,26 @@ def _chat_with_frames(stock: Any) -> Any:
         result_generator: Any,
         request_id: str,
         model_name: str,
-        *args: Any,
-        **kwargs: Any,
+        conversation: Any,
+        tokenizer: Any,
+        request_metadata: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_token_counts: dict[str, int] | None = None,
     ) -> AsyncGenerator[str, None]:
-        stream = stock(self, request, result_generator, request_id, model_name, *args, **kwargs)
+        def stream(outputs: Any) -> AsyncGenerator[str, None]:
+            about = (conversation, tokenizer, request_metadata, chat_template_kwargs)
+            return stock(self, request, outputs, request_id, model_name, *about, mm_token_counts)
+
+        shown = parse_shown(request.vllm_xargs)
         # Others are made of its stream, in formats that have no frames.
-        if type(self) is not OpenAIServingChat or not _sends_more(request):
-            return stream
+        if type(self) is not OpenAIServingChat or not shown:
+            return stream(result_generator)
         head = {"id": request_id, "object": "chat.completion.chunk", "model": model_name}
-        return _with_events(stream, [request_id], head, {"delta": {}}, request.n or 1)
+        inbox, parsed = Inbox([request_id]), None
+        if shown.frame_interval and self.parser_cls is not None and tokenizer is not None:
+            parsed = ParsedAnswers(self, request, tokenizer, chat_template_kwargs)
+        chunks = _Chunks(head, {"delta": {}}, request.n or 1, inbox, parsed)
+        return _with_events(stream, result_generator, chunks)
 
     return chat_completion_stream_generator
 
@@ -134,63 +148,128 @@ def _completion_with_frames(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        stream = stock(
-            self,
-            request,
-            engine_inputs,
-            result_generator,
-            request_id,
-            created_time,
-            model_name,
-            *args,
-            **kwargs,
-        )
-        if not _sends_more(request):
-            return stream
-        head = {"id": request_id, "object": "text_completion", "model": model_name}
         request_ids = [f"{request_id}-{i}" for i in range(len(engine_inputs))]
-        return _with_events(stream, request_ids, head, {"text": ""}, request.n or 1)
+
+        async def numbered(outputs: AsyncIterator[Any]) -> AsyncGenerator[tuple[int, Any], None]:
+            async for output in outputs:
+                yield request_ids.index(output.request_id), output
+
+        def stream(outputs: Any) -> AsyncGenerator[str, None]:
+            before, after = (self, request, engine_inputs), (request_id, created_time, model_name)
+            return stock(*before, outputs, *after, *args, **kwargs)
+
+        if not parse_shown(request.vllm_xargs):
+            return stream(result_generator)
+        head = {"id": request_id, "object": "text_completion", "model": model_name}
+        chunks = _Chunks(head, {"text": ""}, request.n or 1, Inbox(request_ids))
+        return _with_events(lambda outputs: stream(numbered(outputs)), result_generator, chunks)
 
     return completion_stream_generator
 
 
 async def _with_events(
-    stream: AsyncIterator[str],
-    request_ids: list[str],
-    head: dict[str, Any],
-    nothing: dict[str, Any],
-    num_answers: int,
+    stream: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
+    result_generator: AsyncGenerator[Any, None],
+    chunks: _Chunks,
 ) -> AsyncGenerator[str, None]:
-    """A stream of server-sent events, with one for each frame and step map.
+    """Yield the server-sent events that vLLM makes of outputs, with those of frames in their places.
+
+    vLLM asks for an output when it has sent all that it made of the one before. What lies between two
+    outputs is therefore sent while vLLM waits for the second.
 
     Args:
-        stream: vLLM's.
-        request_ids: With which the engine was called, one for each prompt.
-        head: Of a chunk.
-        nothing: Of a choice that says nothing.
-        num_answers: To each prompt.
+        stream: Makes vLLM's events of outputs.
+        result_generator: The engine's outputs.
+        chunks: Makes events of frames and step maps.
     """
-    head["created"] = int(time.time())
-    async for event in watch_async(stream, request_ids):
-        if isinstance(event, str):
+    watched = items_of(result_generator, chunks.inbox)
+    # Of one event: a client that reads slowly makes vLLM wait.
+    ready: asyncio.Queue[str | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        async for item in watched:
+            if isinstance(item, (CanvasFrame, CanvasStepMap)):
+                await ready.put(chunks.of(item))
+            else:
+                chunks.take(item)
+                yield item
+
+    async def send() -> None:
+        try:
+            async for event in stream(outputs()):
+                await ready.put(event)
+        except Exception as error:
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    sending = asyncio.ensure_future(send())
+    try:
+        while (event := await ready.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
             yield event
-            continue
-        index = event.prompt_index * num_answers + event.index
-        choice = {"index": index, **nothing, "logprobs": None, "finish_reason": None}
-        yield f"data: {json.dumps({**head, 'choices': [choice], **_shown(event)})}\n\n"
+    finally:
+        # Whoever stops reading stops the requests.
+        sending.cancel()
+        await asyncio.wait({sending})
+        await watched.aclose()
+
+
+class _Chunks:
+    """Makes chunks of the stream of frames and step maps."""
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        nothing: dict[str, Any],
+        num_answers: int,
+        inbox: Inbox,
+        parsed: ParsedAnswers | None = None,
+    ) -> None:
+        """Fix what all chunks of a stream have in common.
+
+        Args:
+            head: Fields of a chunk beside its choices.
+            nothing: The fields of a choice that says nothing.
+            num_answers: Answers to each prompt.
+            inbox: The call's.
+            parsed: The answers as parsers read them; ``None`` if there is no parser.
+        """
+        self._head = head | {"created": int(time.time())}
+        self._nothing = nothing
+        self._num_answers = num_answers
+        self.inbox = inbox
+        self._parsed = parsed
+
+    def take(self, output: Any) -> None:
+        """Hear of an output before vLLM makes chunks of it."""
+        if self._parsed is not None:
+            self._parsed.take(output)
+
+    def of(self, event: CanvasFrame | CanvasStepMap) -> str:
+        """Return the server-sent event of a frame or step map."""
+        index = event.prompt_index * self._num_answers + event.index
+        choice = {"index": index, **self._nothing, "logprobs": None, "finish_reason": None}
+        fields = _shown(event)
+        if self._parsed is not None and isinstance(event, CanvasFrame):
+            fields |= self._parsed.shown(event, self.inbox.prompts[event.prompt_index])
+        shown = {name: value for name, value in fields.items() if value is not None}
+        return f"data: {json.dumps({**self._head, 'choices': [choice], **shown})}\n\n"
 
 
 def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
-    """What a chunk holds beside its empty choice."""
+    """Return what a chunk holds beside its empty choice."""
     if isinstance(event, CanvasStepMap):
         return {"type": "diffusion_step_map", "block": event.block, "steps": event.steps}
-    shown = {
+    return {
         "type": "diffusion_frame",
         "block": event.block,
         "step": event.step,
         "total": event.total,
         "offset": event.offset,
         "text": event.text,
+        "num_tokens": len(event.answer_token_ids),
         "is_last": event.is_last,
         "begins_anew": event.begins_anew,
         "token_ids": event.token_ids,
@@ -198,7 +277,6 @@ def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
         "kept": event.kept,
         "entropy": None if event.entropy is None else [round(e, 4) for e in event.entropy],
     }
-    return {name: value for name, value in shown.items() if value is not None}
 
 
 def _chat_with_step_maps(stock: Any) -> Any:

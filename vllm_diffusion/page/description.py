@@ -6,20 +6,22 @@ from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.settings import Choice, Setting
-from vllm_diffusion.requests.params import PREFIX
+from vllm_diffusion.requests.params import PREFIX, end_token_ids
 
 
-def describe(model_config: Any) -> dict[str, Any]:
-    """A served model, for ``GET /v1/diffusion/model``.
+def describe(model_config: Any, end_tokens: list[str]) -> dict[str, Any]:
+    """Describe a served model for ``GET /v1/diffusion/model``.
 
     Args:
         model_config: vLLM's ``ModelConfig``.
+        end_tokens: As :func:`end_tokens_of` returns them.
 
     Returns:
         JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` and
-        ``max_model_len`` in tokens; ``settings``, what a request may set in ``vllm_xargs``, each with
-        its ``name``, ``meaning``, ``default`` and either the ``words`` to choose from or ``is_integer``,
-        ``low`` and ``high``; and ``presets``: settings that go together, by the preset's name.
+        ``max_model_len`` in tokens, its ``end_tokens``; ``settings``, what a request may set in
+        ``vllm_xargs``, each with its ``name``, ``meaning``, ``default`` and either the ``words`` to
+        choose from or ``is_integer``, ``low`` and ``high``; and ``presets``: settings that go
+        together, by the preset's name.
 
     Raises:
         ValueError: If this package does not serve the model.
@@ -47,12 +49,32 @@ def describe(model_config: Any) -> dict[str, Any]:
         "architecture": model_config.architecture,
         "canvas_length": spec.length,
         "max_model_len": model_config.max_model_len,
+        "end_tokens": end_tokens,
         "settings": [_setting(name, *settings[name]) for name in settings],
         "presets": {
             name: {PREFIX + setting: value for setting, value in values.items()}
             for name, values in spec.rule.presets.items()
         },
     }
+
+
+def end_tokens_of(model_config: Any, tokenizer: Any) -> list[str]:
+    """Spell the tokens that end an answer where its request names no others, as frames spell them.
+
+    Args:
+        model_config: vLLM's ``ModelConfig``.
+        tokenizer: The served model's; ``None`` where vLLM was started without one.
+    """
+    from vllm import SamplingParams
+    from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+
+    if tokenizer is None:
+        return []
+    params = SamplingParams()
+    params.update_from_generation_config(
+        model_config.try_get_generation_config(), tokenizer.eos_token_id
+    )
+    return list(convert_ids_list_to_tokens(tokenizer, end_token_ids(params)))
 
 
 def _setting(name: str, setting: Setting | Choice, default: float | str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
 
-from vllm_diffusion.page.description import describe
+from vllm_diffusion.page.description import describe, end_tokens_of
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES
 
 # Beneath /v1, where vLLM asks for the key.
@@ -47,6 +47,8 @@ class LiveCanvasPage:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Learn which model is served."""
         self._model_config = engine_client.vllm_config.model_config
+        tokenizer = engine_client.renderer.tokenizer
+        self._end_tokens = end_tokens_of(self._model_config, tokenizer)
 
     async def model(self) -> dict[str, Any]:
         """As :func:`describe` says.
@@ -55,7 +57,7 @@ class LiveCanvasPage:
             HTTPException: 404 if it is not a diffusion model, or not ours.
         """
         try:
-            return describe(self._model_config)
+            return describe(self._model_config, self._end_tokens)
         except ValueError as error:
             raise HTTPException(404, str(error)) from None
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from vllm_diffusion.replacement import replace
+
+# Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
+_COUNTS_CONSTRAINTS = "check_structured_outputs_count"
 
 
 def install() -> None:
@@ -14,9 +18,31 @@ def install() -> None:
     for. So this is put in place in a process that configures a diffusion model, and in no other.
     Safe to call twice.
     """
+    from vllm.entrypoints.serve.exception_handling.handlers import exception
     from vllm.sampling_params import SamplingParams
 
     replace(SamplingParams, "_verify_args", _naming_fields)
+    replace(exception, "create_error_response", _refusing_what_is_no_mapping)
+
+
+def _refusing_what_is_no_mapping(stock: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    def create_error_response(error: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock's answer to an exception; a 400 where ``structured_outputs`` is asked for its keys."""
+        if isinstance(error, AttributeError) and _is_raised_in(error, _COUNTS_CONSTRAINTS):
+            error = VLLMValidationError(
+                'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
+                parameter="structured_outputs",
+            )
+        return stock(error, *args, **kwargs)
+
+    return create_error_response
+
+
+def _is_raised_in(error: BaseException, function: str) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_code.co_name == function for frame in frames)
 
 
 def _naming_fields(stock_check: Any) -> Any:

@@ -205,6 +205,13 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         # One canvas is the whole output, and an end token drawn into it does not end it early.
         params.max_tokens = min(params.max_tokens or width, width)
         params.ignore_eos = True
+        if params.min_tokens > params.max_tokens:
+            _refuse(
+                "min_tokens",
+                f"must be at most {params.max_tokens}, the tokens that diffusion_read_only reads; got "
+                f"{params.min_tokens}. Lower it, or leave it out.",
+                params.min_tokens,
+            )
     elif (
         params.max_tokens is not None
         and params.max_tokens < width

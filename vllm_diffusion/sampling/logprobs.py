@@ -25,6 +25,8 @@ class LogprobsRequest(NamedTuple):
         num_token_ids: [num_rows], int32: how many of them a row has; 0 for the likeliest.
         as_logits: Report logits and not log-probabilities.
         of_drawn: A row's own token is the one that was drawn, not the likeliest.
+        held: [num_rows], int64: tokens that stand at the rows' positions before the pass, which are
+            reported beside those that are drawn; ``None`` if no request brought any.
     """
 
     num_top: int
@@ -32,6 +34,7 @@ class LogprobsRequest(NamedTuple):
     num_token_ids: Tensor
     as_logits: bool
     of_drawn: bool = False
+    held: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -40,7 +43,11 @@ class LogprobsRequest(NamedTuple):
 
     def rows(self, some: slice | Tensor) -> LogprobsRequest:
         """Of some of the rows."""
-        return self._replace(token_ids=self.token_ids[some], num_token_ids=self.num_token_ids[some])
+        return self._replace(
+            token_ids=self.token_ids[some],
+            num_token_ids=self.num_token_ids[some],
+            held=None if self.held is None else self.held[some],
+        )
 
 
 def row_logprobs(
@@ -92,6 +99,21 @@ def row_logprobs(
         logprob_token_ids=torch.cat([selected[:, None], ids], dim=1),
         logprobs=reported,
         selected_token_ranks=head.sum(torch.cat(ranks)),
+    )
+
+
+def merge_held(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> LogprobsTensors:
+    """Log-probabilities of the tokens that a pass leaves at its rows' positions.
+
+    Args:
+        held: Of the tokens that stood there before the pass.
+        drawn: Of the tokens that it drew.
+        keeps: [num_rows], bool: rows whose position the step did not write.
+    """
+    return LogprobsTensors(
+        torch.where(keeps[:, None], held.logprob_token_ids, drawn.logprob_token_ids),
+        torch.where(keeps[:, None], held.logprobs, drawn.logprobs),
+        torch.where(keeps, held.selected_token_ranks, drawn.selected_token_ranks),
     )
 
 

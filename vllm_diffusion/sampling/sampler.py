@@ -22,11 +22,21 @@ from vllm_diffusion.canvas.step import CanvasStep, SlotStatistics, StepOutput, t
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
-from vllm_diffusion.sampling.logprobs import LogprobsRequest, LogprobsStash, row_logprobs
+from vllm_diffusion.sampling.logprobs import (
+    LogprobsRequest,
+    LogprobsStash,
+    merge_held,
+    row_logprobs,
+)
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import Adjusting, RowAdjustments
 from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
-from vllm_diffusion.sampling.vocabulary_stream import draw_filtered, rows_in_float32, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import (
+    RowResults,
+    draw_filtered,
+    rows_in_float32,
+    sample_rows,
+)
 
 # Log-probabilities that graphs report; a server that allows more has none of them.
 MAX_GRAPHED_LOGPROBS = 32
@@ -202,16 +212,25 @@ class DiffusionSampler:
         if message is None:
             self.constraints.clear()
         # Of the canvases as the pass found them.
-        committed = None if reported is None else self.slots.phase == int(Phase.COMMITTING)
+        committed = pinned = held = None
+        if reported is not None:
+            committed = self.slots.phase == int(Phase.COMMITTING)
+            pinned = self.slots.pinned.clone()
         if self._has_graphs(rows, reported):
             self.adjusted_rows(rows)
             logprobs = self._replay_kept(filtered, reported)
         else:
             requests = self._row_requests(len(rows), asked, filtered, reported)
-            logprobs = self._sample(rows, requests)
+            results = self._sample(rows, requests)
+            logprobs, held = results.logprobs, results.held_logprobs
         output = self.decide()
-        if logprobs is not None and committed is not None:
-            logprobs = self._exchange_logprobs(logprobs, output, committed)
+        if held is not None and logprobs is not None:
+            slot, position = self._places(slice(places.num_rows))
+            # Rows of a pass that writes known tokens tell what is drawn behind them.
+            keeps = output.denoised[slot] & ~output.decided[slot, position]
+            logprobs = merge_held(held, logprobs, keeps)
+        if logprobs is not None and committed is not None and pinned is not None:
+            logprobs = self._exchange_logprobs(logprobs, output, committed, pinned)
         return self._engine_output(output, logprobs)
 
     def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:
@@ -329,6 +348,8 @@ class DiffusionSampler:
             return False
         if reported is None:
             return True
+        if self._holds_given():
+            return False
         asks_ids = self.logprob_token_ids_state.num_token_ids.np[self.pass_rows.slots_np].any()
         return self._reports is not None and not asks_ids
 
@@ -417,7 +438,7 @@ class DiffusionSampler:
         )
         return self.spec.layout.draws(draws, _RowsOfPass(self, rows))
 
-    def _sample(self, rows: Tensor, requests: RowRequests) -> LogprobsTensors | None:
+    def _sample(self, rows: Tensor, requests: RowRequests) -> RowResults:
         """Sample the rows and scatter their statistics to (slot, position)."""
         every = slice(len(rows))
         slot, position = self._places(every)
@@ -438,14 +459,14 @@ class DiffusionSampler:
                 restart = self.constraints.restart(every)
                 soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self.store_soft_embeds(soft_embeds, slot, position)
-        return results.logprobs
+        return results
 
     def _decide(self) -> StepOutput:
         """What becomes of every canvas."""
         return self.canvas_step(self._statistics, self.pass_rows.of_slots)
 
     def _exchange_logprobs(
-        self, computed: LogprobsTensors, step: StepOutput, committed: Tensor
+        self, computed: LogprobsTensors, step: StepOutput, committed: Tensor, pinned: Tensor
     ) -> LogprobsTensors:
         """Log-probabilities that each request may emit now.
 
@@ -456,14 +477,19 @@ class DiffusionSampler:
             computed: Of the rows of this pass.
             step: What became of the canvases.
             committed: [R], bool, canvases that this pass committed.
+            pinned: [R, C], bool, positions that were pinned in the pass.
         """
         places, layout = self.pass_rows, self.spec.layout
         slot, position = self._places(slice(places.num_rows))
         row = torch.arange(len(slot), device=slot.device)
         is_decided = ~step.decided[slot, position]
+        is_seed = places.of_slots.seeding[slot]
         if self.spec.mask_token_id is None:
             is_decided = is_decided & self.slots.maps_steps[slot]
-        is_seed = places.of_slots.seeding[slot]
+        else:
+            unwritten = step.decided_step[slot, position] == 0
+            is_given = layout.is_given(unwritten, position, pinned[slot, position])
+            is_decided = is_decided & ~is_given & ~is_seed
         was_reported = layout.was_reported(position, is_seed, is_decided | committed[slot])
 
         num_rows = np.diff(places.starts)
@@ -526,8 +552,12 @@ class DiffusionSampler:
             adjustments: Of all rows.
         """
         ids, slots_np = self.logprob_token_ids_state, self.pass_rows.slots_np
-        num_top = max(int(self.sampling_states.num_logprobs[slots_np].max()), 0)
         slot = self._slots_of(index)
+        held = None
+        if self._holds_given():
+            on_device = async_tensor_h2d(index, device=slot.device)
+            held = self.slots.canvas[slot, self.pass_rows.position[on_device]]
+        num_top = max(int(self.sampling_states.num_logprobs[slots_np].max()), 0)
         token_ids = ids.token_ids.gpu[slot, : ids.max_num_token_ids(slots_np)].long()
         if self.reports_raw:
             adjustments = None
@@ -537,13 +567,13 @@ class DiffusionSampler:
             adjustments = adjustments.rows(async_tensor_h2d(index, device=slot.device))
         return ReportedRows(
             index,
-            self._report_request(num_top, token_ids, ids.num_token_ids.gpu[slot]),
+            self._report_request(num_top, token_ids, ids.num_token_ids.gpu[slot], held),
             adjustments,
             self._reported_temperature(slot),
         )
 
     def _report_request(
-        self, num_top: int, token_ids: Tensor, num_token_ids: Tensor
+        self, num_top: int, token_ids: Tensor, num_token_ids: Tensor, held: Tensor | None = None
     ) -> LogprobsRequest:
         return LogprobsRequest(
             num_top=num_top,
@@ -552,7 +582,16 @@ class DiffusionSampler:
             as_logits=self.logits_mode,
             # What a masked model commits is what it drew.
             of_drawn=self.spec.mask_token_id is not None,
+            held=held,
         )
+
+    def _holds_given(self) -> bool:
+        """Whether canvases of the pass may hold tokens that their requests brought.
+
+        A masked model emits them as they are. Without a mask the likeliest tokens are emitted.
+        """
+        is_masked = self.spec.mask_token_id is not None
+        return is_masked and bool(self.slots.brings_canvas_np[self.pass_rows.slots_np].any())
 
     def _reported_temperature(self, slot: Tensor) -> Tensor:
         """[n], float32: what reported logits are divided by.

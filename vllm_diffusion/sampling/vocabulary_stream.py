@@ -68,6 +68,7 @@ class RowResults:
         soft_embeds: [num_rows, hidden_size], float32: token embeddings weighted by their
             probability; ``None`` for a model without self-conditioning.
         logprobs: What the batch wants to know; ``None`` if nothing.
+        held_logprobs: The same of the tokens that the rows held; ``None`` if nobody asks.
         choices: [num_rows, num_choices], int64, the likeliest tokens, the likeliest first; ``None`` if
             the rule looks at none.
     """
@@ -79,6 +80,7 @@ class RowResults:
     drawn_confidence: Tensor
     soft_embeds: Tensor | None
     logprobs: LogprobsTensors | None
+    held_logprobs: LogprobsTensors | None = None
     choices: Tensor | None = None
 
 
@@ -160,7 +162,7 @@ class _RowGroup:
         running, soft_embeds = self._stream(vocab_size, tile_size, walk, projected)
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
         candidate, drawn_confidence = running.candidate, running.drawn_confidence()
-        logprobs = None
+        logprobs = held_logprobs = None
         if kept is not None and projected is not None:
             if kept.filters is not None:
                 some = kept.rows[kept.filtered]
@@ -175,8 +177,11 @@ class _RowGroup:
                 candidate = candidate.index_copy(0, some, drawn[0])
                 drawn_confidence = drawn_confidence.index_copy(0, some, drawn[1])
             if kept.request is not None:
-                selected = candidate if kept.request[0].of_drawn else running.argmax
+                some, request = kept.rows[kept.reported], kept.request[0]
+                selected = (candidate if request.of_drawn else running.argmax)[some]
                 logprobs = self._logprobs(selected, projected, kept, float32_rows)
+                if request.held is not None:
+                    held_logprobs = self._logprobs(request.held, projected, kept, float32_rows)
         return RowResults(
             running.argmax,
             candidate,
@@ -185,6 +190,7 @@ class _RowGroup:
             drawn_confidence,
             soft_embeds,
             logprobs,
+            held_logprobs,
             None if self.choices is None else self.choices.of_all_ranks(head),
         )
 
@@ -256,19 +262,26 @@ class _RowGroup:
     def _logprobs(
         self, selected: Tensor, projected: Tensor, kept: KeptRows, float32_rows: int
     ) -> LogprobsTensors:
-        """Of all rows; those that nobody asks about report nothing."""
+        """Log-probabilities of all rows; those that nobody asks about report nothing.
+
+        Args:
+            selected: [num_reported], int64, the own token of each row that is reported.
+            projected: [num_kept, num_ids], logits of the rows that are kept.
+            kept: Which they are.
+            float32_rows: Rows that are in float32 at the same time.
+        """
         assert kept.request is not None
         head, some = self.head, kept.rows[kept.reported]
         request, adjustments, temperature = kept.request
         computed = row_logprobs(
             RowLogits(projected[kept.reported], head.first_id, head.softcap, adjustments),
             temperature,
-            selected[some],
+            selected,
             request,
             head,
             float32_rows,
         )
-        nothing = _no_logprobs(len(selected), request.num_columns, some.device)
+        nothing = _no_logprobs(len(self.rows), request.num_columns, some.device)
         return LogprobsTensors(
             nothing.logprob_token_ids.index_copy_(0, some, computed.logprob_token_ids),
             nothing.logprobs.index_copy_(0, some, computed.logprobs),
@@ -341,20 +354,13 @@ def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: Outpu
 def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResults:
     soft = [part.soft_embeds for part in parts if part.soft_embeds is not None]
     choices = [part.choices for part in parts if part.choices is not None]
-    logprobs = None
+    logprobs = held_logprobs = None
     if reported is not None:
         columns, device = reported.request.num_columns, parts[0].argmax.device
-        each = [
-            _no_logprobs(len(part.argmax), columns, device)
-            if part.logprobs is None
-            else part.logprobs
-            for part in parts
-        ]
-        logprobs = LogprobsTensors(
-            torch.cat([part.logprob_token_ids for part in each]),
-            torch.cat([part.logprobs for part in each]),
-            torch.cat([part.selected_token_ranks for part in each]),
-        )
+        nothing = [_no_logprobs(len(part.argmax), columns, device) for part in parts]
+        logprobs = _joined_logprobs([part.logprobs for part in parts], nothing)
+        if reported.request.held is not None:
+            held_logprobs = _joined_logprobs([part.held_logprobs for part in parts], nothing)
     return RowResults(
         argmax=torch.cat([part.argmax for part in parts]),
         candidate=torch.cat([part.candidate for part in parts]),
@@ -363,5 +369,18 @@ def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResult
         drawn_confidence=torch.cat([part.drawn_confidence for part in parts]),
         soft_embeds=torch.cat(soft) if soft else None,
         logprobs=logprobs,
+        held_logprobs=held_logprobs,
         choices=torch.cat(choices) if choices else None,
+    )
+
+
+def _joined_logprobs(
+    parts: list[LogprobsTensors | None], nothing: list[LogprobsTensors]
+) -> LogprobsTensors:
+    """Log-probabilities of groups of rows, one behind the other."""
+    each = [empty if part is None else part for part, empty in zip(parts, nothing, strict=True)]
+    return LogprobsTensors(
+        torch.cat([part.logprob_token_ids for part in each]),
+        torch.cat([part.logprobs for part in each]),
+        torch.cat([part.selected_token_ranks for part in each]),
     )

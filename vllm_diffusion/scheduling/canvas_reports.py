@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.core.sched.utils import check_sequence_repetition
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.canvas_view import CanvasView
@@ -25,6 +26,7 @@ class _Told:
         end_tokens: Those that end it.
         num_canvases: Canvases that it emitted.
         is_lost: Whether a canvas of it that was shown is lost.
+        last_frame: Of a canvas that is done, until the canvas is emitted.
         trace: Of the canvas that is being denoised, as in :class:`RequestReport`.
         passes: As in :class:`RequestReport`, since they were told; ``None`` behind the answer.
         report: What this pass tells.
@@ -35,16 +37,32 @@ class _Told:
     end_tokens: Sequence[int]
     num_canvases: int = 0
     is_lost: bool = False
+    last_frame: ReportedFrame | None = None
     trace: list[list[int]] = field(default_factory=list)
     passes: list[int] | None = field(default_factory=list)
     report: RequestReport | None = None
 
-    def num_shown(self, tokens: np.ndarray) -> tuple[int, bool]:
-        """How many of a canvas's tokens an answer would hold, and whether the last one ends it."""
+    def would_commit(self, tokens: np.ndarray) -> tuple[int, bool, bool]:
+        """Say what the stock scheduler would take of a canvas, by the order of its own checks.
+
+        Returns:
+            How many tokens, whether the last one is an end token, and whether the request would end.
+        """
         request = self.request
         room = min(len(tokens), request.max_tokens - request.num_output_tokens)
         ends = np.flatnonzero(np.isin(tokens[:room], self.end_tokens))
-        return (int(ends[0]) + 1, True) if ends.size else (room, False)
+        num_tokens, is_stopped = (int(ends[0]) + 1, True) if ends.size else (room, False)
+        fills = request.num_output_tokens + num_tokens >= request.max_tokens
+        assert request.sampling_params is not None
+        detection = request.sampling_params.repetition_detection
+        if detection is not None:
+            answer = list(request.output_token_ids)
+            for i, token in enumerate(tokens[: num_tokens - (is_stopped or fills)].tolist()):
+                answer.append(token)
+                is_long_enough = len(answer) >= request.sampling_params.min_tokens
+                if is_long_enough and check_sequence_repetition(answer, detection):
+                    return i + 1, False, True
+        return num_tokens, is_stopped, is_stopped or fills
 
     def trace_step(self, view: CanvasView) -> None:
         """Add what a step began from and, if it was the last, what it left."""
@@ -91,39 +109,35 @@ class CanvasReports(SchedulerFeature):
         if told.passes is not None:
             told.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
         if view is not None:
-            self._observe_view(request_id, told, view)
-        told.num_canvases += rows.num_emitted > 0
+            self._observe_view(told, view)
+        if rows.num_emitted > 0:
+            if told.last_frame is not None:
+                self._report(told).frames.append(told.last_frame)
+                told.last_frame = None
+            told.num_canvases += 1
 
-    def _observe_view(self, request_id: str, told: _Told, view: CanvasView) -> None:
-        report = RequestReport()
-        interval = told.shown.frame_interval
-        if interval and view.denoised and (view.done or view.step % interval == 0):
-            fields = told.shown.frame_fields
-            num_shown, is_ended = told.num_shown(view.tokens)
-            report.frames.append(
-                ReportedFrame(
-                    block=told.num_canvases,
-                    step=view.step,
-                    max_steps=view.max_steps,
-                    is_last=view.done,
-                    begins_anew=told.is_lost,
-                    num_shown=num_shown,
-                    is_ended=is_ended,
-                    tokens=view.tokens.tobytes(),
-                    kept=view.kept.astype(np.uint8).tobytes() if "kept" in fields else b"",
-                    entropy=view.entropy.tobytes() if "entropy" in fields else b"",
-                )
-            )
-            told.is_lost = False
-        if told.shown.step_map:
-            report.step_map += view.decided_step[: view.num_emitted].tolist()
+    def _report(self, told: _Told) -> RequestReport:
+        """Return the request's report of this pass."""
+        self._reporting.add(told.request.request_id)
+        if told.report is None:
+            told.report = RequestReport()
+        return told.report
+
+    def _observe_view(self, told: _Told, view: CanvasView) -> None:
+        if view.denoised:
+            # A canvas that was done, and was lost before it was emitted, begins anew.
+            told.last_frame = None
+            interval = told.shown.frame_interval
+            if interval and view.done:
+                told.last_frame = _frame(told, view)
+            elif interval and view.step % interval == 0:
+                self._report(told).frames.append(_frame(told, view))
+        if told.shown.step_map and view.num_emitted:
+            self._report(told).step_map += view.decided_step[: view.num_emitted].tolist()
         if told.shown.trace:
             told.trace_step(view)
             if view.num_emitted:
-                report.trace, told.trace = told.trace, []
-        if report.frames or report.step_map or report.trace:
-            told.report = report
-            self._reporting.add(request_id)
+                self._report(told).trace, told.trace = told.trace, []
 
     def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Attach the reports to the engine's outputs of this pass."""
@@ -156,5 +170,30 @@ class CanvasReports(SchedulerFeature):
             report.passes, told.passes = told.passes, None if is_finished else []
         if report is not None:
             # Behind an end token nothing is part of the answer.
-            del report.step_map[len(output.new_token_ids) :]
+            num_tokens = len(output.new_token_ids)
+            del report.step_map[num_tokens:]
+            for frame in report.frames:
+                if frame.is_last:
+                    frame.num_shown, frame.is_ended = num_tokens, is_finished
+                    frame.is_stopped = output.finish_reason == FinishReason.STOP
             output.routed_experts = report.encode()
+
+
+def _frame(told: _Told, view: CanvasView) -> ReportedFrame:
+    """Make the frame of a canvas's step."""
+    num_shown, is_stopped, is_ended = told.would_commit(view.tokens)
+    begins_anew, told.is_lost = told.is_lost, False
+    fields = told.shown.frame_fields
+    return ReportedFrame(
+        block=told.num_canvases,
+        step=view.step,
+        max_steps=view.max_steps,
+        is_last=view.done,
+        begins_anew=begins_anew,
+        num_shown=num_shown,
+        is_stopped=is_stopped,
+        is_ended=is_ended,
+        tokens=view.tokens.tobytes(),
+        kept=view.kept.astype(np.uint8).tobytes() if "kept" in fields else b"",
+        entropy=view.entropy.tobytes() if "entropy" in fields else b"",
+    )

@@ -35,6 +35,7 @@ from vllm_diffusion.requests.params import is_read_only
 from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
+from vllm_diffusion.scheduling.engine_seam import end_with_threads
 from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.last_canvas import LastCanvas
@@ -153,6 +154,10 @@ class CanvasScheduling(Scheduler):
             # share their parameters.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
+        if params is not None and is_read_only(params):
+            # The one canvas that is read may begin with the end of the prompt.
+            num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
+            request.max_tokens = min(request.max_tokens, num_read)
         problem = self._transfer.prepare(request)
         super().add_request(request)
         if problem:
@@ -432,4 +437,5 @@ def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionSchedul
     """The scheduler of a diffusion model, chosen when vLLM has decided on asynchronous scheduling."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = AsyncCanvasScheduler if is_async else CanvasScheduler
+    end_with_threads()
     return scheduler_cls(vllm_config=vllm_config, **kwargs)

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_diffusion.drafting.settings import draft_settings
 from vllm_diffusion.scheduling.adaptive_drafts import AdaptiveDraftsMixin
+from vllm_diffusion.scheduling.engine_seam import end_with_threads
 from vllm_diffusion.scheduling.recording import RecordingMixin
 
 
@@ -22,4 +23,5 @@ def draft_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     if settings.record is not None:
         bases.insert(0, RecordingMixin)
     cls: type[Scheduler] = type("DraftScheduler", tuple(bases), {})
+    end_with_threads()
     return cls(vllm_config=vllm_config, **kwargs)

@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
+import traceback
 from typing import Any
 
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.training import WEIGHT_TRANSFER
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+# The functions of an engine's threads: one receives requests, the other sends outputs.
+_THREADS = ("process_input_sockets", "process_output_sockets")
+
+
+@functools.cache
+def end_with_threads() -> None:
+    """Have an engine of this process end when its input or output thread ends with an error.
+
+    vLLM's engine would run on without the thread: it answers nobody, and nothing says so. A scheduler
+    of ours calls this, which its engine makes before the threads.
+    """
+    usual = threading.excepthook
+
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        usual(args)
+        if (engine := _engine_of(args.exc_traceback)) is None:
+            return
+        from vllm.v1.engine import EngineCoreRequestType
+
+        logger.error(
+            "The engine can no longer exchange messages with the API process, so it ends (%s: %s).",
+            args.exc_type.__name__,
+            args.exc_value,
+        )
+        # What vLLM's executor sends to the engine's main loop when a worker has died.
+        engine.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+    threading.excepthook = excepthook
+
+
+def _engine_of(error_traceback: Any) -> Any:
+    """The engine whose thread an exception has ended; ``None`` if it is another thread's."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    for frame, _ in traceback.walk_tb(error_traceback):
+        engine = frame.f_locals.get("self")
+        if frame.f_code.co_name in _THREADS and isinstance(engine, EngineCoreProc):
+            return engine
+    return None
 
 
 def ask_for_no_drafts() -> None:

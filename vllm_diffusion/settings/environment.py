@@ -1,9 +1,14 @@
-"""The package's environment variables: the only place that reads them."""
+"""Environment variables: the package's own, which are read here only, and two of vLLM's."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+
+# Answers to one prompt, where the operator sets no limit. vLLM's 16,384 would keep a server busy with one
+# request for minutes; OpenAI's own is 128.
+MOST_ANSWERS = 128
+_LIMIT = "VLLM_MAX_N_SEQUENCES"
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,25 @@ def environment_flags() -> EnvironmentFlags:
         disabled=os.environ.get("VLLM_DIFFUSION_DISABLE", "") == "1",
         force_cpu=os.environ.get("VLLM_DIFFUSION_CPU", "") == "1",
     )
+
+
+def await_engine_at_shutdown() -> None:
+    """Have a server that is told to end wait until its engine has ended the open requests.
+
+    Without it vLLM's server kills the engine at once: requests that the engine has not ended by then wait
+    until their clients give up, and so does the server. vLLM waits where the variable is set, and its
+    default, which is set here, is 5 s; an operator's own value stays.
+    """
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "5")
+
+
+def limit_answers() -> int | None:
+    """Lower vLLM's limit of ``n`` for this process and its children, unless it is set.
+
+    Returns:
+        The new limit; ``None`` where one was set before.
+    """
+    if _LIMIT in os.environ:
+        return None
+    os.environ[_LIMIT] = str(MOST_ANSWERS)
+    return MOST_ANSWERS

@@ -6,11 +6,12 @@ whole configuration later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.startup.option_table import refusal
+from vllm_diffusion.startup.unknown_architecture import unknown_architecture
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -37,27 +38,37 @@ CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
 }
 
 
-def install(architectures: Collection[str]) -> None:
+def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...]]) -> None:
     """Look at the arguments as soon as vLLM knows of which model they are. Safe to call twice.
 
     Args:
         architectures: Of the models that are looked at.
+        by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     replace(
-        EngineArgs, "create_model_config", lambda stock: _looking(stock, frozenset(architectures))
+        EngineArgs,
+        "create_model_config",
+        lambda stock: _looking(stock, frozenset(architectures), by_type),
     )
 
 
 def _looking(
-    stock: Callable[[EngineArgs], ModelConfig], architectures: frozenset[str]
+    stock: Callable[[EngineArgs], ModelConfig],
+    architectures: frozenset[str],
+    by_type: Mapping[str, tuple[str, ...]],
 ) -> Callable[[EngineArgs], ModelConfig]:
     def create_model_config(self: Any) -> ModelConfig:
         # vLLM takes the window out of a configuration before anybody can say whose it is.
         disables_window, self.disable_sliding_window = self.disable_sliding_window, False
         try:
             model_config = stock(self)
+        except Exception:
+            sentence = unknown_architecture(self, by_type)
+            if sentence is None:
+                raise
+            raise ValueError(sentence) from None
         finally:
             self.disable_sliding_window = disables_window
         if not architectures.isdisjoint(

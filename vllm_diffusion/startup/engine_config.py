@@ -24,7 +24,8 @@ from vllm_diffusion.quantization.check import check_checkpoint, check_new_weight
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_weight_files
-from vllm_diffusion.requests import read_together, refused_fields
+from vllm_diffusion.requests import read_together, refused_fields, refused_streams
+from vllm_diffusion.settings.environment import await_engine_at_shutdown, limit_answers
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     fuses_encode,
@@ -33,7 +34,7 @@ from vllm_diffusion.settings.plugin_settings import (
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
-from vllm_diffusion.startup.media_budget import check_media_budget
+from vllm_diffusion.startup.media_budget import choose_media
 from vllm_diffusion.startup.pass_order import choose_order
 from vllm_diffusion.startup.unsupported_options import check_options
 
@@ -73,6 +74,8 @@ class BlockDiffusionEngineConfig:
 
     # Why the family could not be registered; told when one of its checkpoints is configured.
     registration_failure: ClassVar[Exception | None] = None
+    # Whether vLLM has a class of its own for the architecture; ``None`` before registration.
+    is_in_vllm: ClassVar[bool | None] = None
 
     # What a family says of itself.
 
@@ -120,15 +123,19 @@ class BlockDiffusionEngineConfig:
     # What follows from it.
 
     @classmethod
+    def chosen_rule(cls, vllm_config: VllmConfig) -> str:
+        """The name of the rule that is asked for, or of the checkpoint's own."""
+        chosen = plugin_settings(vllm_config).rule
+        return cls.default_rule(vllm_config.model_config) if chosen is None else chosen
+
+    @classmethod
     def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
         """The rule that is asked for, or the checkpoint's own.
 
         Raises:
             ValueError: If the family does not have it.
         """
-        chosen = plugin_settings(vllm_config).rule
-        if chosen is None:
-            chosen = cls.default_rule(vllm_config.model_config)
+        chosen = cls.chosen_rule(vllm_config)
         if chosen not in cls.rules:
             names = " or ".join(f'"{name}"' for name in cls.rule_names())
             raise ValueError(
@@ -152,6 +159,13 @@ class BlockDiffusionEngineConfig:
         """
         _check_upstream(cls.registration_failure)
         _check_platform()
+        await_engine_at_shutdown()
+        if cls.is_in_vllm:
+            logger.info(
+                "%s: vllm-diffusion's class runs; vLLM brings one of the same name, which "
+                "VLLM_DIFFUSION_DISABLE=1 has run in its place.",
+                vllm_config.model_config.architecture,
+            )
         if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())
@@ -172,14 +186,21 @@ class BlockDiffusionEngineConfig:
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         _check_sizes(vllm_config)
-        check_media_budget(vllm_config)
+        choose_media(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         cls._check_skipping(vllm_config)
+        if (most := limit_answers()) is not None:
+            logger.info(
+                "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "
+                "limit.",
+                most,
+            )
         refused_fields.install()
+        refused_streams.install()
         read_together.install()
         delivery.install()
         http.install()

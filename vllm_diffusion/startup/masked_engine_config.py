@@ -9,6 +9,7 @@ from vllm_diffusion.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.settings.generation_config import generation_config
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
+from vllm_diffusion.startup.published_runs import log_differences
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -60,4 +61,6 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         values |= {name: value for name, value in generation.items() if name in values}
         max_steps, settings = denoising_settings(vllm_config, rule, Published(values, source))
         layout = (published.layout or cls.layout)(length)
-        return CanvasSpec(layout, rule, max_steps, settings, mask_token_id=mask)
+        spec = CanvasSpec(layout, rule, max_steps, settings, mask_token_id=mask)
+        log_differences(vllm_config, spec, cls.chosen_rule(vllm_config))
+        return spec

@@ -1,4 +1,4 @@
-"""Whether a pass holds the largest image or video that a server takes.
+"""Whether a pass holds the largest image or video that a server offers.
 
 Their rows attend to one another in both directions, so they are computed in one pass or not at all.
 """
@@ -6,20 +6,26 @@ Their rows attend to one another in both directions, so they are computed in one
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger("vllm.vllm_diffusion")
 
-def check_media_budget(vllm_config: VllmConfig) -> None:
-    """Raise unless the largest image or video fits ``max_num_batched_tokens``.
+
+def choose_media(vllm_config: VllmConfig) -> None:
+    """Offer no image or video that ``max_num_batched_tokens`` cannot hold, unless it is asked for.
 
     vLLM looks when its engine is up, and then has advice about one option only.
 
     Raises:
-        ValueError: With the least that will do, and how to do without.
+        ValueError: If ``--limit-mm-per-prompt`` asks for what cannot be held, with the least that will
+            do, and how to do without.
     """
+    from vllm.config import MultiModalConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     model_config = vllm_config.model_config
@@ -32,13 +38,32 @@ def check_media_budget(vllm_config: VllmConfig) -> None:
     too_long = {kind: lengths[kind] for kind in counts if lengths[kind] > budget}
     if not too_long:
         return
-    kinds = " and ".join(
-        f"{'a' if kind == 'video' else 'an'} {kind} of up to {length} tokens"
-        for kind, length in too_long.items()
+    multimodal = model_config.get_multimodal_config()
+    requested = {
+        kind: length for kind, length in too_long.items() if kind in multimodal.limit_per_prompt
+    }
+    if requested:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} (unset, at most max_num_seqs * max_model_len) is too "
+            f"little for {_items(requested)}, which --limit-mm-per-prompt asks for and one pass must "
+            f"hold; set --max-num-batched-tokens to at least {max(requested.values())}, or do "
+            f"without: --limit-mm-per-prompt '{json.dumps(dict.fromkeys(requested, 0))}'."
+        )
+    none_of_them = MultiModalConfig(limit_per_prompt=dict.fromkeys(too_long, 0))
+    multimodal.limit_per_prompt.update(none_of_them.limit_per_prompt)
+    logger.warning(
+        "max_num_batched_tokens=%d (unset, at most max_num_seqs * max_model_len) does not hold %s, "
+        "which one pass must: requests with one are refused; --max-num-batched-tokens of at least %d "
+        "serves them.",
+        budget,
+        _items(too_long),
+        max(too_long.values()),
     )
-    raise ValueError(
-        f"max_num_batched_tokens={budget} (unset, at most max_num_seqs * max_model_len) is too "
-        f"little for {kinds}, which one pass must hold; set --max-num-batched-tokens to at least "
-        f"{max(too_long.values())}, or do without: "
-        f"--limit-mm-per-prompt '{json.dumps(dict.fromkeys(too_long, 0))}'."
+
+
+def _items(lengths: Mapping[str, int]) -> str:
+    """``an image of up to 280 tokens and a video of up to 2496 tokens``."""
+    return " and ".join(
+        f"{'a' if kind == 'video' else 'an'} {kind} of up to {length} tokens"
+        for kind, length in lengths.items()
     )

@@ -20,16 +20,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_diffusion.drafting.accepted import LEAST, NUM_ERRORS, Verifications, places_of_both
+from vllm_diffusion.drafting.accepted import (
+    LEAST,
+    MOST,
+    NUM_ERRORS,
+    Verifications,
+    places_of_both,
+)
 from vllm_diffusion.training import WEIGHT_TRANSFER
 from vllm_diffusion.training.draft_trial import KEPT, PATH, PENDING, ROLLED_BACK
 from vllm_diffusion.training.new_draft import check_new_draft, check_replaceable
 from vllm_diffusion.training.served_draft import DROP, RESTORE
 
 logger = init_logger(f"vllm.{__name__}")
-
-# Of a draft, to compare another one with.
-_MOST = 10_000
 
 
 class SwapRequest(BaseModel):
@@ -43,7 +46,7 @@ class SwapRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    verifications: int = Field(default=500, ge=LEAST, le=_MOST)
+    verifications: int = Field(default=500, ge=LEAST, le=MOST)
 
 
 @dataclass
@@ -207,7 +210,7 @@ class DraftSwaps:
         if swap is None or swap.state != PENDING:
             self._latest.append(step)
             self._num_latest += step.number
-            while self._num_latest - self._latest[0].number >= _MOST:
+            while self._num_latest - self._latest[0].number >= MOST:
                 self._num_latest -= self._latest.popleft().number
             return
         swap.after += step

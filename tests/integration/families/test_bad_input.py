@@ -258,8 +258,79 @@ def test_families_without_an_exact_cache(architecture: str, tmp_path: Path) -> N
     """Refused by name with the reason, though no code of theirs is here."""
     model_type = {"DreamModel": "Dream", "LLaDAModelLM": "llada"}[architecture]
     tiny.sdar().save(tmp_path)
-    changed(tmp_path, architectures=[architecture], model_type=model_type)
+    changed(tmp_path, architectures=[architecture], model_type=model_type, block_size=None)
     assert "no cache of them is exact" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["DreamForCausalLM", "DreamModel"])
+def test_blocks_of_dreams_model_type(architecture: str, tmp_path: Path) -> None:
+    """DreamReasoner-8B is told by its blocks, and not taken for Dream-7B."""
+    tiny.sdar().save(tmp_path)
+    changed(tmp_path, architectures=[architecture], model_type="Dream", block_size=32)
+    message = refusal(tmp_path)
+    assert "DreamReasoner-8B" in message
+    assert "block_size=32" in message
+    assert "SDAR-8B-Chat" in message
+    assert "no cache of them is exact" not in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("sdar", ["SDARForCausalLM alone is served", '{"architectures": ["SDARForCausalLM"]}']),
+        ("nemotron_labs_diffusion", ["NemotronLabsDiffusionModel alone is served"]),
+        ("llada", ["of which none is served", "docs/families.md"]),
+    ],
+)
+def test_unknown_architectures(model_type: str, words: list[str], tmp_path: Path) -> None:
+    """One that only shares a family's ``model_type`` is named, with what would serve it."""
+    tiny.sdar().save(tmp_path)
+    changed(tmp_path, architectures=["NewForCausalLM"], model_type=model_type)
+    message = refusal(tmp_path)
+    assert f"model_type={model_type!r} with architectures=['NewForCausalLM']" in message
+    for word in words:
+        assert word in message
+
+
+def test_unknown_architectures_of_others(tmp_path: Path) -> None:
+    """What is not of our families fails as it does without us."""
+    tiny.sdar().save(tmp_path)
+    changed(tmp_path, architectures=["NewForCausalLM"], model_type="qwen3")
+    assert "vllm-diffusion" not in (message := refusal(tmp_path))
+    assert "docs/families.md" not in message
+
+
+AS_CAUSAL = {"hf_overrides": {"architectures": ["Qwen3ForCausalLM"]}}
+
+
+@pytest.mark.parametrize("sign", ["use_regular_causal", "adapter", "block_size"])
+def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None:
+    """I-DLM and Uno are refused by what they have and SDAR has not; vLLM serves them by the remedy."""
+    tiny.sdar().save(tmp_path)
+    options: dict[str, Any] = {}
+    if sign == "adapter":
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    elif sign == "block_size":
+        changed(tmp_path, block_size=7)
+        options = {"max_model_len": 252}
+    else:
+        changed(tmp_path, use_regular_causal=True)
+    message = refusal(tmp_path, **options)
+    assert sign in message
+    assert "I-DLM" in message
+    assert """--hf-overrides '{"architectures": ["Qwen3ForCausalLM"]}'""" in message
+    config = configured(tmp_path, **options, **AS_CAUSAL)
+    assert config.model_config.architecture == "Qwen3ForCausalLM"
+    assert not config.model_config.is_diffusion
+
+
+def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
+    """Served where the operator says that it is one."""
+    changed(tiny.sdar().save(tmp_path), block_size=6, use_regular_causal=False)
+    rule = {"additional_config": {"diffusion": {"rule": "reveal"}}}
+    config = configured(tmp_path, max_model_len=252, **rule)
+    assert config.model_config.canvas_spec.length == 6
 
 
 @pytest.mark.parametrize("family", ["sdar", "nemotron", "fast_dllm", "stable_diffcoder", "llada2"])
@@ -339,3 +410,75 @@ def test_log_probabilities_of_a_rule_that_moves_tokens(arguments: dict[str, Any]
     with pytest.raises(VLLMValidationError, match=f"{field} is not supported") as raised:
         validate_sampling_params(SamplingParams(**arguments), model_config)
     assert raised.value.parameter == field
+
+
+FAST_DLLM = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("family", "generation", "options", "words"),
+    [
+        ("fast_dllm", FAST_DLLM, {}, ["temperature=0.7 (0.0)", "repetition_penalty=1.05 (1.0)"]),
+        # What the operator sets needs no line.
+        (
+            "fast_dllm",
+            FAST_DLLM,
+            {
+                "generation_config": "vllm",
+                "override_generation_config": {"temperature": 0.0},
+                "additional_config": {"diffusion": {"reveal_threshold": 1.0}},
+            },
+            [],
+        ),
+        (
+            "sdar",
+            {"temperature": 0.6},
+            {},
+            ["temperature=0.6 (1.0)", "--generation-config vllm gives"],
+        ),
+        ("sdar", {"temperature": 0.6}, {"generation_config": "vllm"}, []),
+        ("sdar", {"reveal_threshold": 0.9}, {}, ["reveal_threshold=0.9 (0.85)"]),
+        ("stable_diffcoder", {"temperature": 0.0}, {}, []),
+    ],
+)
+def test_what_a_request_gets(
+    family: str,
+    generation: dict[str, Any],
+    options: dict[str, Any],
+    words: list[str],
+    tmp_path: Path,
+    start_log: pytest.LogCaptureFixture,
+) -> None:
+    """One line says where a request that sets nothing differs from the published loop, and the remedy."""
+    model = getattr(tiny, family)()
+    model.generation_config |= generation
+    configured(model.save(tmp_path), **options)
+    lines = [line for line in start_log.messages if "A request that sets nothing gets" in line]
+    assert len(lines) == bool(words)
+    assert all(word in lines[0] for word in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("LLaDA2.0-mini", None, ["rule='reveal' (LLaDA2.0's loop)", '"rule": "reveal_and_edit"']),
+        ("LLaDA2.1-mini", None, ["rule='reveal_and_edit' (LLaDA2.1's loop)", '"rule": "reveal"']),
+        ("model", "reveal_and_edit", ["rule='reveal_and_edit' (LLaDA2.1's loop)"]),
+        ("LLaDA2.2-flash", None, ["LLaDA2.2", "SGLang", "docs/families.md"]),
+    ],
+)
+def test_llada2_says_its_rule(
+    name: str,
+    rule: str | None,
+    words: list[str],
+    tmp_path: Path,
+    start_log: pytest.LogCaptureFixture,
+) -> None:
+    """A line says which version's loop runs, and how to have the other; 2.2's is a warning."""
+    version = "2.2" if "2.2" in name else "2.0"
+    settings = {} if rule is None else {"additional_config": {"diffusion": {"rule": rule}}}
+    configured(llada2(version=version).save(tmp_path / name), **settings)
+    (record,) = [each for each in start_log.records if each.message.startswith("rule=")]
+    assert record.levelname == ("WARNING" if version == "2.2" else "INFO")
+    for word in words:
+        assert word in record.message

@@ -292,6 +292,7 @@ def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
     for (frame,), count in zip(drafts, counts, strict=True):
         kept = tokens[start : start + count]
         assert list(frame.token_ids or ())[: len(kept)] == kept
+        assert list(frame.answer_token_ids) == kept
         steps += [0] + [1] * (len(kept) - 1)
         start += count
     assert list(completion.diffusion_step_map) == steps

@@ -74,6 +74,7 @@ FRAMES = st.builds(
     is_last=st.booleans(),
     begins_anew=st.booleans(),
     num_shown=st.integers(0, 1024),
+    is_stopped=st.booleans(),
     is_ended=st.booleans(),
     tokens=st.binary(max_size=64),
     kept=st.binary(max_size=16),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_diffusion.canvas.report import ReportedFrame
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -18,10 +19,10 @@ pytestmark = pytest.mark.engine
 
 def frame(token_ids: list[int], fields: tuple[str, ...], tokenizer: object) -> CanvasFrame:
     tokens = np.array(token_ids, np.int32).tobytes()
-    reported = ReportedFrame(0, 1, 4, False, False, 0, False, tokens)
+    reported = ReportedFrame(0, 1, 4, False, False, 0, False, False, tokens)
     state = SimpleNamespace(
         request_index=0,
-        detokenizer=SimpleNamespace(update=lambda *_: None),
+        detokenizer=IncrementalDetokenizer(),
         logprobs_processor=SimpleNamespace(tokenizer=tokenizer),
     )
     return frame_of(reported, fields, state, 0)

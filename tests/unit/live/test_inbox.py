@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any
 
 import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
-from vllm_diffusion.live.inbox import MOST_WAITING_FRAMES, Inbox, open_inbox, opened
+from vllm_diffusion.live.http import _Chunks, _with_events
+from vllm_diffusion.live.inbox import (
+    MOST_WAITING_FRAMES,
+    Inbox,
+    OrderedQueue,
+    open_inbox,
+    opened,
+)
+
+pytestmark = pytest.mark.engine
 
 
 def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
@@ -20,19 +34,29 @@ def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
         total=1000,
         offset=0,
         text="",
+        withheld="",
+        answer_token_ids=(),
+        ends_answer=False,
         is_last=False,
         begins_anew=False,
     )
 
 
-def test_slow_reader_misses_frames_and_no_step_map() -> None:
-    """Of many frames the newest are left; step maps all are."""
-    inbox = Inbox([])
+def test_slow_reader_misses_frames_and_nothing_else() -> None:
+    """Of many frames the newest are left; step maps and tokens all are, in their places."""
+    inbox = Inbox()
     for step in range(1, 1001):
         inbox.put(frame(step))
         if step % 100 == 0:
             inbox.put(CanvasStepMap(0, 0, step // 100, (1,)))
+            inbox.put(answered(step))
     taken = inbox.take()
+    assert [item.outputs[0].token_ids[0] for item in taken if isinstance(item, RequestOutput)] == [
+        *range(100, 1001, 100)
+    ]
+    places = [i for i, item in enumerate(taken) if isinstance(item, CanvasFrame)]
+    assert len(places) == MOST_WAITING_FRAMES
+    assert min(places) == 18
     steps = [event.step for event in taken if isinstance(event, CanvasFrame)]
     assert steps == list(range(1001 - MOST_WAITING_FRAMES, 1001))
     assert sum(isinstance(event, CanvasStepMap) for event in taken) == 10
@@ -54,7 +78,8 @@ def test_an_inbox_is_its_call_alone() -> None:
 
     async def run() -> None:
         other = asyncio.ensure_future(adds())
-        with opened() as inbox:
+        inbox = Inbox()
+        with opened(inbox):
             mine = asyncio.ensure_future(adds())
         assert await mine is inbox
         assert await other is None
@@ -63,103 +88,163 @@ def test_an_inbox_is_its_call_alone() -> None:
     asyncio.run(run())
 
 
-async def outputs(log: list[str]) -> AsyncGenerator[str, None]:
-    """An engine's: it finds the inbox when it begins, and puts frames before each output."""
+def answered(block: int, *, finished: bool = False) -> RequestOutput:
+    """As the output processor makes it of a canvas's tokens."""
+    completion = CompletionOutput(0, f"canvas {block};", [block], None, None)
+    return RequestOutput("x", None, [1], None, [completion], finished)
+
+
+async def engine(rounds: Sequence[Sequence[object]], log: list[str]) -> AsyncGenerator[Any, None]:
+    """As ``AsyncLLM.generate``: what each round brings is there before the reader looks again."""
     inbox = open_inbox()
     assert inbox is not None
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "x")
+    queue = OrderedQueue(collector, inbox)
+
+    async def produce() -> None:
+        for items in rounds:
+            for item in items:
+                if isinstance(item, CanvasFrame):
+                    inbox.put(item)
+                    queue.wake()
+                else:
+                    queue.put(item)  # type: ignore[arg-type]
+            await asyncio.sleep(0.001)
+
+    producing = asyncio.ensure_future(produce())
     try:
-        for i in range(3):
-            for step in (1, 2):
-                await asyncio.sleep(0.001)
-                inbox.put(frame(10 * i + step))
-            yield f"output {i}"
+        finished = False
+        while not finished:
+            out = collector.get_nowait() or await collector.get()
+            finished = out.finished
+            yield out
     finally:
+        producing.cancel()
         log.append("closed")
 
 
-def test_frames_come_before_their_tokens() -> None:
-    """And the iterator ends when the outputs do."""
+def rounds_of(num_canvases: int, size: int) -> list[list[object]]:
+    """An answer's frames, two of each canvas, and tokens, of which ``size`` come at once."""
+    items: list[object] = []
+    for block in range(num_canvases):
+        is_last = block == num_canvases - 1
+        items += [frame(1, block), frame(2, block), answered(block, finished=is_last)]
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def named(items: Iterable[object]) -> list[object]:
+    return [
+        (item.block, item.step) if isinstance(item, CanvasFrame) else item.outputs[0].text  # type: ignore[attr-defined]
+        for item in items
+    ]
+
+
+def chunks() -> _Chunks:
+    return _Chunks({}, {}, 1, Inbox())
+
+
+ORDER = [x for b in range(5) for x in ((b, 1), (b, 2), f"canvas {b};")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 15])
+def test_each_canvas_is_shown_before_its_tokens_and_behind_the_last_one(size: int) -> None:
+    """However much has come since the reader looked: nothing is merged, nothing is left."""
 
     async def run() -> list[object]:
-        return [
-            event.step if isinstance(event, CanvasFrame) else event
-            async for event in watch_async(outputs([]))
-        ]
+        watched = watch_async(engine(rounds_of(5, size), []))
+        return named([item async for item in watched])
 
-    events = asyncio.run(run())
-    assert events == [1, 2, "output 0", 11, 12, "output 1", 21, 22, "output 2"]
+    assert asyncio.run(run()) == ORDER
 
 
-def test_tokens_come_before_the_next_canvas() -> None:
-    """Also where they take longer on their way than its first frames; those of others go on."""
+@pytest.mark.parametrize("size", [1, 4, 15])
+@pytest.mark.parametrize("withheld", [0, 1, 4])
+def test_frames_have_their_place_in_a_stream(size: int, withheld: int) -> None:
+    """Also where the stream begins with something else, or says nothing of some canvases."""
 
-    async def late() -> AsyncGenerator[str, None]:
-        inbox = open_inbox()
-        assert inbox is not None
-        for block in range(3):
-            inbox.put(frame(1, block))
-            inbox.put(frame(2, block))
-            inbox.put(frame(1, block + 1))
-            for _ in range(10):
-                await asyncio.sleep(0)
-            yield f"output {block}"
-
-    async def run() -> list[object]:
-        return [
-            (event.block, event.step) if isinstance(event, CanvasFrame) else event
-            async for event in watch_async(late())
-        ]
-
-    events = asyncio.run(run())
-    for block in range(3):
-        place = events.index(f"output {block}")
-        assert all(e[0] <= block for e in events[:place] if isinstance(e, tuple))
-        assert all(e[0] > block for e in events[place:] if isinstance(e, tuple))
-
-
-def test_withheld_tokens_hold_frames_for_a_moment() -> None:
-    """A parser may say nothing of a canvas: what follows is shown all the same."""
-
-    async def silent() -> AsyncGenerator[str, None]:
-        inbox = open_inbox()
-        assert inbox is not None
-        for block in range(3):
-            inbox.put(frame(1, block))
-        await asyncio.sleep(1.0)
-        yield "all"
+    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        is_first = True
+        async for output in outputs:
+            if is_first:
+                yield "role"
+            is_first = False
+            if int(output.outputs[0].token_ids[0]) >= withheld:
+                yield str(output.outputs[0].text)
+        yield "usage"
+        yield "[DONE]"
 
     async def run() -> list[object]:
-        return [
-            event.block if isinstance(event, CanvasFrame) else event
-            async for event in watch_async(silent())
-        ]
+        events: list[object] = []
+        async for event in _with_events(stream, engine(rounds_of(5, size), []), chunks()):
+            if event.startswith("data: "):
+                shown = json.loads(event[6:])
+                events.append((shown["block"], shown["step"]))
+            else:
+                events.append(event)
+            # A reader that is slower than the engine.
+            await asyncio.sleep(0.002)
+        return events
 
-    assert asyncio.run(run()) == [0, 1, 2, "all"]
+    expected = [x for x in ORDER if isinstance(x, tuple) or int(x[7]) >= withheld]
+    place = ORDER.index("canvas 0;")
+    expected.insert(place, "role")
+    assert asyncio.run(run()) == [*expected, "usage", "[DONE]"]
 
 
-def test_whoever_stops_watching_stops_the_request() -> None:
+@pytest.mark.parametrize("has_stream", [False, True], ids=["Python", "HTTP"])
+def test_whoever_stops_watching_stops_the_request(has_stream: bool) -> None:
     """As with the outputs alone: their iterator is closed."""
+
+    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        async for output in outputs:
+            yield output.outputs[0].text
+
+    async def run(num_read: int) -> list[str]:
+        log: list[str] = []
+        outputs = engine(rounds_of(5, 1), log)
+        reading = _with_events(stream, outputs, chunks()) if has_stream else watch_async(outputs)
+        for _ in range(num_read):
+            await anext(reading)
+        await reading.aclose()
+        return log
+
+    for num_read in (1, 2, 3, 5):
+        assert asyncio.run(run(num_read)) == ["closed"]
+
+
+def test_a_client_that_is_gone_stops_the_request() -> None:
+    """The server cancels the task that reads the stream, wherever it is."""
+
+    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        async for output in outputs:
+            yield output.outputs[0].text
 
     async def run() -> list[str]:
         log: list[str] = []
-        watching = watch_async(outputs(log))
-        async for _ in watching:
-            break
-        await watching.aclose()
+        reading = _with_events(stream, engine([[frame(1)]], log), chunks())
+        await anext(reading)
+        waiting = asyncio.ensure_future(anext(reading))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
         return log
 
     assert asyncio.run(run()) == ["closed"]
 
 
-def test_an_error_is_raised() -> None:
+@pytest.mark.parametrize("has_stream", [False, True], ids=["Python", "HTTP"])
+def test_an_error_is_raised(has_stream: bool) -> None:
     """What goes wrong reaches whoever watches."""
 
-    async def failing() -> AsyncGenerator[str, None]:
-        yield "one"
-        raise ValueError("gone")
+    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        async for output in outputs:
+            yield output.outputs[0].text
 
     async def run() -> None:
-        async for _ in watch_async(failing()):
+        outputs = engine([[frame(1), answered(0)], [ValueError("gone")]], [])
+        reading = _with_events(stream, outputs, chunks()) if has_stream else watch_async(outputs)
+        async for _ in reading:
             pass
 
     with pytest.raises(ValueError, match="gone"):

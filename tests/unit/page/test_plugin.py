@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from tests.support.page_stub import engine_client
 from tests.support.specs import diffusion_gemma_spec, masked_spec
+from vllm_diffusion.page.description import end_tokens_of
 from vllm_diffusion.page.plugin import MODEL_PATH, LiveCanvasPage
 from vllm_diffusion.requests.params import argument_names, parse_canvas_params
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
@@ -26,11 +27,8 @@ def client(spec: Any = None, guard: Any = None, **options: Any) -> TestClient:
 
     app, plugin = FastAPI(), LiveCanvasPage()
     assert isinstance(plugin, EndpointPlugin)
-    model = SimpleNamespace(served_model_name="m", architecture="A", max_model_len=64)
-    if spec is not None:
-        model.canvas_spec = spec
     plugin.attach_router(app)
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
+    engine = engine_client(spec, served_model_name="m", architecture="A", max_model_len=64)
     asyncio.run(plugin.init_state(engine, app.state, None))
     if guard is not None:
         app.add_middleware(guard, **options)
@@ -105,6 +103,17 @@ def test_model_defaults() -> None:
     assert defaults["diffusion_canvas_length"] == 32
     assert defaults["diffusion_entropy_bound"] == 0.1
     assert defaults["diffusion_preset"] is None
+
+
+def test_end_tokens() -> None:
+    """Those of the tokenizer and of ``generation_config.json``, spelled as frames spell them."""
+    told = client(diffusion_gemma_spec(32)).get(MODEL_PATH).json()
+    assert sorted(told["end_tokens"]) == ["<eos>", "<turn|>"]
+
+
+def test_end_tokens_without_tokenizer() -> None:
+    """A server that was started without a tokenizer has no text to name."""
+    assert end_tokens_of(engine_client(None).vllm_config.model_config, None) == []
 
 
 def test_another_model() -> None:

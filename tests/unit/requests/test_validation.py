@@ -64,3 +64,61 @@ def test_tools_with_a_back_end_that_knows_no_tags(back_end: str) -> None:
             SimpleNamespace(backend=back_end),
             AutoTokenizer.from_pretrained(SHIPPED),
         )
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "max_tokens", "most"), [(33, 70, 32), (33, None, 32), (9, 70, None), (9, 8, 8)]
+)
+def test_min_tokens_of_a_read_only_request(
+    min_tokens: int, max_tokens: int | None, most: int | None
+) -> None:
+    """More than the one canvas that is read is refused, since that canvas is all that is said."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests.validation import validate_diffusion_arguments
+
+    params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_read_only": True})
+    params.min_tokens = min_tokens
+    if most is None:
+        validate_diffusion_arguments(params, diffusion_gemma_spec(32), 316)
+        assert params.max_tokens == 32
+        return
+    with pytest.raises(VLLMValidationError, match=f"min_tokens must be at most {most}") as raised:
+        validate_diffusion_arguments(params, diffusion_gemma_spec(32), 316)
+    assert raised.value.parameter == "min_tokens"
+
+
+# By field, what vLLM takes from Python and its engine does not.
+UNDECODABLE: dict[str, Any] = {
+    "max_tokens": 5.0,
+    "min_tokens": 9,
+    "ignore_eos": 1,
+    "seed": True,
+    "n": 1.0,
+    "top_k": 2.5,
+    "temperature": "hot",
+    "stop_token_ids": [1, "a"],
+    "allowed_token_ids": ["a"],
+    "logit_bias": {"3": 1.0},
+    "logprobs": -3,
+    "extra_args": ["a"],
+}
+
+
+@pytest.mark.parametrize("field", UNDECODABLE)
+def test_what_the_engine_could_not_read(field: str) -> None:
+    """Refused by its name in the process that has the client."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests import refused_fields
+    from vllm_diffusion.requests.engine_message import check_decodable
+
+    refused_fields.install()
+    params = SamplingParams(max_tokens=8)
+    check_decodable(params)
+    setattr(params, field, UNDECODABLE[field])
+    with pytest.raises(VLLMValidationError) as raised:
+        check_decodable(params)
+    assert raised.value.parameter == field

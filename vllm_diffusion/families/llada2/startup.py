@@ -31,6 +31,7 @@ tests its own against, at 5dcf8a8. All of them differ:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 class LLaDA2MoeConfig(PretrainedConfig):
@@ -156,11 +159,33 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
                 f"--diffusion-config: canvas_length={spec.length} must be {routed}, the block_size by "
                 "which the checkpoint's experts are chosen; leave it out."
             )
+        _log_rule(cls.chosen_rule(vllm_config))
         return spec
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
         return LLaDA2Tensors()
+
+
+def _log_rule(rule: str) -> None:
+    """Say which version's loop runs, since ``config.json`` does not tell 2.0 from 2.1."""
+    if rule == "levenshtein":
+        logger.warning(
+            "rule='levenshtein' (LLaDA2.2): no code of the publisher's was found, and the loop differs "
+            "from SGLang's where a block repeats an earlier state; docs/families.md lists how."
+        )
+        return
+    other = "reveal" if rule == "reveal_and_edit" else "reveal_and_edit"
+    versions = {"reveal": "LLaDA2.0", "reveal_and_edit": "LLaDA2.1"}
+    logger.info(
+        'rule=%r (%s\'s loop) runs: both versions have one architecture, and 2.1 is known by "LLaDA2.1" in '
+        'the checkpoint\'s name alone; --additional-config \'{"diffusion": {"rule": "%s"}}\' chooses '
+        "%s's.",
+        rule,
+        versions[rule],
+        other,
+        versions[other],
+    )
 
 
 def _expert_capacity(model_config: ModelConfig) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.quantization.weight_files import check_weight_file, stored_tensors
+from vllm_diffusion.settings.checkpoint_file import checkpoint_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -55,34 +56,16 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
     Raises:
         ValueError: Naming the file and the key or tensor that is malformed, and the remedy.
     """
-    config_path = _file(model_config, _CONFIG)
+    config_path = checkpoint_file(model_config, FOLDER, _CONFIG)
     if config_path is None:
         return None
     rank, scale = _read_config(config_path)
-    weights = _file(model_config, _WEIGHTS)
+    weights = checkpoint_file(model_config, FOLDER, _WEIGHTS)
     if weights is None:
         raise ValueError(f"{config_path.parent} has no {_WEIGHTS}; {_ADVICE}.")
     check_weight_file(weights)
     _check_tensors(weights, model_config.hf_config, rank)
     return DraftLora(weights, rank, scale)
-
-
-def _file(model_config: ModelConfig, name: str) -> Path | None:
-    folder = Path(model_config.model)
-    if folder.is_dir():
-        path = folder / FOLDER / name
-        return path if path.is_file() else None
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        model_config.model,
-        name,
-        subfolder=FOLDER,
-        revision=model_config.revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
 
 
 def _read_config(path: Path) -> tuple[int, float]:

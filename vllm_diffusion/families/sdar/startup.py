@@ -13,17 +13,34 @@ differs:
 - The mask token is never drawn, an answer ends with its first end token, and among equally
   confident positions the leftmost comes first.
 - ``entropy_bounded`` is left out: it uses a name that was never assigned.
+
+Checkpoints of strictly causal weights carry the same architecture and ``model_type``, and would be
+answered wrongly by this loop. They are told apart by fields and files of their own:
+``use_regular_causal`` (I-DLM: thuEcstasy/I-DLM at 3342a17, ``configuration_sdar.py``; rjagalamari/I-DLM at
+0ee56b6, ``relay_model/config.json``), an adapter for drafts in ``adapter/`` (Uno: ifm-ai/uno at 304b5ae,
+``examples/uno_qwen3_8B/README.md``), and block lengths that no SDAR is published with.
 """
 
 from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, ClassVar
 
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.quantization.body_tensors import BodyTensors
 from vllm_diffusion.quantization.tensor_rules import TensorRules
+from vllm_diffusion.settings.checkpoint_file import checkpoint_file
+from vllm_diffusion.settings.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+# README of JetAstra/SDAR at c2041a8; I-DLM is trained with 1, 2, 3 and 7.
+_PUBLISHED_BLOCK_LENGTHS = (4, 8, 16, 32, 64)
 
 
 class SDARConfig(Qwen3Config):
@@ -45,15 +62,52 @@ class SDAREngineConfig(MaskedEngineConfig):
     rules = {"reveal": PublishedRule(Reveal, {"reveal_threshold": 0.85, "strategy": "dynamic"})}
     mask_token_id = 151669
     block_length = 4
+    # vLLM's class of the same layers.
+    body: ClassVar[str] = "Qwen3ForCausalLM"
+
+    @classmethod
+    def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
+        published = super().published_rule(vllm_config)
+        cls._check_attention(vllm_config)
+        return published
+
+    @classmethod
+    def _check_attention(cls, vllm_config: VllmConfig) -> None:
+        """Refuse weights that were trained with strictly causal attention, which SDAR's were not."""
+        model_config = vllm_config.model_config
+        overrides = json.dumps({"architectures": [cls.body]})
+        remedy = (
+            f"--hf-overrides '{overrides}' has vLLM serve its weights as an ordinary causal model"
+        )
+        if sign := _sign_of_causal_weights(model_config):
+            raise ValueError(
+                f"{sign}: its weights attend causally (I-DLM, Uno), and SDAR's loop would answer wrongly "
+                f"with them; {remedy}."
+            )
+        length = model_config.hf_config.canvas_length
+        if length not in _PUBLISHED_BLOCK_LENGTHS and plugin_settings(vllm_config).rule is None:
+            raise ValueError(
+                f"block_size={length} in config.json of the checkpoint is no length that SDAR is published "
+                f"with ({', '.join(map(str, _PUBLISHED_BLOCK_LENGTHS))}). If it is I-DLM or Uno, whose "
+                f"weights attend causally, {remedy}; if it is an SDAR, set {OPTION} with "
+                '"rule": "reveal".'
+            )
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen3ForCausalLM")
+        return BodyTensors(cls.body)
 
 
 class SDARMoeEngineConfig(SDAREngineConfig):
     """The entry of ``SDARMoeForCausalLM``."""
 
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen3MoeForCausalLM")
+    body = "Qwen3MoeForCausalLM"
+
+
+def _sign_of_causal_weights(model_config: ModelConfig) -> str | None:
+    """What of the checkpoint says that it is no SDAR; ``None`` if nothing does."""
+    if getattr(model_config.hf_config, "use_regular_causal", None):
+        return "config.json of the checkpoint has use_regular_causal=true"
+    if checkpoint_file(model_config, "adapter", "adapter_config.json") is not None:
+        return "the checkpoint comes with adapter/adapter_config.json, a LoRA that drafts"
+    return None

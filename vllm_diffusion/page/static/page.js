@@ -2,10 +2,10 @@
 
 import { Problem, WrongKey, chunksOf, describedModel } from "./client.js";
 import { Panel, fillScale } from "./panel.js";
-import { Choice, fragmentOf, inWords, mistakeIn, questionIn } from "./settings.js";
+import { Settings, fragmentOf, inWords, mistakeIn, questionIn } from "./settings.js";
 
 const at = (id) => document.getElementById(id);
-const choices = [new Choice(at("choice-a")), new Choice(at("choice-b"))];
+const settings = new Settings(at("choices"), at("compare"));
 // Nowhere else: it is in no storage, no address and no file.
 let key = "";
 let model = null;
@@ -18,8 +18,18 @@ function say(sentence) {
   at("problem").textContent = sentence;
 }
 
+// The form is there while the server asks for a key, and when the user wants to enter another one.
+function showKeyForm(isShown) {
+  const hadFocus = at("connect").contains(document.activeElement);
+  at("connect").hidden = !isShown;
+  at("change-key").ariaExpanded = isShown;
+  if (isShown) at("key").focus();
+  else if (hadFocus) at("prompt").focus();
+}
+
 async function connect() {
   at("send").disabled = true;
+  at("change-key").hidden = true;
   at("model").textContent = "Not connected.";
   const described = await describedModel(key);
   const isAnother = JSON.stringify(described) !== JSON.stringify(model);
@@ -27,12 +37,14 @@ async function connect() {
   at("model").textContent =
     `${model.model} (${model.architecture}), canvases of ${model.canvas_length} tokens`;
   at("send").disabled = Boolean(stopping);
+  at("change-key").hidden = !key;
+  showKeyForm(false);
   say("");
   // A key that is entered anew leaves the chat and the settings as they are.
   if (!isAnother) return;
   at("max_tokens").max = model.max_model_len;
   at("max_tokens").value = Math.min(256, Math.floor(model.max_model_len / 2));
-  for (const choice of choices) choice.describe(model);
+  settings.describe(model);
   readLink();
 }
 
@@ -46,22 +58,14 @@ function readLink() {
   at("prompt").value = question.prompt;
   at("seed").value = question.seed;
   at("max_tokens").value = question.maxTokens;
-  at("compare").checked = question.choices.length > 1;
-  showChoices();
-  const unknown = new Set(question.choices.flatMap((values, index) => choices[index].fill(values)));
+  const unknown = settings.fill(question.choices);
   const problems = [];
   if (question.model !== model.model) {
     problems.push(`Model: the link was made with ${question.model}, and this server has ${model.model}.`);
   }
-  if (unknown.size) problems.push(`Settings: this model does not take ${[...unknown].join(", ")} of the link.`);
+  if (unknown.length) problems.push(`Settings: this model does not take ${unknown.join(", ")} of the link.`);
   say(problems.join(" "));
   at("prompt").focus();
-}
-
-function showChoices() {
-  const compares = at("compare").checked;
-  at("choice-b").hidden = !compares;
-  at("choice-a").querySelector("legend").textContent = compares ? "Settings A" : "Settings";
 }
 
 function addToLog(who, text) {
@@ -73,8 +77,13 @@ function addToLog(who, text) {
   said.textContent = text;
   entry.append(name, said);
   at("log").append(entry);
-  entry.scrollIntoView({ block: "nearest" });
+  scrollLog();
   return said;
+}
+
+// The page itself stays where it is.
+function scrollLog() {
+  at("log").scrollTop = at("log").scrollHeight;
 }
 
 function clearChat() {
@@ -93,12 +102,16 @@ function showPanels(shown) {
   at("legend").hidden = !panels.length;
 }
 
+// A canvas is watched from its first step on, wherever the page was scrolled to.
+function bringIntoView(section) {
+  const { top } = section.getBoundingClientRect();
+  if (top < 0 || top > innerHeight / 8) section.scrollIntoView({ block: "start" });
+}
+
 // What the form asks, or null with a sentence about what is wrong with it.
 function question() {
   const prompt = at("prompt").value.trim();
-  const used = choices.slice(0, at("compare").checked ? 2 : 1);
-  const controls = [at("seed"), at("max_tokens"), ...used.flatMap((choice) => [...choice.controls.values()])];
-  const mistake = mistakeIn(controls);
+  const mistake = mistakeIn([at("seed"), at("max_tokens"), ...settings.controls()]);
   if (mistake || !prompt) {
     say(mistake?.sentence ?? "Message: it is empty; write one.");
     const control = mistake?.control ?? at("prompt");
@@ -113,7 +126,7 @@ function question() {
     prompt,
     seed: at("seed").valueAsNumber,
     maxTokens: at("max_tokens").valueAsNumber,
-    choices: used.map((choice) => choice.values()),
+    choices: settings.choices(),
   };
 }
 
@@ -136,6 +149,12 @@ function bodyOf(asked, values) {
   };
 }
 
+// Of an answer without text, in the place where that would be.
+function explain(said, why) {
+  said.textContent = `No text: ${why}.`;
+  said.className = "why";
+}
+
 async function answer(asked, values, panel, said, signal) {
   let text = "";
   try {
@@ -145,47 +164,57 @@ async function answer(asked, values, panel, said, signal) {
         text += committed;
         // A screen reader says what is added to a log.
         said.append(committed);
-        said.scrollIntoView({ block: "nearest" });
+        scrollLog();
       }
     }
   } catch (error) {
     const isStopped = error.name === "AbortError";
-    panel.end(isStopped ? "Stopped." : "Ended before the answer was whole.");
+    panel.end(isStopped ? "Stopped" : "Ended before the answer was whole");
+    if (!text) explain(said, isStopped ? "you stopped it" : "it ended before it was whole");
     if (!isStopped) throw error;
     return null;
   }
-  panel.end("Done.");
+  panel.end("Done");
+  if (!text) explain(said, panel.whyEmpty());
   return text;
+}
+
+function titleOf(choices, index) {
+  if (choices.length > 1) return [`${"AB"[index]}: `, ...inWords(choices[index], choices[1 - index])];
+  return Object.keys(choices[0]).length ? ["Answer: ", ...inWords(choices[0])] : ["Answer"];
+}
+
+// Stop stands in the place of Send, with the keyboard on whichever is there; `controller` is null behind an answer.
+function showAnswering(controller) {
+  const hadFocus = [at("send"), at("stop")].includes(document.activeElement);
+  stopping = controller;
+  at("send").disabled = at("send").hidden = at("clear").disabled = Boolean(stopping);
+  at("stop").disabled = at("stop").hidden = !stopping;
+  if (hadFocus) at(stopping ? "stop" : "prompt").focus({ preventScroll: true });
 }
 
 async function ask() {
   const asked = question();
   if (!asked) return;
   say("");
-  stopping = new AbortController();
-  at("send").disabled = at("clear").disabled = true;
-  at("stop").disabled = false;
-  const compares = asked.choices.length > 1;
-  const names = compares ? ["A", "B"] : ["Model"];
+  showAnswering(new AbortController());
+  const names = asked.choices.length > 1 ? ["A", "B"] : ["Model"];
   showPanels(asked.choices.map((values, index) =>
-    new Panel(compares ? `${names[index]}: ${inWords(values)}` : `Settings: ${inWords(values)}`)));
+    new Panel(titleOf(asked.choices, index), model.end_tokens)));
   addToLog("You", asked.prompt);
   const said = names.map((name) => addToLog(name, ""));
   at("prompt").value = "";
   at("link").value = `${location.origin}${location.pathname}${fragmentOf(asked)}`;
   at("share").hidden = false;
   at("copied").textContent = "";
+  bringIntoView(at("canvases"));
   const ended = await Promise.allSettled(asked.choices.map((values, index) =>
     answer(asked, values, panels[index], said[index], stopping.signal)));
-  stopping = null;
-  at("send").disabled = false;
-  at("clear").disabled = false;
-  at("stop").disabled = true;
+  showAnswering(null);
   const failed = ended.find((end) => end.status === "rejected");
   if (!failed && ended[0].value !== null) {
     // A chat goes on from the answer with the first settings.
     turns = [...asked.turns, { role: "user", content: asked.prompt }, { role: "assistant", content: ended[0].value }];
-    at("prompt").focus();
     return;
   }
   at("prompt").value = asked.prompt;
@@ -198,9 +227,18 @@ function report(error) {
     throw error;
   }
   say(error.message);
-  at(error instanceof WrongKey ? "key" : "prompt").focus();
+  if (!(error instanceof WrongKey)) {
+    at("prompt").focus({ preventScroll: true });
+    return;
+  }
+  at("change-key").hidden = true;
+  showKeyForm(true);
 }
 
+at("change-key").addEventListener("click", () => showKeyForm(at("connect").hidden));
+at("connect").addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !at("change-key").hidden) showKeyForm(false);
+});
 at("connect").addEventListener("submit", (event) => {
   event.preventDefault();
   key = at("key").value.trim();
@@ -219,7 +257,6 @@ at("prompt").addEventListener("keydown", (event) => {
 });
 at("stop").addEventListener("click", () => stopping?.abort());
 at("clear").addEventListener("click", clearChat);
-at("compare").addEventListener("change", showChoices);
 at("share").addEventListener("submit", async (event) => {
   event.preventDefault();
   at("link").select();
@@ -236,6 +273,6 @@ addEventListener("hashchange", readLink);
 fillScale(at("scale"));
 // A server without a key needs none.
 connect().catch((error) => {
-  if (error instanceof WrongKey) at("key").focus();
+  if (error instanceof WrongKey) showKeyForm(true);
   else report(error);
 });

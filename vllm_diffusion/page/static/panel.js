@@ -2,95 +2,30 @@
 //
 // Whatever a model writes is put into the page as text, never as markup.
 
+import { Grid, visible } from "./grid.js";
+
 const REPLAY_MILLISECONDS = 400;
+const HINT = "Point at a position, or move with the arrow keys.";
 
 // 0 for a position that is certain, towards 1 for one that may become anything.
 function heat(nats) {
   return 1 - Math.exp(-nats);
 }
 
-// Characters that would not be seen.
-function visible(token) {
-  return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
-}
-
-// Nodes of a grid, as many as there are positions, among which arrow keys move.
-class Grid {
-  constructor(node, told) {
-    this.node = node;
-    this.told = told;
-    this.current = 0;
-    node.addEventListener("keydown", (event) => this.#move(event));
-    node.addEventListener("focusin", (event) => this.#choose(event.target));
-    node.addEventListener("pointerover", (event) => this.#tell(event.target));
-  }
-
-  // Show positions: {text, small, label, heat, isKept, isChanged} each.
-  show(positions) {
-    while (this.node.childElementCount > positions.length) this.node.lastElementChild.remove();
-    while (this.node.childElementCount < positions.length) this.node.append(newCell());
-    this.current = Math.max(0, Math.min(this.current, positions.length - 1));
-    positions.forEach((position, index) => {
-      const cell = this.node.children[index];
-      const [text, small] = cell.children;
-      text.textContent = position.text;
-      small.textContent = position.small ?? "";
-      cell.setAttribute("aria-label", position.label);
-      cell.setAttribute("aria-selected", index === this.current);
-      cell.title = position.label;
-      cell.tabIndex = index === this.current ? 0 : -1;
-      cell.style.setProperty("--heat", position.heat.toFixed(3));
-      cell.classList.toggle("kept", position.isKept);
-      cell.classList.toggle("changed", Boolean(position.isChanged));
-    });
-    if (this.node.contains(document.activeElement)) this.#tell(document.activeElement);
-  }
-
-  #move(event) {
-    const columns = getComputedStyle(this.node).gridTemplateColumns.split(" ").length;
-    const last = this.node.childElementCount - 1;
-    const to = {
-      ArrowLeft: this.current - 1, ArrowRight: this.current + 1,
-      ArrowUp: this.current - columns, ArrowDown: this.current + columns,
-      Home: 0, End: last,
-    }[event.key];
-    if (to === undefined || last < 0) return;
-    event.preventDefault();
-    if (to >= 0 && to <= last) this.node.children[to].focus();
-  }
-
-  #choose(cell) {
-    const index = [...this.node.children].indexOf(cell);
-    if (index < 0) return;
-    for (const [i, other] of [[this.current, this.node.children[this.current]], [index, cell]]) {
-      other?.setAttribute("aria-selected", i === index);
-      if (other) other.tabIndex = i === index ? 0 : -1;
-    }
-    this.current = index;
-    this.#tell(cell);
-  }
-
-  #tell(target) {
-    const cell = target.closest?.("[role=option]");
-    if (cell) this.told(cell.title);
-  }
-}
-
-function newCell() {
-  const cell = document.createElement("div");
-  cell.setAttribute("role", "option");
-  cell.className = "cell";
-  cell.append(document.createElement("span"), document.createElement("small"));
-  return cell;
+// A constraint may take a canvas past its step cap.
+function stepInWords({ step, total }) {
+  return step > total ? `step ${step}, ${step - total} past the cap of ${total}` : `step ${step} of at most ${total}`;
 }
 
 export class Panel {
-  constructor(title) {
+  // `title` is nodes for the heading, `endTokens` the texts of the tokens that end an answer.
+  constructor(title, endTokens) {
     const template = document.getElementById("panel");
     this.node = template.content.firstElementChild.cloneNode(true);
     const find = (selector) => this.node.querySelector(selector);
-    find("h3").textContent = title;
-    this.node.setAttribute("aria-label", title);
+    find("h3").append(...title);
+    this.node.setAttribute("aria-label", find("h3").textContent);
+    this.endTokens = new Set(endTokens);
     this.state = find(".state");
     this.range = find("input[type=range]");
     this.output = find("output");
@@ -98,18 +33,23 @@ export class Panel {
     this.committed = find(".committed");
     this.draft = find(".draft");
     this.counters = find(".counters");
-    const told = (text) => { find(".position").textContent = text; };
-    this.canvas = new Grid(find(".canvas"), told);
-    this.map = new Grid(find(".map"), told);
+    const position = find(".position");
+    position.textContent = HINT;
+    const onPosition = (text) => { position.textContent = text; };
+    this.canvas = new Grid(find(".canvas"), onPosition);
+    this.map = new Grid(find(".map"), onPosition);
     this.frames = [];
     this.decided = [];
-    this.text = "";
+    this.hasThought = false;
     this.numTokens = null;
+    this.finish = {};
     this.begun = this.ended = performance.now();
     this.play.disabled = true;
     this.range.addEventListener("input", () => { this.#pause(); this.#show(this.range.valueAsNumber); });
     this.play.addEventListener("click", () => (this.replaying ? this.#pause() : this.#replay()));
-    this.state.textContent = "Waiting for the first step.";
+    this.state.textContent = "Waiting for the first step";
+    this.node.classList.add("live");
+    this.#count();
   }
 
   // Take a chunk of the answer. Returns the text that it commits.
@@ -118,19 +58,12 @@ export class Panel {
     if (chunk.type === "diffusion_frame") this.#takeFrame(chunk);
     else if (chunk.type === "diffusion_step_map") this.#takeSteps(chunk);
     if (chunk.usage) this.numTokens = chunk.usage.completion_tokens;
-    const delta = chunk.choices?.[0]?.delta ?? {};
-    const text = (delta.reasoning ?? delta.reasoning_content ?? "") + (delta.content ?? "");
-    if (text) this.#commit(text);
+    const [choice] = chunk.choices ?? [];
+    const delta = choice?.delta ?? {};
+    if (choice?.finish_reason) this.finish = choice;
+    this.hasThought ||= Boolean(delta.reasoning ?? delta.reasoning_content);
     this.#count();
     return delta.content ?? "";
-  }
-
-  // Text comes behind the last frame of the canvas that it is of, and need not be what that frame showed.
-  #commit(text) {
-    this.text += text;
-    const last = this.frames.findLast((frame) => frame.is_last);
-    if (last) last.after = this.text;
-    if (this.frames.length) this.#show(this.range.valueAsNumber);
   }
 
   #isAtEnd() {
@@ -139,16 +72,19 @@ export class Panel {
 
   #takeFrame(frame) {
     const follows = this.#isAtEnd();
-    this.frames.push(frame);
+    const earlier = this.frames.findLast((other) => other.block < frame.block);
+    // The last frame of a canvas holds what is committed; over chat a thought is beside the text.
+    const before = earlier ? earlier.before + earlier.written : "";
+    this.frames.push({ ...frame, before, written: (frame.reasoning ?? "") + frame.text });
     this.range.max = this.frames.length - 1;
     this.range.disabled = this.play.disabled = false;
     if (follows) this.#show(this.frames.length - 1);
-    const again = frame.begins_anew ? ", begun again" : "";
-    this.state.textContent = `Canvas ${frame.block + 1}${again}, step ${frame.step} of at most ${frame.total}.`;
+    this.state.textContent = `Denoising canvas ${frame.block + 1}${frame.begins_anew ? ", begun again" : ""}`;
   }
 
   #takeSteps({ block, steps }) {
     const last = this.frames.findLast((frame) => frame.block === block);
+    const most = Math.max(1, last?.step ?? 0, ...steps);
     steps.forEach((step, index) => {
       const token = last?.tokens?.[index] ?? "";
       this.decided.push({
@@ -156,17 +92,32 @@ export class Panel {
         small: `${step}`,
         label: `Token ${this.decided.length + 1}, ${JSON.stringify(token)}: ` +
           (step ? `decided by step ${step} of canvas ${block + 1}` : `known before canvas ${block + 1} began`),
-        heat: last ? step / last.total : 0,
+        heat: step / most,
         isKept: true,
       });
     });
     this.map.show(this.decided);
   }
 
-  // The answer is whole, or will not be: say how it ended.
-  end(sentence) {
-    this.state.textContent = sentence;
+  // The answer is whole, or will not be: `how` it ended, in a few words.
+  end(how) {
+    this.state.textContent = how;
+    this.node.classList.remove("live");
     this.#count();
+  }
+
+  // Why an answer that is whole has no text.
+  whyEmpty() {
+    const { finish_reason: reason, stop_reason: cause } = this.finish;
+    const numTokens = this.numTokens ?? this.decided.length;
+    const tokens = `${numTokens} token${numTokens === 1 ? "" : "s"}`;
+    const after = numTokens > 1 ? `after ${tokens} without text` : "with its first token";
+    return {
+      stop: `the model ended it ${this.hasThought ? "behind its thought" : after}`,
+      length: typeof cause === "string" ? cause : `it was cut at its longest, ${tokens}`,
+      repetition: "its tokens repeated themselves",
+      abort: "the server gave it up",
+    }[reason] ?? (reason ? `it ended with "${reason}"` : "the server does not say why");
   }
 
   #show(index) {
@@ -174,7 +125,7 @@ export class Panel {
     if (!frame) return;
     const earlier = this.frames[index - 1];
     const tokens = frame.tokens ?? [];
-    this.canvas.show(tokens.map((token, i) => {
+    const positions = tokens.map((token, i) => {
       const nats = frame.entropy?.[i] ?? 0;
       const isKept = Boolean(frame.kept?.[i]);
       const isSame = earlier?.block !== frame.block || earlier.tokens[i] === token;
@@ -186,21 +137,32 @@ export class Panel {
         isKept,
         isChanged: !isSame,
       };
-    }));
-    const where = `canvas ${frame.block + 1}, step ${frame.step} of at most ${frame.total}`;
+    });
+    this.canvas.show(positions, ...this.#fold(tokens));
+    const where = `canvas ${frame.block + 1}, ${stepInWords(frame)}`;
     this.range.value = index;
     this.range.setAttribute("aria-valuetext", where);
     const mean = (frame.entropy ?? []).reduce((sum, nats) => sum + nats, 0) / (tokens.length || 1);
     const numKept = (frame.kept ?? []).filter(Boolean).length;
     this.output.textContent = `${where}: ${numKept} of ${tokens.length} kept, mean entropy ${mean.toFixed(2)} nats`;
-    const before = this.frames.findLast((other) => other.block < frame.block && other.after);
-    this.committed.textContent = frame.after ?? before?.after ?? "";
-    this.draft.textContent = frame.after === undefined ? frame.text : "";
+    this.committed.textContent = frame.before + (frame.is_last ? frame.written : "");
+    this.draft.textContent = frame.is_last ? "" : frame.written;
+  }
+
+  // How many positions are up to the first end token, and what to call those behind it.
+  #fold(tokens) {
+    const end = tokens.findIndex((token) => this.endTokens.has(token));
+    const behind = end < 0 ? [] : tokens.slice(end + 1);
+    if (!behind.length) return [tokens.length, ""];
+    const noun = behind.length === 1 ? "end token" : "end tokens";
+    const areEnds = behind.every((token) => this.endTokens.has(token));
+    return [end + 1, `${behind.length} ${areEnds ? noun : "behind the end"}`];
   }
 
   #replay() {
     if (this.range.valueAsNumber >= this.frames.length - 1) this.#show(0);
     this.play.textContent = "Pause";
+    this.play.classList.add("playing");
     this.replaying = setInterval(() => {
       const next = this.range.valueAsNumber + 1;
       if (next >= this.frames.length) this.#pause();
@@ -212,6 +174,7 @@ export class Panel {
     clearInterval(this.replaying);
     this.replaying = null;
     this.play.textContent = "Replay";
+    this.play.classList.remove("playing");
   }
 
   // Let go of the timer; the panel is taken off the page.

@@ -1,5 +1,7 @@
 // Controls for what a request may set, made from what the server says of its model, and the link.
 
+// Shown at once; the rest is behind "More".
+const COMMON = ["temperature", "diffusion_preset", "diffusion_max_steps"];
 // What any model takes besides the settings of its canvases.
 const TEMPERATURE = {
   name: "temperature", meaning: "of the draws; 0 takes the likeliest token", low: 0, high: 2, is_integer: false,
@@ -37,64 +39,102 @@ function controlOf(setting) {
   return control;
 }
 
-// The controls of one choice of settings, in a fieldset.
-export class Choice {
-  constructor(fieldset) {
-    this.fieldset = fieldset;
-    this.controls = new Map();
+function element(tag, properties, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+// One setting: a control for choice A, one for choice B, and what it means.
+class Row {
+  constructor(setting) {
+    this.name = setting.name;
+    this.title = titled(setting.name);
+    this.controls = [controlOf(setting), controlOf(setting)];
+    this.mark = element("span", { className: "mark", id: `${this.name}-mark` });
+    const hint = element("small", { id: `${this.name}-hint` },
+      setting.meaning.replaceAll("`", "") + bounds(setting));
+    const label = element("label", { htmlFor: `${this.name}-a` }, this.title);
+    const choices = this.controls.map((control, index) => {
+      control.id = `${this.name}-${"ab"[index]}`;
+      control.setAttribute("aria-describedby", `${hint.id} ${this.mark.id}`);
+      const letter = element("span", { className: "letter", ariaHidden: "true" }, "AB"[index]);
+      return element("div", { className: "choice" }, letter, control);
+    });
+    this.node = element("div", { className: "field" }, label, this.mark, ...choices, hint);
+  }
+
+  get differs() {
+    return this.controls[0].value !== this.controls[1].value;
+  }
+
+  // Show one choice or both, and mark the setting where they differ.
+  show(compares) {
+    this.controls.forEach((control, index) => {
+      control.setAttribute("aria-label", compares ? `${this.title} (${"AB"[index]})` : this.title);
+      control.parentElement.hidden = index > 0 && !compares;
+    });
+    const isMarked = compares && this.differs;
+    this.node.classList.toggle("differs", isMarked);
+    this.mark.textContent = isMarked ? "A and B differ" : "";
+  }
+}
+
+// What a request may set, for one choice of settings or for two that are compared.
+export class Settings {
+  constructor(node, compare) {
+    this.node = node;
+    this.compare = compare;
+    this.rows = [];
+    for (const control of [node, compare]) control.addEventListener("input", () => this.show());
   }
 
   // Make the controls anew for a model, as described by the server.
   describe(model) {
-    for (const old of this.fieldset.querySelectorAll(".field, details")) old.remove();
-    this.controls.clear();
-    const more = document.createElement("details");
-    const summary = document.createElement("summary");
-    summary.textContent = "More";
-    more.append(summary);
-    for (const setting of [TEMPERATURE, ...model.settings]) {
-      const isCommon = ["temperature", "diffusion_preset", "diffusion_max_steps"].includes(setting.name);
-      (isCommon ? this.fieldset : more).append(this.#field(setting));
-    }
-    if (more.childElementCount > 1) this.fieldset.append(more);
+    this.rows = [TEMPERATURE, ...model.settings].map((setting) => new Row(setting));
+    const [common, rare] = [true, false].map((isCommon) =>
+      this.rows.filter((row) => COMMON.includes(row.name) === isCommon).map((row) => row.node));
+    this.node.replaceChildren(...common);
+    if (rare.length) this.node.append(element("details", {}, element("summary", {}, "More"), ...rare));
+    this.show();
   }
 
-  #field(setting) {
-    const id = `${this.fieldset.id}-${setting.name}`;
-    const field = document.createElement("div");
-    const label = document.createElement("label");
-    const hint = document.createElement("small");
-    const control = controlOf(setting);
-    field.className = "field";
-    label.htmlFor = control.id = id;
-    label.textContent = titled(setting.name);
-    hint.id = `${id}-hint`;
-    hint.textContent = setting.meaning.replaceAll("`", "") + bounds(setting);
-    control.setAttribute("aria-describedby", hint.id);
-    field.append(label, control, hint);
-    this.controls.set(setting.name, control);
-    return field;
+  show() {
+    this.node.classList.toggle("compares", this.compare.checked);
+    for (const row of this.rows) row.show(this.compare.checked);
   }
 
-  // What is set, by name; what is left to the server is left out.
-  values() {
-    const values = {};
-    for (const [name, control] of this.controls) {
-      if (control.value !== "") values[name] = control.type === "number" ? Number(control.value) : control.value;
-    }
-    return values;
+  get numChoices() {
+    return this.compare.checked ? 2 : 1;
+  }
+
+  // Controls of what is asked for.
+  controls() {
+    return this.rows.flatMap((row) => row.controls.slice(0, this.numChoices));
+  }
+
+  // What each choice sets, by name; what is left to the server is left out.
+  choices() {
+    return [0, 1].slice(0, this.numChoices).map((index) => {
+      const values = {};
+      for (const { name, controls } of this.rows) {
+        const { value, type } = controls[index];
+        if (value !== "") values[name] = type === "number" ? Number(value) : value;
+      }
+      return values;
+    });
   }
 
   // Set what is named, and leave the rest to the server. Returns the names that the model does not have.
-  fill(values) {
-    for (const control of this.controls.values()) control.value = "";
-    const unknown = [];
-    for (const [name, value] of Object.entries(values)) {
-      const control = this.controls.get(name);
-      if (control) control.value = value;
-      if (!control || control.value === "") unknown.push(name);
+  fill(choices) {
+    this.compare.checked = choices.length > 1;
+    const unknown = new Set(choices.flatMap((values) => Object.keys(values)));
+    for (const { name, controls } of this.rows) {
+      controls.forEach((control, index) => { control.value = choices[index]?.[name] ?? ""; });
+      if (choices.every((values, index) => controls[index].value === (values[name] ?? ""))) unknown.delete(name);
     }
-    return unknown;
+    this.show();
+    return [...unknown];
   }
 }
 
@@ -102,20 +142,25 @@ export class Choice {
 export function mistakeIn(controls) {
   for (const control of controls) {
     if (control.type === "number" && !control.validity.valid) {
-      const [label] = control.labels;
+      const title = control.ariaLabel ?? control.labels[0].textContent;
       const noun = control.step === "any" ? "a number" : "a whole number";
       const upTo = control.max === "" ? "" : ` and at most ${number(Number(control.max))}`;
       const rule = `must be ${noun} of at least ${number(Number(control.min))}${upTo}`;
-      return { control, sentence: `Settings: ${label.textContent} ${rule}.` };
+      return { control, sentence: `Settings: ${title} ${rule}.` };
     }
   }
   return null;
 }
 
-// In a few words, for a heading.
-export function inWords(values) {
-  const words = Object.entries(values).map(([name, value]) => `${titled(name).toLowerCase()} ${value}`);
-  return words.join(", ") || "the server's own";
+// What a choice sets, in a few words for a heading; what another one sets otherwise is marked.
+export function inWords(values, other = values) {
+  const names = [...new Set([...Object.keys(values), ...Object.keys(other)])].sort();
+  const words = names.flatMap((name) => {
+    const title = titled(name).toLowerCase();
+    const word = name in values ? `${title} ${values[name]}` : `the server's ${title}`;
+    return [", ", values[name] === other[name] ? word : element("mark", {}, word)];
+  });
+  return words.length ? words.slice(1) : ["the server's own"];
 }
 
 // A question and what it is asked with, as the fragment of an address, which is sent to no server.

@@ -1,0 +1,71 @@
+"""The log of streams that are refused, and the limit of answers to one request."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from vllm_diffusion.settings.environment import MOST_ANSWERS, limit_answers
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    """A logger as vLLM's, with nobody else's filter."""
+    from vllm_diffusion.requests.refused_streams import OneLineRefusals
+
+    made = logging.Logger("refusals")
+    made.addFilter(OneLineRefusals())
+    return made
+
+
+def log_error(logger: logging.Logger, error: Exception) -> None:
+    """Log an exception as vLLM's stream generators do."""
+    try:
+        raise error
+    except Exception:
+        logger.exception("Error in completion stream generator.")
+
+
+def test_one_line_for_many_refusals(
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line, however a client's words are written, and later the number of those without one."""
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_diffusion.requests import refused_streams
+
+    seconds = 100.0
+    monkeypatch.setattr(refused_streams.time, "monotonic", lambda: seconds)
+    logger.addHandler(caplog.handler)
+    for i in range(50):
+        log_error(logger, VLLMValidationError(f"no field {i}\nERROR forged {'x' * 5000}"))
+    seconds += refused_streams.SECONDS_A_LINE
+    log_error(logger, VLLMValidationError("again"))
+    first, second = caplog.records
+    assert "\n" not in first.getMessage()
+    assert len(first.getMessage()) < 400
+    assert "(0 others" in first.getMessage()
+    assert "(49 others" in second.getMessage()
+    assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_other_errors_keep_their_trace(
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What no client did is logged each time, with where it happened."""
+    logger.addHandler(caplog.handler)
+    for _ in range(3):
+        log_error(logger, KeyError("26"))
+    assert len(caplog.records) == 3
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_limit_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered once, and never where an operator has set it."""
+    monkeypatch.delenv("VLLM_MAX_N_SEQUENCES", raising=False)
+    assert (limit_answers(), limit_answers()) == (MOST_ANSWERS, None)
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "3")
+    assert limit_answers() is None

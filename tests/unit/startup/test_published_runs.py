@@ -1,0 +1,65 @@
+"""Published sampling is told from what is served, and the data names what exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.plugin import imported
+from vllm_diffusion.startup.published_runs import (
+    NEUTRAL,
+    published_loop,
+    published_runs,
+    sampling_changes,
+)
+
+pytestmark = pytest.mark.engine
+
+MASKED = [
+    (family.architecture, rule)
+    for family in FAMILIES
+    for rule in imported(family.engine_config).rules
+    if rule != "entropy_bound"
+]
+
+
+@pytest.mark.parametrize(("architecture", "rule"), MASKED)
+def test_every_rule_has_its_loop(architecture: str, rule: str) -> None:
+    """The settings of the published function are the rule's own, with values that it allows."""
+    run = published_loop(architecture, rule)
+    assert run is not None
+    known = {family.architecture: imported(family.engine_config) for family in FAMILIES}
+    settings = known[architecture].rules[rule].rule(0).settings
+    assert all(settings[name].allows(value) for name, value in run.settings.items())
+
+
+def test_sources() -> None:
+    """Each says where it was read, and names parameters of vLLM's."""
+    for run in published_runs():
+        assert run.source
+        assert run.kind in ("function", "example", "evaluation", "checkpoint")
+        assert run.sampling.keys() <= NEUTRAL.keys()
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted", "changes"),
+    [
+        ({}, {"temperature": 1.0, "top_k": 0}, {}),
+        ({"temperature": 0.0, "top_k": 5}, {"temperature": 0.0}, {}),
+        ({}, {"temperature": 0.0}, {"temperature": (1.0, 0.0)}),
+        (
+            {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05},
+            {"temperature": 0.0},
+            {"temperature": (0.7, 0.0), "repetition_penalty": (1.05, 1.0)},
+        ),
+        (
+            {"temperature": 0.6, "top_k": 20},
+            {"temperature": 1.0},
+            {"temperature": (0.6, 1.0), "top_k": (20, 0)},
+        ),
+    ],
+    ids=str,
+)
+def test_sampling_changes(served: dict, wanted: dict, changes: dict) -> None:
+    """Filters mean nothing at temperature 0; a penalty does."""
+    assert sampling_changes(served, wanted) == changes

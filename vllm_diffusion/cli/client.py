@@ -1,0 +1,116 @@
+"""The HTTP client of the commands: for a server's own paths, its counters, and the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.request
+from collections.abc import Iterable, Mapping
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from vllm_diffusion.cli.values import is_loopback
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from prometheus_client.samples import Sample
+
+KEY_VARIABLE = "VLLM_API_KEY"
+# Seconds without a word of a server after which it is given up.
+ANSWER_SECONDS = 300.0
+_METRICS_SECONDS = 60.0
+
+
+class ServerError(Exception):
+    """A server that did not start, stopped, or does not answer. The message is for the user."""
+
+
+def ask(
+    url: str,
+    *,
+    method: str = "GET",
+    body: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    timeout: float,
+    is_own: bool = False,
+) -> bytes:
+    """Send one request, and return the answer's body.
+
+    Args:
+        url: The whole address. A proxy of the environment is used for other machines only.
+        method: The request's method.
+        body: An object that is sent as JSON.
+        api_key: The server's key, if it has one.
+        timeout: Seconds without a byte after which the request fails.
+        is_own: Whether this process started the server, whose certificate it then takes as it is.
+
+    Raises:
+        HTTPError: If the server answers with a status of 400 or more.
+        OSError: If it does not answer.
+    """
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    handlers: list[urllib.request.BaseHandler] = []
+    if is_own or is_loopback(urlsplit(url).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))
+    if is_own:
+        context = ssl._create_unverified_context()
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    opener = urllib.request.build_opener(*handlers)
+    try:
+        with opener.open(
+            urllib.request.Request(url, data, headers, method=method), timeout=timeout
+        ) as answer:
+            content: bytes = answer.read()
+    except HTTPException as error:
+        raise OSError(f"{type(error).__name__} {error}") from error
+    return content
+
+
+def openai_client(url: str, api_key: str) -> OpenAI:
+    """The official client of a server of vLLM.
+
+    Args:
+        url: The root of the server.
+        api_key: The server's key; any text for a server that has none.
+    """
+    from openai import DefaultHttpxClient, OpenAI
+
+    return OpenAI(
+        base_url=f"{url}/v1",
+        api_key=api_key,
+        timeout=ANSWER_SECONDS,
+        max_retries=0,
+        http_client=DefaultHttpxClient(trust_env=not is_loopback(urlsplit(url).hostname or "")),
+    )
+
+
+def read_metrics(url: str, *, is_own: bool = False) -> list[Sample]:
+    """All samples of a server's ``/metrics``, read now.
+
+    Args:
+        url: The root of the server.
+        is_own: As :func:`ask` has it.
+
+    Raises:
+        ServerError: If the server does not answer.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        text = ask(f"{url}/metrics", timeout=_METRICS_SECONDS, is_own=is_own).decode()
+    except OSError as error:
+        raise ServerError(f"{url}/metrics cannot be read: {error}.") from None
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples]
+
+
+def totals(samples: Iterable[Sample]) -> dict[str, float]:
+    """Samples by name, summed over their labels."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found

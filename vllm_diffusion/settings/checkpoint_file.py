@@ -1,0 +1,32 @@
+"""Small files beside a checkpoint's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def checkpoint_file(model_config: ModelConfig, folder: str, name: str) -> Path | None:
+    """The path of a file in a subfolder of the checkpoint, fetched if the checkpoint is on the hub.
+
+    Returns:
+        ``None`` if the checkpoint has no such file.
+    """
+    local = Path(model_config.model)
+    if local.is_dir():
+        path = local / folder / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        model_config.model,
+        name,
+        subfolder=folder,
+        revision=model_config.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
