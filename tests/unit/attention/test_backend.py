@@ -22,7 +22,7 @@ from vllm_diffusion.attention.backend import (
     split_kv_cache,
 )
 from vllm_diffusion.settings.plugin_settings import PluginSettings
-from vllm_diffusion.startup.engine_config import choose_attention
+from vllm_diffusion.startup.attention import choose_attention, register_attention
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -201,6 +201,7 @@ def choose(backend=None, attention="auto"):
         attention_config=SimpleNamespace(backend=chosen),
         additional_config={"diffusion": {"attention": attention}},
     )
+    register_attention()
     choose_attention(config)
     return config.attention_config.backend.name
 
