@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -173,13 +174,8 @@ def asks_for_an_event_during_a_capture() -> None:
 
 
 def times_events_that_were_not_recorded() -> None:
-    """Past torch's own check."""
-    torch.cuda.init()
-    library, event = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
-    torch.cuda.check_error(library.cudaEventCreate(ctypes.byref(event)))
-    torch.cuda.check_error(
-        library.cudaEventElapsedTime(ctypes.byref(ctypes.c_float()), event, event)
-    )
+    event = _event()
+    _call("cudaEventElapsedTime", ctypes.byref(ctypes.c_float()), event, event)
 
 
 def ends_a_capture_in_another_thread() -> None:
@@ -201,6 +197,54 @@ def ends_a_capture_in_another_thread() -> None:
         ending.start()
         ending.join()
     raise raised[0]
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """A function of the runtime, past torch."""
+    torch.cuda.check_error(getattr(ctypes.CDLL("libcudart.so.13"), name)(*arguments))
+
+
+def _stream() -> ctypes.c_void_p:
+    torch.cuda.init()
+    stream = ctypes.c_void_p()
+    non_blocking = ctypes.c_uint(1)
+    _call("cudaStreamCreateWithFlags", ctypes.byref(stream), non_blocking)
+    return stream
+
+
+def _event() -> ctypes.c_void_p:
+    event = ctypes.c_void_p()
+    _call("cudaEventCreate", ctypes.byref(event))
+    return event
+
+
+def merges_two_captures() -> None:
+    """A stream of one capture waits for an event of another."""
+    first, second, event = _stream(), _stream(), _event()
+    for stream in (first, second):
+        _call("cudaStreamBeginCapture", stream, 0)
+    _call("cudaEventRecord", event, first)
+    _call("cudaStreamWaitEvent", second, event, 0)
+
+
+def ends_a_capture_on_another_stream() -> None:
+    first, second, event, graph = _stream(), _stream(), _event(), ctypes.c_void_p()
+    _call("cudaStreamBeginCapture", first, 0)
+    _call("cudaEventRecord", event, first)
+    _call("cudaStreamWaitEvent", second, event, 0)
+    _call("cudaStreamEndCapture", second, ctypes.byref(graph))
+
+
+def records_on_a_destroyed_stream() -> None:
+    stream, event = _stream(), _event()
+    _call("cudaStreamDestroy", stream)
+    _call("cudaEventRecord", event, stream)
+
+
+def waits_for_a_destroyed_event() -> None:
+    event = _event()
+    _call("cudaEventDestroy", event)
+    _call("cudaStreamWaitEvent", _stream(), event, 0)
 
 
 # ---- launches
@@ -372,3 +416,12 @@ def has_no_code_for_the_device() -> None:
     module = ctypes.c_void_p()
     error = ctypes.CDLL("libcuda.so.1").cuModuleLoadData(ctypes.byref(module), bytes(image))
     torch.cuda.check_error(error)
+
+
+def images_that_run(images: list[tuple[int, int]]) -> bool:
+    """Whether the device runs a library of nvcc's with these images, each a kind (1 PTX, 2 machine code) and a chip."""
+    body = b"".join(
+        struct.pack("<HHIQIIHHI", kind, 0, 32, 0, 0, 0, 0, 0, chip) for kind, chip in images
+    )
+    container = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+    return bool(ctypes.CDLL("libcudart.so.13").null_gpu_has_code(container))

@@ -22,6 +22,10 @@ CAPTURES = {
     "asks_for_an_event_during_a_capture": "cudaErrorStreamCaptureUnsupported",
     "times_events_that_were_not_recorded": "cudaErrorInvalidResourceHandle",
     "ends_a_capture_in_another_thread": "cudaErrorStreamCaptureWrongThread",
+    "ends_a_capture_on_another_stream": "cudaErrorStreamCaptureUnmatched",
+    "merges_two_captures": "cudaErrorStreamCaptureMerge",
+    "records_on_a_destroyed_stream": "cudaErrorInvalidResourceHandle",
+    "waits_for_a_destroyed_event": "cudaErrorInvalidResourceHandle",
 }
 LAUNCHES = {
     "launches_too_many_threads": "cudaErrorInvalidConfiguration",
@@ -78,6 +82,22 @@ def test_shared_memory(torch_alone):
     torch_alone.run(case, capability="9.0").checked()
     error = torch_alone.run(case, capability="12.0").error
     assert "out of resource: shared memory, Required: 131072, Hardware limit: 101376" in error
+
+
+@pytest.mark.parametrize(
+    ("capability", "images", "runs"),
+    [
+        ("8.6", [(2, 80)], True),
+        ("8.6", [(2, 89)], False),
+        ("10.0", [(2, 90)], False),
+        ("10.0", [(2, 90), (1, 90)], True),
+        ("8.0", [(1, 90)], False),
+    ],
+)
+def test_code_for_the_device(torch_alone, capability, images, runs):
+    """Machine code runs on later chips of its generation, PTX on all later ones."""
+    case = f"{BREAKS}:images_that_run"
+    assert torch_alone.run(case, capability=capability, images=images).checked() is runs
 
 
 def test_memory(torch_alone):

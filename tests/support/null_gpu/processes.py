@@ -26,15 +26,11 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
     folder = build()
     inherited = dict(os.environ)
     # The tests' own processes are on the CPU.
-    for name in (
-        "TRITON_INTERPRET",
-        "CUDA_VISIBLE_DEVICES",
-        "VLLM_DIFFUSION_CPU",
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-    ):
+    for name in ("TRITON_INTERPRET", "VLLM_DIFFUSION_CPU", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         inherited.pop(name, None)
     return {
         **inherited,
+        "CUDA_VISIBLE_DEVICES": "0",
         "LD_PRELOAD": ":".join(str(folder / name) for name in PRELOADED),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
