@@ -85,19 +85,26 @@ def test_shared_memory(torch_alone):
 
 
 @pytest.mark.parametrize(
-    ("capability", "images", "runs"),
+    ("capability", "images", "chosen"),
     [
-        ("8.6", [(2, 80)], True),
-        ("8.6", [(2, 89)], False),
-        ("10.0", [(2, 90)], False),
-        ("10.0", [(2, 90), (1, 90)], True),
-        ("8.0", [(1, 90)], False),
+        ("8.6", [(2, 80)], 80),
+        ("8.9", [(2, 80), (2, 86), (2, 90)], 86),
+        ("8.6", [(2, 89)], 0),
+        ("10.0", [(2, 90)], 0),
+        ("10.0", [(2, 90), (1, 90)], 90),
+        ("8.0", [(1, 90)], 0),
     ],
 )
-def test_code_for_the_device(torch_alone, capability, images, runs):
+def test_code_for_the_device(torch_alone, capability, images, chosen):
     """Machine code runs on later chips of its generation, PTX on all later ones."""
-    case = f"{BREAKS}:images_that_run"
-    assert torch_alone.run(case, capability=capability, images=images).checked() is runs
+    case = f"{BREAKS}:chosen_image"
+    assert torch_alone.run(case, capability=capability, images=images).checked() == chosen
+
+
+def test_libraries_choose_by_their_code(torch_alone):
+    """CUB, in torch, has kernels for the chips that it was compiled for, and no others."""
+    for capability in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"):
+        torch_alone.run(f"{BREAKS}:sums", capability=capability).checked()
 
 
 def test_memory(torch_alone):

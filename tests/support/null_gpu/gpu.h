@@ -91,8 +91,8 @@ bool forbidden_by_capture(const char* call);
 struct Function {
   std::string name;
   int dynamic_shared = 49152;
-  // Whether its library has code that this device runs.
-  bool has_code = true;
+  // The chip that its code is for, of what its library holds; 0 where none of it runs here.
+  int code = 0;
 };
 
 }  // namespace null_gpu
@@ -114,7 +114,7 @@ void null_gpu_unmap(void* pointer, size_t size);
 // 0 device, 1 pinned, 2 pageable, 3 none.
 int null_gpu_place(const void* pointer);
 void* null_gpu_function(const char* name);
-int null_gpu_has_code(const void* image);
+int null_gpu_chosen_image(const void* container);
 int null_gpu_launch(void* function, void* stream, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                     unsigned block_y, unsigned block_z, size_t shared_memory);
 // For tests, through ctypes.

@@ -2,6 +2,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "gpu.h"
 
 namespace null_gpu {
@@ -17,8 +19,8 @@ std::set<const void*>& functions() {
   return *all;
 }
 
-Function* make_function(const char* name, bool has_code) {
-  auto* function = new Function{name, 49152, has_code};
+Function* make_function(const char* name, int code) {
+  auto* function = new Function{name, 49152, code};
   functions().insert(function);
   return function;
 }
@@ -46,21 +48,24 @@ struct ContainerHeader {
   uint64_t size;
 };
 
-// Whether this device runs one of the images. Machine code runs on later chips of the same generation; PTX on
-// all later ones, since the driver compiles it.
-bool has_code(const void* container) {
+int device_chip() { return device().major * 10 + device().minor; }
+
+// The chip of the image that this device runs, 0 for none. Machine code runs on later chips of the same generation;
+// PTX on all later ones, since the driver compiles it.
+int chosen_image(const void* container) {
   auto* header = (const ContainerHeader*)container;
-  if (!header || header->magic != 0xBA55ED50) return true;  // of a kind that is not looked into
-  int chip = device().major * 10 + device().minor;
+  if (!header || header->magic != 0xBA55ED50) return device_chip();  // of a kind that is not looked into
+  int code = 0, ptx = 0;
   const char* image = (const char*)container + header->header_size;
   const char* end = image + header->size;
   while (image < end) {
     auto* found = (const ImageHeader*)image;
-    bool same_generation = (int)found->chip / 10 == chip / 10;
-    if ((found->kind == 1 || same_generation) && (int)found->chip <= chip) return true;
+    int chip = found->chip;
+    if (chip <= device_chip() && found->kind == 1) ptx = std::max(ptx, chip);
+    if (chip <= device_chip() && found->kind == 2 && chip / 10 == device().major) code = std::max(code, chip);
     image += found->header_size + found->size;
   }
-  return false;
+  return code ? code : ptx;
 }
 
 struct LibraryHandle {
@@ -80,7 +85,7 @@ cudaError_t launch(const void* handle, dim3 grid, dim3 block, size_t shared_memo
   Function* function = function_of(handle);
   if (!function) return fail(cudaErrorInvalidResourceHandle, "launch of an unknown kernel");
   std::string what = "kernel " + function->name;
-  if (!function->has_code) return fail(cudaErrorNoKernelImageForDevice, what);
+  if (!function->code) return fail(cudaErrorNoKernelImageForDevice, what);
   bool fits = grid.x && grid.y && grid.z && grid.x <= 2147483647 && grid.y <= 65535 && grid.z <= 65535;
   fits = fits && block.x && block.y && block.z && block.x <= 1024 && block.y <= 1024 && block.z <= 64;
   if (!fits || (size_t)block.x * block.y * block.z > 1024) {
@@ -112,9 +117,9 @@ extern "C" {
 
 void* null_gpu_function(const char* name) {
   NULL_GPU_LOCK;
-  return make_function(name, true);
+  return make_function(name, device_chip());
 }
-int null_gpu_has_code(const void* image) { return has_code(image); }
+int null_gpu_chosen_image(const void* container) { return chosen_image(container); }
 int null_gpu_launch(void* function, void* stream, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                     unsigned block_y, unsigned block_z, size_t shared_memory) {
   return launch(function, dim3(grid_x, grid_y, grid_z), dim3(block_x, block_y, block_z), shared_memory,
@@ -137,7 +142,7 @@ void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int)
 void __cudaRegisterFunction(void** library, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
   NULL_GPU_LOCK;
-  host_functions()[host] = make_function(name, has_code(((LibraryHandle*)library)->container));
+  host_functions()[host] = make_function(name, chosen_image(((LibraryHandle*)library)->container));
 }
 
 // ---- and when a kernel is launched
@@ -182,11 +187,12 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ha
   if (cudaError_t error = initialise()) return error;
   Function* function = function_of(handle);
   if (!function) return fail(cudaErrorInvalidResourceHandle, "attributes of an unknown kernel");
-  if (!function->has_code) return fail(cudaErrorNoKernelImageForDevice, function->name);
+  if (!function->code) return fail(cudaErrorNoKernelImageForDevice, function->name);
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 64;
-  attributes->ptxVersion = attributes->binaryVersion = device().major * 10 + device().minor;
+  // CUB chooses its kernels by it.
+  attributes->ptxVersion = attributes->binaryVersion = function->code;
   attributes->maxDynamicSharedSizeBytes = function->dynamic_shared;
   return cudaSuccess;
 }
@@ -214,7 +220,7 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* image, cudaJ
 }
 cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t library, const char* name) {
   NULL_GPU_LOCK;
-  *kernel = (cudaKernel_t)make_function(name, has_code(((LibraryHandle*)library)->container));
+  *kernel = (cudaKernel_t)make_function(name, chosen_image(((LibraryHandle*)library)->container));
   return cudaSuccess;
 }
 cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
