@@ -195,6 +195,7 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Start a large shape with dummy weights, and say what it chose, took and asks of the driver."""
     import torch
 
+    _give_scales()
     chosen = Chosen()
     logging.getLogger("vllm").addHandler(chosen)
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
@@ -220,3 +221,20 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_blocks": caches.num_blocks,
         "steady": {"plain": steady_pass(llm, "plain")},
     }
+
+
+def _give_scales() -> None:
+    """Put 1.0 where vLLM reads the scales of an FP8 cache, which nothing has filled on the null GPU."""
+    import torch
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    stock = BaseKVCacheMethod.process_weights_after_loading
+
+    def with_scales(self: Any, layer: torch.nn.Module) -> None:
+        for name in ("k_scale", "v_scale", "q_scale", "prob_scale"):
+            if hasattr(layer, name):
+                on_host = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+                setattr(layer, name, on_host)
+        stock(self, layer)
+
+    BaseKVCacheMethod.process_weights_after_loading = with_scales

@@ -2,7 +2,7 @@
 
     python -m tests.null_gpu.rehearsal             # runs what has not passed since the code changed
     python -m tests.null_gpu.rehearsal --list      # prints it
-    python -m tests.null_gpu.rehearsal --only 26B  # those whose names hold it
+    python -m tests.null_gpu.rehearsal --only draft 26B  # those whose names hold one of these
     python -m tests.null_gpu.rehearsal --record    # writes what was found to rehearsal.json
 
 A case passes when its engine starts, its requests get through, and what it chose, took and asked of the driver is what
@@ -86,7 +86,9 @@ def found_by(outcome: Outcome) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--list", action="store_true", help="print what has not passed")
-    parser.add_argument("--only", default="", help="part of the names of cases to run")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="parts of the names of cases to run"
+    )
     parser.add_argument("--record", action="store_true", help="keep what is found as the data")
     parser.add_argument(
         "--state", type=Path, default=STATE, help="folder of logs and of what passed"
@@ -101,8 +103,11 @@ def main() -> int:
     state_file = arguments.state / "passed.json"
     key = sources_key()
     passed = read_json(state_file)
-    waiting = [c for c in cases() if passed.get(c.name) != key and arguments.only in c.name]
-    print(f"{len(waiting)} of {len(cases())} cases have not passed with these sources")
+    chosen = [case for part in arguments.only for case in cases() if part in case.name]
+    # Each once, in the order in which they are asked for.
+    chosen = list({case.name: case for case in chosen}.values())
+    waiting = [case for case in chosen if passed.get(case.name) != key]
+    print(f"{len(waiting)} of {len(chosen)} cases have not passed with these sources")
     if arguments.list or not waiting:
         print("\n".join(case.name for case in waiting))
         return 0

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
-_SITE = Path(sysconfig.get_paths()["purelib"])
-_HEADERS = _SITE / "nvidia" / "cu13" / "include"
+SITE = Path(sysconfig.get_paths()["purelib"])
+_HEADERS = SITE / "nvidia" / "cu13" / "include"
 _COMPILER = ("g++", "-std=c++17", "-O1", "-fPIC", "-Wno-unused-result", f"-I{_HEADERS}")
 # Libraries whose calls of CUDA the null GPU has to answer.
 _CALLERS = ("torch/lib/lib*.so", "vllm/*.so", "vllm/vllm_flash_attn/*.so", "nvidia/nccl/lib/*.so*")
@@ -120,7 +120,7 @@ def _key() -> str:
 
 
 def _compile(folder: Path) -> None:
-    called = _undefined_symbols(path for pattern in _CALLERS for path in _SITE.glob(pattern))
+    called = _undefined_symbols(path for pattern in _CALLERS for path in SITE.glob(pattern))
     # Triton and torch look the driver's functions up by name: all that its header declares.
     preprocessed = _run("g++", "-E", f"-I{_HEADERS}", str(_HEADERS / "cuda.h"))
     called |= set(re.findall(r"\b(cu[A-Z]\w*)\s*\(", preprocessed))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.support.null_gpu.build import PRELOADED, SOURCES, build
+from tests.support.null_gpu.build import PRELOADED, SITE, SOURCES, build
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,7 +32,9 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
         **inherited,
         "CUDA_VISIBLE_DEVICES": "0",
         "LD_PRELOAD": ":".join(str(folder / name) for name in PRELOADED),
-        "LD_LIBRARY_PATH": str(folder),
+        # Behind the null GPU's: NVRTC, of which a compiler that vLLM starts does not find all by itself
+        # (docs/quantization.md).
+        "LD_LIBRARY_PATH": f"{folder}:{SITE / 'nvidia' / 'cu13' / 'lib'}",
         "TRITON_LIBCUDA_PATH": str(folder),
         # Its sitecustomize.py refuses the CPU platform.
         "PYTHONPATH": str(SOURCES / "startup"),
