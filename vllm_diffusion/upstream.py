@@ -703,6 +703,11 @@ TABLE: tuple[Symbol, ...] = (
         "Its guides forget all but four tokens; a canvas is walked back further.",
     ),
     # The model.
+    Symbol(
+        "vllm.model_executor.models.utils:AutoWeightsLoader._load_param",
+        Use.CALLED,
+        "Its warning of a dtype, one a tensor, is counted and becomes one line.",
+    ),
     Symbol("vllm.model_executor.models.gemma4:Gemma4Model", Use.CALLED, "The backbone."),
     *(
         Symbol(_GEMMA_MM + name, Use.CALLED, "Images are Gemma 4's.")
