@@ -6,6 +6,7 @@ What an engine answers means nothing there: kernels compute no values. That it a
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -155,9 +156,23 @@ def drop(engine: Any, request_ids: list[str]) -> None:
 
 
 def serve_from_another_process(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Requests of every kind to an engine that has a process of its own."""
+    """Requests to an engine that has a process of its own, which still answers calls when they have had their time.
+
+    A canvas that never converges sends nothing from there, so that its passes cannot be counted here.
+    """
     llm = start(model, **options)
-    return {"requests": {kind: passes_of(llm, kind) for kind in KINDS}}
+    engine = llm.llm_engine
+    for kind in ("plain", "top_p"):
+        engine.add_request(kind, {"prompt_token_ids": PROMPT}, params_of(kind))
+    stepping = threading.Thread(target=_step_until_done, args=(engine,), daemon=True)
+    stepping.start()
+    stepping.join(20)
+    return {"tasks": list(engine.engine_core.get_supported_tasks())}
+
+
+def _step_until_done(engine: Any) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
