@@ -91,7 +91,7 @@ def traces_of_the_cpu() -> dict[str, list[str]]:
     now = functions_of_torch()
     return {
         "modules": sorted(name for name in sys.modules if name.startswith(FOREIGN)),
-        "functions": sorted(name for name, value in BEFORE.items() if now[name] is not value),
+        "functions": sorted(name for name, value in BEFORE.items() if now.get(name) is not value),
         "environment": [name for name in ("TRITON_INTERPRET",) if name in os.environ],
     }
 

@@ -36,9 +36,10 @@ def check_media_budget(vllm_config: VllmConfig) -> None:
         f"{'a' if kind == 'video' else 'an'} {kind} of up to {length} tokens"
         for kind, length in too_long.items()
     )
+    is_set = getattr(model_config, "max_num_batched_tokens_is_set", True)
+    given = "" if is_set else " (unset, at most max_num_seqs * max_model_len)"
     raise ValueError(
-        f"max_num_batched_tokens={budget} (unset, at most max_num_seqs * max_model_len) is too "
-        f"little for {kinds}, which one pass must hold; set --max-num-batched-tokens to at least "
-        f"{max(too_long.values())}, or do without: "
+        f"max_num_batched_tokens={budget}{given} is too little for {kinds}, which one pass must "
+        f"hold; set --max-num-batched-tokens to at least {max(too_long.values())}, or do without: "
         f"--limit-mm-per-prompt '{json.dumps(dict.fromkeys(too_long, 0))}'."
     )
