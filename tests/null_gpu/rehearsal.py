@@ -13,6 +13,7 @@ of this says that an answer is right, or how long it takes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -112,10 +113,22 @@ def main() -> int:
         print("\n".join(case.name for case in waiting))
         return 0
     failed = 0
-    with NullGpu(arguments.state, imports="vllm", caches=arguments.state / "caches") as gpu:
+    with contextlib.ExitStack() as processes:
+        gpus: dict[str, NullGpu] = {}
         for case in waiting:
+            if case.capability not in gpus:
+                folder = arguments.state / case.capability
+                folder.mkdir(exist_ok=True)
+                gpus[case.capability] = processes.enter_context(
+                    NullGpu(
+                        folder,
+                        imports="vllm",
+                        caches=arguments.state / "caches",
+                        capability=case.capability,
+                    )
+                )
             started = time.monotonic()
-            outcome = run_case(gpu, case)
+            outcome = run_case(gpus[case.capability], case)
             found = found_by(outcome)
             data = read_json(DATA)
             refused = case.refusal is not None and case.refusal in found.get("error", "")

@@ -82,17 +82,26 @@ class NullGpu:
     Imports take most of a case's time otherwise, and a fork leaves nothing behind for the next case.
     """
 
-    def __init__(self, folder: Path, *, imports: str, caches: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        imports: str,
+        caches: Path | None = None,
+        capability: str = "9.0",
+    ) -> None:
         """Start it.
 
         Args:
             folder: For logs.
             imports: ``"torch"`` or ``"vllm"``.
             caches: For what is compiled; by default inside ``folder``.
+            capability: What imports see. vLLM remembers some of it, so that an engine on another device needs
+                another process.
         """
         self.folder = folder
         command = [sys.executable, "-m", "tests.support.null_gpu.forks", imports]
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "NULL_GPU_CAPABILITY": capability}
         self._log = (folder / f"{imports}.log").open("wb")
         self._process = subprocess.Popen(
             command,
