@@ -72,7 +72,9 @@ def _register_shared() -> Exception | None:
         from vllm_diffusion.requests import validation
         from vllm_diffusion.scheduling import engine_seam
         from vllm_diffusion.startup import early_options, refusals, request_capacity
+        from vllm_diffusion.startup.attention import register_attention
 
+        register_attention()
         refusals.install()
         validation.install()
         door.note_command_line()

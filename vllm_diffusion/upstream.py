@@ -57,6 +57,159 @@ _HIDDEN_STATES = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_st
 _ADAPTERS = "vllm.lora.model_manager:LRUCacheLoRAModelManager."
 _PUNICA = "vllm.lora.punica_wrapper."
 
+# What the CPU platform alone relies on. No other platform imports these modules: importing vLLM's CPU
+# worker replaces functions of torch.cuda and torch.accelerator in the whole process.
+CPU_PLATFORM: tuple[Symbol, ...] = (
+    *(
+        Symbol(
+            f"{_PUNICA}punica_cpu:PunicaWrapperCPU.{name}",
+            Use.SUBCLASSED,
+            "Products by adapter, on the CPU; vLLM's gather a matrix for each row.",
+        )
+        for name in ("update_metadata", "add_shrink", "add_expand", "add_lora_linear")
+    ),
+    Symbol("vllm.platforms.cpu:CpuPlatform", Use.SUBCLASSED, "The CPU platform."),
+    Symbol("vllm.v1.worker.cpu_worker:CPUWorker", Use.SUBCLASSED, "Its worker."),
+    Symbol(
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._get_actor_resource_kwargs",
+        Use.SUBCLASSED,
+        "Ray takes no CPU by name.",
+        needs="ray",
+    ),
+    Symbol(
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._init_executor",
+        Use.SUBCLASSED,
+        "Before it starts actors: which class, in which bundles.",
+        needs="ray",
+    ),
+    Symbol(
+        "vllm.v1.executor.ray_executor_v2:RayWorkerProc.get_node_and_physical_gpu_ids",
+        Use.SUBCLASSED,
+        "Memory nodes in place of accelerators.",
+        needs="ray",
+    ),
+    Symbol(
+        "vllm.v1.executor.ray_executor_v2:RayWorkerProc",
+        Use.REPLACED,
+        "The executor has no other way to be told of a subclass. On the CPU platform only.",
+        needs="ray",
+    ),
+    Symbol(
+        "vllm.platforms.interface:Platform.is_sleep_mode_available",
+        Use.SUBCLASSED,
+        "A CPU gives memory back too.",
+    ),
+    *(
+        Symbol(
+            f"vllm.v1.worker.cpu_worker:CPUWorker.{name}",
+            Use.SUBCLASSED,
+            "Gives memory back, where vLLM's does nothing.",
+        )
+        for name in ("sleep", "wake_up", "discard")
+    ),
+    Symbol(
+        "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+        Use.SUBCLASSED,
+        "Its sums over ranks, so that a row rounds alike wherever it lies in a batch.",
+    ),
+    *(
+        Symbol(
+            "vllm.distributed.device_communicators.base_device_communicator:"
+            f"DeviceCommunicatorBase.{name}",
+            Use.SUBCLASSED,
+            "Ranks with rows of their own number: experts whose tokens come from several engines.",
+        )
+        for name in ("all_gatherv", "reduce_scatterv")
+    ),
+    Symbol(
+        "vllm.platforms.interface:Platform.device_id_to_physical_device_id",
+        Use.SUBCLASSED,
+        "Engines share this machine's memory nodes, where vLLM gives each one of its own.",
+    ),
+    Symbol(
+        "vllm.utils.cpu_resource_utils:get_visible_memory_node",
+        Use.CALLED,
+        "The memory nodes of this machine.",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
+        Use.CALLED,
+        "Its worker's process groups.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply",
+        Use.SUBCLASSED,
+        "Experts in PyTorch.",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:"
+        "FusedMoEMethodBase.supports_internal_mk",
+        Use.SUBCLASSED,
+        "These take tokens to other engines' experts themselves, once they are routed.",
+    ),
+    *(
+        Symbol(
+            f"vllm.distributed.parallel_state:GroupCoordinator.{name}",
+            Use.CALLED,
+            "Takes tokens to the experts of other engines, and back.",
+        )
+        for name in ("dispatch", "combine")
+    ),
+    Symbol(
+        _LINEAR + "register_linear_kernel",
+        Use.CALLED,
+        "Registers the emulated kernels of quantised linear layers for the CPU.",
+    ),
+    Symbol(
+        _LINEAR + "_POSSIBLE_FP8_KERNELS",
+        Use.REPLACED,
+        "Ours come first: vLLM takes the first kernel that can.",
+    ),
+    Symbol(
+        _LINEAR + "_POSSIBLE_WFP8A16_KERNELS",
+        Use.REPLACED,
+        "Weight-only FP8 has no registration call.",
+    ),
+    Symbol(
+        _LINEAR + "MarlinNvFp4LinearKernel",
+        Use.REPLACED,
+        "The kernel that vLLM forces for weight-only NVFP4; on the CPU only.",
+    ),
+    Symbol(_LINEAR + "FP8ScaledMMLinearKernel.apply_weights", Use.SUBCLASSED, "Emulated FP8."),
+    Symbol(_LINEAR + "NvFp4LinearKernel.apply_weights", Use.SUBCLASSED, "Emulated NVFP4."),
+    Symbol(
+        "vllm._custom_ops:scaled_fp8_quant",
+        Use.CALLED,
+        "Loading fused per-tensor FP8 weights; its operator is ours on the CPU.",
+    ),
+    *(
+        Symbol(
+            f"vllm.model_executor.layers.fused_moe.oracle.{oracle}:backend_to_kernel_cls",
+            Use.REPLACED,
+            "Emulated experts stand behind one of its names, on the CPU only.",
+        )
+        for oracle in ("fp8", "nvfp4")
+    ),
+    Symbol(
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExpertsModular.apply",
+        Use.SUBCLASSED,
+        "Emulated experts.",
+    ),
+    *(
+        Symbol(
+            f"vllm._custom_ops:{name}",
+            Use.CALLED,
+            "The context of a DFlash draft; its operator is ours on the CPU.",
+        )
+        for name in ("rms_norm", "rotary_embedding")
+    ),
+    Symbol(
+        "vllm.triton_utils.dispatcher:register_kernels",
+        Use.CALLED,
+        "PyTorch in place of the runner's hot Triton kernels.",
+    ),
+)
+
 TABLE: tuple[Symbol, ...] = (
     # Registration.
     Symbol(
@@ -316,14 +469,6 @@ TABLE: tuple[Symbol, ...] = (
         "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta.make",
         Use.CALLED,
         "Its tables are written without asking the device.",
-    ),
-    *(
-        Symbol(
-            f"{_PUNICA}punica_cpu:PunicaWrapperCPU.{name}",
-            Use.SUBCLASSED,
-            "Products by adapter, on the CPU; vLLM's gather a matrix for each row.",
-        )
-        for name in ("update_metadata", "add_shrink", "add_expand", "add_lora_linear")
     ),
     Symbol(
         _PUNICA + "punica_base:PunicaWrapperBase._update_base_metadata",
@@ -610,6 +755,11 @@ TABLE: tuple[Symbol, ...] = (
         "Its guides forget all but four tokens; a canvas is walked back further.",
     ),
     # The model.
+    Symbol(
+        "vllm.model_executor.models.utils:AutoWeightsLoader._load_param",
+        Use.CALLED,
+        "Its warning of a dtype, one a tensor, is counted and becomes one line.",
+    ),
     Symbol("vllm.model_executor.models.gemma4:Gemma4Model", Use.CALLED, "The backbone."),
     *(
         Symbol(_GEMMA_MM + name, Use.CALLED, "Images are Gemma 4's.")
@@ -624,50 +774,11 @@ TABLE: tuple[Symbol, ...] = (
             "_encoder_chunk",
         )
     ),
-    # The CPU platform.
+    # Which platform serves.
     Symbol(
         "vllm.platforms:builtin_platform_plugins",
         Use.CALLED,
         "Our CPU platform steps aside for any accelerator that vLLM finds.",
-    ),
-    Symbol("vllm.platforms.cpu:CpuPlatform", Use.SUBCLASSED, "The CPU platform."),
-    Symbol("vllm.v1.worker.cpu_worker:CPUWorker", Use.SUBCLASSED, "Its worker."),
-    Symbol(
-        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._get_actor_resource_kwargs",
-        Use.SUBCLASSED,
-        "Ray takes no CPU by name.",
-        needs="ray",
-    ),
-    Symbol(
-        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._init_executor",
-        Use.SUBCLASSED,
-        "Before it starts actors: which class, in which bundles.",
-        needs="ray",
-    ),
-    Symbol(
-        "vllm.v1.executor.ray_executor_v2:RayWorkerProc.get_node_and_physical_gpu_ids",
-        Use.SUBCLASSED,
-        "Memory nodes in place of accelerators.",
-        needs="ray",
-    ),
-    Symbol(
-        "vllm.v1.executor.ray_executor_v2:RayWorkerProc",
-        Use.REPLACED,
-        "The executor has no other way to be told of a subclass. On the CPU platform only.",
-        needs="ray",
-    ),
-    Symbol(
-        "vllm.platforms.interface:Platform.is_sleep_mode_available",
-        Use.SUBCLASSED,
-        "A CPU gives memory back too.",
-    ),
-    *(
-        Symbol(
-            f"vllm.v1.worker.cpu_worker:CPUWorker.{name}",
-            Use.SUBCLASSED,
-            "Gives memory back, where vLLM's does nothing.",
-        )
-        for name in ("sleep", "wake_up", "discard")
     ),
     *(
         Symbol(
@@ -698,102 +809,6 @@ TABLE: tuple[Symbol, ...] = (
             "Loads quantised layers, and those of a GPU, anew where they are.",
         )
         for name in ("initialize_layerwise_reload", "finalize_layerwise_reload")
-    ),
-    Symbol(
-        "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
-        Use.SUBCLASSED,
-        "Its sums over ranks, so that a row rounds alike wherever it lies in a batch.",
-    ),
-    *(
-        Symbol(
-            "vllm.distributed.device_communicators.base_device_communicator:"
-            f"DeviceCommunicatorBase.{name}",
-            Use.SUBCLASSED,
-            "Ranks with rows of their own number: experts whose tokens come from several engines.",
-        )
-        for name in ("all_gatherv", "reduce_scatterv")
-    ),
-    Symbol(
-        "vllm.platforms.interface:Platform.device_id_to_physical_device_id",
-        Use.SUBCLASSED,
-        "Engines share this machine's memory nodes, where vLLM gives each one of its own.",
-    ),
-    Symbol(
-        "vllm.utils.cpu_resource_utils:get_visible_memory_node",
-        Use.CALLED,
-        "The memory nodes of this machine.",
-    ),
-    Symbol(
-        "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
-        Use.CALLED,
-        "Its worker's process groups.",
-    ),
-    Symbol(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply",
-        Use.SUBCLASSED,
-        "Experts in PyTorch.",
-    ),
-    Symbol(
-        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:"
-        "FusedMoEMethodBase.supports_internal_mk",
-        Use.SUBCLASSED,
-        "These take tokens to other engines' experts themselves, once they are routed.",
-    ),
-    *(
-        Symbol(
-            f"vllm.distributed.parallel_state:GroupCoordinator.{name}",
-            Use.CALLED,
-            "Takes tokens to the experts of other engines, and back.",
-        )
-        for name in ("dispatch", "combine")
-    ),
-    Symbol(
-        _LINEAR + "register_linear_kernel",
-        Use.CALLED,
-        "Registers the emulated kernels of quantised linear layers for the CPU.",
-    ),
-    Symbol(
-        _LINEAR + "_POSSIBLE_FP8_KERNELS",
-        Use.REPLACED,
-        "Ours come first: vLLM takes the first kernel that can.",
-    ),
-    Symbol(
-        _LINEAR + "_POSSIBLE_WFP8A16_KERNELS",
-        Use.REPLACED,
-        "Weight-only FP8 has no registration call.",
-    ),
-    Symbol(
-        _LINEAR + "MarlinNvFp4LinearKernel",
-        Use.REPLACED,
-        "The kernel that vLLM forces for weight-only NVFP4; on the CPU only.",
-    ),
-    Symbol(_LINEAR + "FP8ScaledMMLinearKernel.apply_weights", Use.SUBCLASSED, "Emulated FP8."),
-    Symbol(_LINEAR + "NvFp4LinearKernel.apply_weights", Use.SUBCLASSED, "Emulated NVFP4."),
-    Symbol(
-        "vllm._custom_ops:scaled_fp8_quant",
-        Use.CALLED,
-        "Loading fused per-tensor FP8 weights; its operator is ours on the CPU.",
-    ),
-    *(
-        Symbol(
-            f"vllm.model_executor.layers.fused_moe.oracle.{oracle}:backend_to_kernel_cls",
-            Use.REPLACED,
-            "Emulated experts stand behind one of its names, on the CPU only.",
-        )
-        for oracle in ("fp8", "nvfp4")
-    ),
-    Symbol(
-        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExpertsModular.apply",
-        Use.SUBCLASSED,
-        "Emulated experts.",
-    ),
-    *(
-        Symbol(
-            f"vllm._custom_ops:{name}",
-            Use.CALLED,
-            "The context of a DFlash draft; its operator is ours on the CPU.",
-        )
-        for name in ("rms_norm", "rotary_embedding")
     ),
     # Drafts.
     Symbol(
@@ -832,11 +847,6 @@ TABLE: tuple[Symbol, ...] = (
         Use.CALLED,
         "Tells each of its loggers what a step verified: the endpoint of drafts appends one.",
     ),
-    Symbol(
-        "vllm.triton_utils.dispatcher:register_kernels",
-        Use.CALLED,
-        "PyTorch in place of the runner's hot Triton kernels.",
-    ),
     # Calibration.
     *(
         Symbol(_HIDDEN_STATES + name, use, reason)
@@ -850,6 +860,7 @@ TABLE: tuple[Symbol, ...] = (
             ("cleanup_hidden_states", Use.CALLED, "Deletes them once they are read."),
         )
     ),
+    *CPU_PLATFORM,
 )
 
 
@@ -871,11 +882,20 @@ def signature_of(path: str) -> str:
         return type(value).__name__
 
 
-def moved_symbols() -> list[str]:
-    """One line for each symbol that differs from the committed file."""
+def symbols_here() -> tuple[Symbol, ...]:
+    """The symbols that are relied on where this process runs."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return TABLE
+    return tuple(symbol for symbol in TABLE if symbol not in CPU_PLATFORM)
+
+
+def moved_symbols(symbols: tuple[Symbol, ...]) -> list[str]:
+    """One line for each of ``symbols`` that differs from the committed file."""
     committed = json.loads(SIGNATURES.read_text(encoding="utf-8"))
     lines = []
-    for symbol in TABLE:
+    for symbol in symbols:
         if symbol.needs and importlib.util.find_spec(symbol.needs) is None:
             continue
         expected, actual = committed.get(symbol.path, "not recorded"), signature_of(symbol.path)
@@ -902,7 +922,7 @@ def problem() -> str | None:
             f"vllm-diffusion supports vLLM {SUPPORTED}, but {installed or 'no vLLM'} is installed: "
             f"run {INSTALL}, or set VLLM_DIFFUSION_DISABLE=1 to serve with stock vLLM alone."
         )
-    moved = moved_symbols()
+    moved = moved_symbols(symbols_here())
     if moved:
         names = ", ".join(line.split("\n")[0] for line in moved)
         return (
@@ -922,7 +942,7 @@ def main(argv: list[str] | None = None) -> int:
         SIGNATURES.write_text(json.dumps(signatures, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {len(signatures)} signatures of vLLM {installed_version()}")
         return 0
-    moved = moved_symbols()
+    moved = moved_symbols(TABLE)
     print(f"vLLM {installed_version()}: {len(TABLE) - len(moved)} of {len(TABLE)} symbols as known")
     print("\n".join(moved))
     return 1 if moved else 0

@@ -1,11 +1,10 @@
-"""What a pass launches, holds and costs the host, counted without running a kernel.
+"""What a pass costs the host, measured without running a kernel.
 
     python benchmarks/gpu/counters.py
 
-Launches and operations are those of the 26B shape on a GPU, on tensors without memory. The host's
-time is that of the same Python with kernels left out, in units of one of PyTorch's smallest
-operations on this machine, so that it can be compared between machines. Tests hold all of it to
-``tests/baselines.json``.
+The host's time is that of the Python of a pass with kernels left out, in units of one of PyTorch's
+smallest operations on this machine, so that it can be compared between machines. A test holds it to
+``tests/baselines.json``. What a pass launches is counted on the null GPU (``tests/null_gpu``).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +23,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention_kernels.canvas_attention import AttentionOptions, Sequences, Window, canvas_attention
-from attention_kernels.testing import CanvasBatch, TensorMemory
+from attention_kernels import AttentionOptions, Sequences, Window, canvas_attention
+from attention_kernels.testing import CanvasBatch
 from attention_kernels.vocab_statistics import RowDraws, RowLogits, api
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
@@ -42,44 +38,24 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from data_file import DataFile
 
-VOCAB, HIDDEN, CANVAS = 262144, 2816, 256
+VOCAB, CANVAS = 262144, 256
 # The chip whose configurations are launched.
 CAPABILITY, MULTIPROCESSORS = (9, 0), 132
 ROUNDS = 10
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations that launch something or copy: views and allocations do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        name = func._schema.name
-        self.count += not (is_view or "empty" in name or name.startswith("prim::"))
-        if name == "aten::addmm" and "out" in (kwargs or {}):
-            # PyTorch 2.11 knows none into another type where tensors have no memory.
-            return kwargs["out"]
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
-def launches() -> Iterator[list[str]]:
-    """Names of the Triton kernels that are launched inside; none runs."""
+def kernels_left_out() -> Iterator[None]:
+    """Triton kernels are chosen for a GPU inside, and none is launched."""
     from attention_kernels.canvas_attention.triton import configs, launch
     from attention_kernels.canvas_attention.triton.kernels import canvas_attention_kernel
     from attention_kernels.vocab_statistics import triton
 
-    found: list[str] = []
-
     def chosen(query: Tensor, cache_dtype: torch.dtype) -> configs.TritonConfig:
         return configs.tuned_config(query.shape[2], query.dtype, cache_dtype, CAPABILITY)
 
-    def record(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: found.append(kernel.__name__)
+    def nothing(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
     def scratch(size: int, device: torch.device) -> Tensor:
         # On the CPU the system would be asked for its pages in every call.
@@ -90,13 +66,13 @@ def launches() -> Iterator[list[str]]:
         return triton
 
     with (
-        mock.patch.object(type(canvas_attention_kernel), "__getitem__", record),
+        mock.patch.object(type(canvas_attention_kernel), "__getitem__", nothing),
         mock.patch.object(launch, "_scratch", scratch),
         mock.patch.object(launch, "choose_config", chosen),
         mock.patch.object(launch, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(api, "_implementation", implementation),
     ):
-        yield found
+        yield
 
 
 # Name, query heads, key heads, head size and window of the model's layers.
@@ -234,44 +210,6 @@ def sampling_calls(
     return calls
 
 
-def sampling_variants(
-    canvas: int, hidden: int, dtype: torch.dtype
-) -> dict[str, Callable[[], object]]:
-    """The plain pass of one canvas as the campaign tries it too; a second stream launches the same."""
-    weight = torch.zeros(VOCAB, hidden, dtype=dtype, device="cuda")
-    head = OutputHead(weight, weight, 0, 30.0, dtype, F.linear, 1, VOCAB)
-    skipping = replace(head, skips_unlikely=True)
-    rows = torch.zeros(canvas, hidden, dtype=dtype, device="cuda")
-    ones = torch.ones(canvas, device="cuda")
-    integers = torch.zeros(canvas, dtype=torch.int32, device="cuda")
-    requests = RowRequests(RowDraws(ones, ones, integers.long(), integers, integers, integers))
-    calls: dict[str, Callable[[], object]] = {
-        f"tiles of {tile}": lambda tile=tile: sample_rows(head, rows, requests, VOCAB, tile)
-        for tile in (4096, 16384, 32768)
-    }
-    calls["skipping the unlikely"] = lambda: sample_rows(skipping, rows, requests, VOCAB)
-    return {f"sampling, 1 x canvas, {name}": call for name, call in calls.items()}
-
-
-def counted() -> dict[str, dict[str, int]]:
-    """Launches and other operations of each call, and the most that its tensors hold, as on a GPU."""
-    found = {}
-    with FakeTensorMode(), launches() as kernels:
-        calls = attention_calls("cuda")
-        calls |= sampling_calls("cuda", CANVAS, HIDDEN, torch.bfloat16)
-        calls |= sampling_variants(CANVAS, HIDDEN, torch.bfloat16)
-        for name, call in calls.items():
-            kernels.clear()
-            with TensorMemory() as memory, Operations() as operations:
-                call()
-            found[name] = {
-                "launches": len(kernels),
-                "operations": operations.count,
-                "bytes": memory.peak,
-            }
-    return found
-
-
 def host_costs() -> dict[str, float]:
     """The host's time of each call, in smallest operations of PyTorch.
 
@@ -293,7 +231,7 @@ def host_costs() -> dict[str, float]:
     }
     calls |= attention_calls("cpu") | layer_calls()
     ratios = {}
-    with launches():
+    with kernels_left_out():
         for name, call in calls.items():
             repeats = 3 if name.startswith("sampling") else 100
 
@@ -319,12 +257,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     data = DataFile(parser.parse_args().data)
-    for name, counts in counted().items():
-        print(
-            f"{name}: {counts['launches']} kernels, {counts['operations']} other operations, "
-            f"{counts['bytes'] / 2**20:.1f} MiB"
-        )
-        data.add("counted", what=name, **counts)
     for name, ratio in host_costs().items():
         print(f"{name}: as long on the host as {ratio:.0f} small operations")
         data.add("host", what=name, small_operations=round(ratio))

@@ -106,7 +106,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "counters",
-        "what a pass launches and costs this host; known without a GPU, and compared by tests",
+        "what a pass costs this host; known without a GPU, and compared by tests",
         _script("gpu/counters.py"),
         _script("gpu/counters.py"),
         expected=0.3,

@@ -271,6 +271,7 @@ def test_budget_below_a_video(
 
     message = refusal(checkpoint, **options, limit_mm_per_prompt={"video": 1})
     assert f"set --max-num-batched-tokens to at least {least}" in message
+    assert ("(unset" in message) == ("max_num_batched_tokens" not in options)
     (limits,) = re.findall(r"--limit-mm-per-prompt '(.*)'", message)
     assert "video" not in offered(limit_mm_per_prompt=json.loads(limits))
 
@@ -525,5 +526,7 @@ def test_max_num_seqs_short_of_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     config = configure(copy_checkpoint(tmp_path), **options)
     assert config.scheduler_config.max_num_seqs == 8
     (line,) = (line for line in lines if line.startswith("max_num_seqs"))
-    assert line.startswith("max_num_seqs=8: memory carries about ")
+    # How many requests there is room for says vLLM alone, by its own rule.
+    assert re.match(r"max_num_seqs=8, of (\d+) that max_num_batched_tokens=\d+ would run: ", line)
+    assert "carries" not in line
     assert line.endswith("--max-num-seqs sets another number.")

@@ -17,7 +17,7 @@ import torch
 
 from tests.support import baselines
 from tests.support.chips import CHIPS
-from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for
+from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for, variant
 
 ROWS, IDS = 256, 4096
 # Logits as projected, their cap, whether anybody adjusts them.
@@ -57,7 +57,7 @@ def kernels_of(logits):
 
 
 def recorded_launches(logits):
-    """Each kernel with its arguments, by name."""
+    """Each kernel with its arguments, by name; ``ROWS`` rows."""
     from attention_kernels.vocab_statistics.running import CHUNK, RowDraws, RunningStatistics
     from attention_kernels.vocab_statistics.triton import add_product, kept_rows, update
 
@@ -82,9 +82,9 @@ def recorded_launches(logits):
         ),
         "product": lambda: add_product(product, weights, embedding, occupied),
         "product of many rows": lambda: add_product(
-            *(many.expand(8 * ROWS, -1) for many in (product[:1], weights[:1])),
+            *(many.expand(2048 + ROWS, -1) for many in (product[:1], weights[:1])),
             embedding,
-            occupied[:1].expand(8 * ROWS, -1),
+            occupied[:1].expand(2048 + ROWS, -1),
         ),
         "scaled": lambda: kept_rows.scaled_logits(logits, number),
         "largest": lambda: kept_rows.largest_logit(logits, number),
@@ -105,18 +105,22 @@ def recorded_launches(logits):
     return zip(names, launches, strict=True)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_vocab_statistics_ahead_of_time(chip):
+def run_without_interpreter(argument):
+    """What this file prints as a program."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    result = subprocess.run(
-        [sys.executable, __file__, chip],
+    return subprocess.run(
+        [sys.executable, __file__, argument],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-    )
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    ).stdout
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_vocab_statistics_ahead_of_time(chip):
+    lines = [json.loads(line) for line in run_without_interpreter(chip).splitlines()]
     assert len(lines) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
     for line in lines:
         assert line["spilled_bytes"] == 0, line
@@ -132,7 +136,29 @@ def test_vocab_statistics_ahead_of_time(chip):
     baselines.check(f"statistics, {chip}, Triton {triton.__version__}", found)
 
 
-if __name__ == "__main__":
+def test_no_number_of_rows_compiles_a_kernel_anew():
+    """What Triton compiles a launch for is the same for 1 row, for a multiple of 16, and for others."""
+    result = run_without_interpreter("variants")
+    variants = json.loads(result)
+    assert len(variants) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
+    assert {name: len(found) for name, found in variants.items() if len(found) != 1} == {}
+
+
+def variants_by_rows():
+    """What Triton compiles each kernel for, in passes of several numbers of rows."""
+    global ROWS
+    found = {}
+    for number in (256, 1, 16, 17, 100, 272):
+        ROWS = number
+        for case in LOGITS:
+            for name, (kernel, args, kwargs) in recorded_launches(row_logits(*case)):
+                found.setdefault(f"{name}, {case}", set()).add(variant(kernel, args, kwargs))
+    return {name: sorted(variants) for name, variants in found.items()}
+
+
+if __name__ == "__main__" and sys.argv[1] == "variants":
+    print(json.dumps(variants_by_rows()))
+elif __name__ == "__main__":
     for case in LOGITS:
         for name, launch in recorded_launches(row_logits(*case)):
             report = compile_for(sys.argv[1], *launch)

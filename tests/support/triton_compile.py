@@ -184,3 +184,15 @@ def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
         }
         for a, b in inner
     ]
+
+
+def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What Triton compiles a launch for, as its own launcher computes it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    _, specialization, options = bind(*args, **kwargs)
+    return f"{specialization} {sorted(options.items())}"

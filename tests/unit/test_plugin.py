@@ -208,14 +208,14 @@ def test_unsupported_vllm_is_an_error_of_a_diffusion_checkpoint(
 def test_problem_supported_vllm(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every patch release of the supported version will do, if its symbols are as known."""
     monkeypatch.setattr(upstream, "installed_version", lambda: installed)
-    monkeypatch.setattr(upstream, "moved_symbols", list)
+    monkeypatch.setattr(upstream, "moved_symbols", lambda symbols: [])
     assert upstream.problem() is None
 
 
 def test_problem_moved_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     """A symbol that moved is named, in one sentence with what to do."""
     moved = "vllm.somewhere:Thing.method"
-    monkeypatch.setattr(upstream, "moved_symbols", lambda: [f"{moved}\n  was: a\n  now: b"])
+    monkeypatch.setattr(upstream, "moved_symbols", lambda symbols: [f"{moved}\n  was: a\n  now: b"])
     message = upstream.problem()
     assert message is not None
     assert moved in message
@@ -243,7 +243,7 @@ def test_upstream_table_is_the_committed_file() -> None:
 def test_upstream_table_after_registration(tables: pytest.MonkeyPatch) -> None:
     """What we put in a symbol's place does not hide what was there."""
     plugin.register()
-    assert upstream.moved_symbols() == []
+    assert upstream.moved_symbols(upstream.TABLE) == []
 
 
 def test_upstream_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

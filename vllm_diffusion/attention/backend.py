@@ -112,8 +112,11 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         """Any batch without images can be captured: what varies is read from the device.
 
         Image spans come and go with the prompts, and a kernel is captured either with or without
-        them, so where there may be images only batches without prompts are captured.
+        them, so where there may be images only batches without prompts are captured. The reference
+        reads the batch on the host, so no graph can hold it.
         """
+        if plugin_settings(vllm_config).attention == "reference":
+            return AttentionCGSupport.NEVER
         if vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.ALWAYS

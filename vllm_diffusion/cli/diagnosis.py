@@ -109,7 +109,7 @@ def version_facts() -> list[Fact]:
     facts += [package_fact(name, ranges.get(name)) for name in _PACKAGES]
     problem = upstream.problem()
     facts.append(
-        Fact("vLLM's hooks", f"all {len(upstream.TABLE)} as known")
+        Fact("vLLM's hooks", f"all {len(upstream.symbols_here())} as known")
         if problem is None
         else Fact("vLLM's hooks", problem, Mark.PROBLEM, upstream.INSTALL)
     )

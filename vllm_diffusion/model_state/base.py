@@ -143,20 +143,30 @@ class BlockDiffusionModelState(ModelState):
             torch.accelerator.empty_cache()
         except RuntimeError as error:
             raise RuntimeError(
-                "Capturing embedding and sampling as CUDA graphs failed; start with "
+                f"Capturing {self._captured_parts()} as CUDA graphs failed; start with "
                 f"--enforce-eager to serve without graphs. The cause: {error}"
             ) from error
         if self.captures_sample:
             return
         logger.info_once(
-            "CUDA graphs: embedding with self-conditioning and sampling for 1 to %d canvases, with "
-            "other sampling settings for 1 to %d, the backbone for passes of %s rows; narrow canvases "
-            "and larger passes launch kernels one by one. vLLM reports their memory below.",
+            "CUDA graphs: %s for 1 to %d canvases, with other sampling settings for 1 to %d, the "
+            "backbone for passes of %s rows; narrow canvases and larger passes launch kernels one by "
+            "one. vLLM reports their memory below.",
+            self._captured_parts(),
             most,
             min(most, MAX_EXACT),
             # What is logged once is remembered, which a list cannot be.
             tuple(self.vllm_config.compilation_config.cudagraph_capture_sizes or ()),
         )
+
+    def _captured_parts(self) -> str:
+        """What :meth:`capture_graphs` captures, in words."""
+        parts = []
+        if self.is_first_stage and self.soft_embeds is not None:
+            parts.append("embedding with self-conditioning")
+        if self.is_last_stage:
+            parts.append("sampling")
+        return " and ".join(parts) or "nothing but the backbone"
 
     def most_captured(self) -> int:
         """Canvases of the largest graph."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_diffusion.adapters import worker
 from vllm_diffusion.adapters.worker import Adaptable
 from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.model_state.downcasts import counted_downcasts
 
 
 class MaskedModel(Adaptable):
@@ -17,6 +20,11 @@ class MaskedModel(Adaptable):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         worker.install()
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load them as vLLM's class does."""
+        with counted_downcasts():
+            return super().load_weights(weights)  # type: ignore[misc]
 
     @staticmethod
     def get_model_state_cls() -> type[BlockDiffusionModelState]:

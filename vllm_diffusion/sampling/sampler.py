@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -189,15 +190,18 @@ class DiffusionSampler:
         return torch.index_select(hidden_states, 0, self.pass_rows.hidden_index[:n], out=out)
 
     def __call__(
-        self, rows: Tensor, input_batch: InputBatch, message: CanvasConstraints | None = None
+        self, rows: Tensor, input_batch: InputBatch, message: GrammarOutput | None = None
     ) -> SamplerOutput:
         """Sample one pass of the whole batch.
 
         Args:
             rows: [num_rows, hidden_size], hidden states: see :meth:`select_rows`.
             input_batch: The batch that ran.
-            message: Constraints of the scheduler.
+            message: Constraints of our scheduler. vLLM's warm-up sends a plain message, which
+                constrains nothing.
         """
+        if not isinstance(message, CanvasConstraints):
+            message = None
         self.views.begin_pass()
         if len(rows) == 0:
             return self._engine_output(self.decide(), None)

@@ -33,6 +33,7 @@ from vllm_diffusion.settings.plugin_settings import (
 )
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.adapters import choose_adapter_rules
+from vllm_diffusion.startup.attention import check_layout, choose_attention
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.media_budget import choose_media
 from vllm_diffusion.startup.pass_order import choose_order
@@ -182,7 +183,7 @@ class BlockDiffusionEngineConfig:
         vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
         _check_mask(vllm_config.model_config, spec)
         _check_blocks(vllm_config, spec)
-        _check_layout(vllm_config, spec)
+        check_layout(vllm_config, spec)
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         _check_sizes(vllm_config)
@@ -370,70 +371,6 @@ def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
     if not cache_config.user_specified_block_size:
         cache_config.block_size = math.lcm(length, _KERNEL_BLOCK)
         cache_config.user_specified_block_size = True
-
-
-def _check_layout(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
-    """Refuse attention that cannot do what the layout of canvases needs."""
-    backend = vllm_config.attention_config.backend.name
-    problem = spec.layout.attention_problem(backend, plugin_settings(vllm_config).attention)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def choose_attention(vllm_config: VllmConfig) -> None:
-    """Our back end unless the operator asks for another that can serve a canvas.
-
-    Raises:
-        ValueError: If the back end asked for cannot, or contradicts the setting ``attention``.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    # Other models on a GPU never see this slot: nothing but its name leads to it.
-    register_backend(
-        AttentionBackendEnum.CUSTOM, "vllm_diffusion.attention.backend.CanvasAttentionBackend"
-    )
-    able = [AttentionBackendEnum.CUSTOM]
-    if not current_platform.is_cpu():
-        # The back ends of vLLM that take a causal flag per sequence.
-        able += [AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN]
-    # Set before vLLM's own choice for Gemma 4, which leaves a back end that is set alone.
-    chosen = vllm_config.attention_config.backend or AttentionBackendEnum.CUSTOM
-    if chosen not in able:
-        raise ValueError(
-            f"--attention-backend {chosen.name} cannot serve a diffusion model, whose batches mix "
-            f"causal and bidirectional sequences; leave it unset or set it to "
-            f"{' or '.join(backend.name for backend in able)}."
-        )
-    if chosen != AttentionBackendEnum.CUSTOM:
-        if plugin_settings(vllm_config).attention != "auto":
-            raise ValueError(
-                f"--attention-backend {chosen.name} runs vLLM's own kernels, which the setting "
-                "attention does not reach; leave one of the two unset."
-            )
-        logger.warning(
-            "--attention-backend %s differs from the reference implementation in two ways: the "
-            "sliding window of a canvas row follows the row (as with window_anchor=query), and "
-            "image tokens attend causally.",
-            chosen.name,
-        )
-    vllm_config.attention_config.backend = chosen
-    if plugin_settings(vllm_config).attention == "cute":
-        _check_cute()
-
-
-def _check_cute() -> None:
-    """Layers that FlashAttention-4 has no kernel for run Triton; here it has none at all."""
-    from vllm.platforms import current_platform
-
-    from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS
-
-    capability = current_platform.get_device_capability()
-    if capability is None or capability.major not in HEAD_DIMS:
-        raise ValueError(
-            'The setting attention="cute" needs a GPU of compute capability 9.x or 10.x; set '
-            'attention to "triton", or leave it out.'
-        )
 
 
 def _choose_scheduler(vllm_config: VllmConfig) -> None:

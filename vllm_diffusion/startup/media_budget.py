@@ -38,13 +38,15 @@ def choose_media(vllm_config: VllmConfig) -> None:
     too_long = {kind: lengths[kind] for kind in counts if lengths[kind] > budget}
     if not too_long:
         return
+    is_set = getattr(model_config, "max_num_batched_tokens_is_set", True)
+    given = "" if is_set else " (unset, at most max_num_seqs * max_model_len)"
     multimodal = model_config.get_multimodal_config()
     requested = {
         kind: length for kind, length in too_long.items() if kind in multimodal.limit_per_prompt
     }
     if requested:
         raise ValueError(
-            f"max_num_batched_tokens={budget} (unset, at most max_num_seqs * max_model_len) is too "
+            f"max_num_batched_tokens={budget}{given} is too "
             f"little for {_items(requested)}, which --limit-mm-per-prompt asks for and one pass must "
             f"hold; set --max-num-batched-tokens to at least {max(requested.values())}, or do "
             f"without: --limit-mm-per-prompt '{json.dumps(dict.fromkeys(requested, 0))}'."
@@ -52,10 +54,11 @@ def choose_media(vllm_config: VllmConfig) -> None:
     none_of_them = MultiModalConfig(limit_per_prompt=dict.fromkeys(too_long, 0))
     multimodal.limit_per_prompt.update(none_of_them.limit_per_prompt)
     logger.warning(
-        "max_num_batched_tokens=%d (unset, at most max_num_seqs * max_model_len) does not hold %s, "
+        "max_num_batched_tokens=%d%s does not hold %s, "
         "which one pass must: requests with one are refused; --max-num-batched-tokens of at least %d "
         "serves them.",
         budget,
+        given,
         _items(too_long),
         max(too_long.values()),
     )

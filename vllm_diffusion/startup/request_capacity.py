@@ -67,6 +67,10 @@ class Memory:
     kv: int | None = None
 
 
+# What leaves the choice to the rows of a pass.
+_AMPLE = Memory(2**62)
+
+
 def carried_requests(memory: Memory, cost: RequestCost) -> int:
     """How many requests of the typical length memory carries."""
     if memory.kv is None:
@@ -173,7 +177,7 @@ def text_parameters(text_config: Any) -> int:
 
 
 def install() -> None:
-    """Remember, for diffusion models, whether the operator set ``max_num_seqs``.
+    """Remember, for diffusion models, whether the operator set the requests and tokens of a pass.
 
     vLLM replaces ``None`` by a default before any hook sees it. Safe to call twice.
     """
@@ -186,6 +190,8 @@ def _remembering(stock: Any) -> Any:
     def remember(self: Any, usage_context: Any, model_config: Any, parallel_config: Any) -> None:
         if model_config.is_diffusion:
             model_config.max_num_seqs_is_set = self.max_num_seqs is not None
+            is_set = self.max_num_batched_tokens is not None
+            model_config.max_num_batched_tokens_is_set = is_set
         stock(self, usage_context, model_config, parallel_config)
 
     return remember
@@ -205,19 +211,30 @@ def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
     memory, cost = _memory(vllm_config), _cost(vllm_config)
     budget = scheduler_config.max_num_batched_tokens
     canvas_length = vllm_config.diffusion_config.canvas_length
+    most = choose_max_num_seqs(_AMPLE, cost, budget // canvas_length, given)
     chosen = choose_max_num_seqs(memory, cost, budget // canvas_length, given)
     # The scheduler must not run more than the runner has slots for.
     chosen = max(chosen, scheduler_config.max_num_active_seqs or 0)
     scheduler_config.max_num_seqs = chosen
+    # What memory has room for is vLLM's to count, once it is allocated; another count beside it, of an
+    # estimate, would only be another number.
+    if chosen < most:
+        logger.info(
+            "max_num_seqs=%d, of %d that max_num_batched_tokens=%d would run: by an estimate of memory, in "
+            "which a request of %d tokens takes %.1f MiB of state and %.1f MiB of KV cache; "
+            "--max-num-seqs sets another number.",
+            chosen,
+            most,
+            budget,
+            _context(vllm_config),
+            cost.state / 2**20,
+            cost.kv / 2**20,
+        )
+        return
     logger.info(
-        "max_num_seqs=%d: memory carries about %d requests of %d tokens (%.1f MiB of state and "
-        "%.1f MiB of KV cache each), and max_num_batched_tokens=%d holds %d canvases of %d, of which "
-        "prompts are left %d; --max-num-seqs sets another number.",
+        "max_num_seqs=%d: max_num_batched_tokens=%d holds %d canvases of %d, of which prompts are left "
+        "%d; --max-num-seqs sets another number.",
         chosen,
-        carried_requests(memory, cost),
-        _context(vllm_config),
-        cost.state / 2**20,
-        cost.kv / 2**20,
         budget,
         budget // canvas_length,
         canvas_length,

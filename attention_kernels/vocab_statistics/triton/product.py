@@ -25,7 +25,9 @@ MANY_ROWS = 1024
 WORD = 32
 
 
-@triton.jit
+# Rows change between passes, and must not compile the kernel anew when they happen to be 1 or a multiple
+# of 16.
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_product_kernel(
     product_ptr,
     product_stride,
@@ -93,7 +95,7 @@ def add_product(product: Tensor, weights: Tensor, embedding: Tensor, occupied: T
     rows, columns, warps, stages = (128, 128, 8, 3) if num_rows > MANY_ROWS else (64, 128, 4, 3)
     if weights.dtype == torch.float32:
         # No work for tensor cores: the operands go through registers, in twice the memory.
-        rows, columns, warps, stages = 32, 32, 4, 2
+        rows, columns, warps, stages = 32, 32, 8, 2
     _add_product_kernel[triton.cdiv(num_rows, rows), triton.cdiv(hidden_size, columns)](
         product,
         product.stride(0),

@@ -29,7 +29,7 @@ from vllm_diffusion.attention.backend import (
 )
 from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.settings.plugin_settings import PluginSettings
-from vllm_diffusion.startup.engine_config import choose_attention
+from vllm_diffusion.startup.attention import choose_attention, register_attention
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -81,13 +81,24 @@ def test_vllm_refuses_it_for_what_it_cannot_do(changes):
     assert len(reasons_against(**changes)) == 1
 
 
-def test_batches_that_may_hold_images_are_captured_only_without_prompts():
-    def support(may_hold_images):
-        config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=may_hold_images))
-        return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
+def graph_support(may_hold_images, attention="auto"):
+    config = SimpleNamespace(
+        additional_config={"diffusion": {"attention": attention}},
+        model_config=SimpleNamespace(is_mm_prefix_lm=may_hold_images),
+    )
+    return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
 
-    assert support(False) == AttentionCGSupport.ALWAYS
-    assert support(True) == AttentionCGSupport.UNIFORM_BATCH
+
+def test_batches_that_may_hold_images_are_captured_only_without_prompts():
+    assert graph_support(False) == AttentionCGSupport.ALWAYS
+    assert graph_support(True) == AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("may_hold_images", [False, True])
+def test_no_graph_holds_the_reference(may_hold_images):
+    """It reads a batch on the host, and a capture that waits for the device fails."""
+    assert graph_support(may_hold_images, "reference") == AttentionCGSupport.NEVER
+    assert graph_support(False, "triton") == AttentionCGSupport.ALWAYS
 
 
 def make_impl(
@@ -205,6 +216,7 @@ def choose(backend=None, attention="auto"):
         attention_config=SimpleNamespace(backend=chosen),
         additional_config={"diffusion": {"attention": attention}},
     )
+    register_attention()
     choose_attention(config)
     return config.attention_config.backend.name
 

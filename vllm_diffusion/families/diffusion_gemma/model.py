@@ -52,6 +52,7 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
     EncoderDecoderLora,
 )
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
+from vllm_diffusion.model_state.downcasts import counted_downcasts
 from vllm_diffusion.quantization.ignored import spell_out_patterns
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.
@@ -273,9 +274,10 @@ class DiffusionGemmaForBlockDiffusion(
         return torch.tanh(logits / self.softcap) * self.softcap
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return AutoWeightsLoader(self).load_weights(
-            _with_equal_layer_scalars(weights), mapper=self.hf_to_vllm_mapper
-        )
+        with counted_downcasts():
+            return AutoWeightsLoader(self).load_weights(
+                _with_equal_layer_scalars(weights), mapper=self.hf_to_vllm_mapper
+            )
 
 
 def _with_equal_layer_scalars(

@@ -16,6 +16,7 @@ from vllm_diffusion.adapters.worker import Adaptable
 from vllm_diffusion.families.nemotron.draft_adapter import DraftAdapter
 from vllm_diffusion.families.nemotron.draft_lora import DraftLora
 from vllm_diffusion.families.nemotron.state import NemotronModelState
+from vllm_diffusion.model_state.downcasts import counted_downcasts
 
 _NAMES = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
 
@@ -50,7 +51,8 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """From the published names."""
-        loaded: set[str] = super().load_weights(_NAMES.apply(weights))
+        with counted_downcasts():
+            loaded: set[str] = super().load_weights(_NAMES.apply(weights))
         if self.draft_adapter is not None:
             self.draft_adapter.load()
         return loaded

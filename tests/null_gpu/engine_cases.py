@@ -1,0 +1,255 @@
+"""Engines on the null GPU, each in a fork of a process that has imported vLLM.
+
+What an engine answers means nothing there: kernels compute no values. That it answers is what counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.null_gpu.counts import counts_of, summary
+
+PROMPT = [7, 8, 9, 10, 11, 12, 13]
+# A canvas that never converges is aborted after as many passes.
+MOST_PASSES = 40
+# Of requests, by a name.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "constrained": {"structured_outputs": {"regex": "[a-c]{3,5}"}},
+    "watched": {
+        "extra_args": {
+            "diffusion_frames": 1,
+            "diffusion_frame_fields": ["token_ids", "kept", "entropy"],
+            "diffusion_step_map": True,
+        }
+    },
+}
+
+
+def start(model: str, **options: Any) -> Any:
+    """An engine as a test has room for it: short sequences, few requests, a small share of the memory."""
+    from vllm import LLM
+
+    small: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 512,
+        "gpu_memory_utilization": 0.1,
+        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+    }
+    options = small | options
+    # ``None`` stands for vLLM's own choice.
+    return LLM(model, **{name: value for name, value in options.items() if value is not None})
+
+
+def serve(
+    model: str,
+    options: dict[str, Any],
+    kinds: list[str],
+    steady: list[str] = (),
+    adapter: str | None = None,
+) -> dict[str, Any]:
+    """Start an engine and send two requests of each kind.
+
+    Args:
+        model: Folder of the checkpoint.
+        options: Of the engine.
+        kinds: Of requests, one after the other.
+        steady: Of those, kinds of which a pass in steady state is counted too.
+        adapter: Folder of a LoRA adapter that the requests have.
+
+    Returns:
+        What was chosen at the start; by kind the passes, and the tokens of each request that was answered; by kind
+        what a steady pass asks of the driver.
+    """
+    llm = start(model, **options)
+    runner = runner_of(llm)
+    config = runner.vllm_config
+    compilation = config.compilation_config
+    return {
+        "chosen": {
+            "state": type(runner.model_state).__name__,
+            "graphs": str(compilation.cudagraph_mode),
+            "capture_sizes": list(compilation.cudagraph_capture_sizes),
+            "asynchronous": config.scheduler_config.async_scheduling,
+            "attention": sorted({type(layer).__name__ for layer in attention_layers(compilation)}),
+        },
+        "requests": {kind: passes_of(llm, kind, adapter) for kind in kinds},
+        "steady": {kind: steady_pass(llm, kind) for kind in steady},
+    }
+
+
+def runner_of(llm: Any) -> Any:
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def attention_layers(compilation: Any) -> list[Any]:
+    layers = compilation.static_forward_context.values()
+    return [layer.impl for layer in layers if hasattr(layer, "impl")]
+
+
+def params_of(kind: str, **changes: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    asked |= {"detokenize": False} | KINDS[kind] | changes
+    if "structured_outputs" in asked:
+        asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
+        asked |= {"ignore_eos": False, "detokenize": True}
+    return SamplingParams(**asked)
+
+
+def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]:
+    """Two requests, until they are answered or have had their passes."""
+    from vllm.lora.request import LoRARequest
+
+    from vllm_diffusion.live.inbox import opened
+
+    engine = llm.llm_engine
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    ids = [f"{kind} {i}" for i in range(2)]
+    with opened() as inbox:
+        for request_id in ids:
+            prompt = {"prompt_token_ids": PROMPT}
+            engine.add_request(request_id, prompt, params_of(kind), lora_request=lora)
+    answered: dict[str, int] = {}
+    passes = frames = 0
+    while passes < MOST_PASSES and len(answered) < len(ids):
+        passes += 1
+        for output in engine.step():
+            if output.finished:
+                answered[output.request_id] = len(output.outputs[0].token_ids)
+        frames += len(inbox.take())
+    drop(engine, [request_id for request_id in ids if request_id not in answered])
+    return {"passes": passes, "tokens": sorted(answered.values()), "frames": frames}
+
+
+def steady_pass(llm: Any, kind: str) -> dict[str, int]:
+    """What one pass of three requests asks of the driver, once everything has been compiled and allocated."""
+    engine = llm.llm_engine
+    ids = [f"steady {kind} {i}" for i in range(3)]
+    for request_id in ids:
+        params = params_of(kind, max_tokens=300)
+        engine.add_request(request_id, {"prompt_token_ids": PROMPT}, params)
+    for _ in range(6):
+        engine.step()
+    step: Callable[[], object] = engine.step
+    # The least of some passes: in others a canvas happens to begin or to end.
+    counted = [summary(counts_of(step)) for _ in range(6)]
+    drop(engine, ids)
+    return {what: min(counts[what] for counts in counted) for what in counted[0]}
+
+
+def drop(engine: Any, request_ids: list[str]) -> None:
+    """Abort requests, and let the passes that are on their way end."""
+    engine.abort_request(request_ids)
+    for _ in range(3):
+        engine.step()
+
+
+def serve_from_another_process(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Requests to an engine that has a process of its own, which still answers calls when they have had their time.
+
+    A canvas that never converges sends nothing from there, so that its passes cannot be counted here.
+    """
+    llm = start(model, **options)
+    engine = llm.llm_engine
+    for kind in ("plain", "top_p"):
+        engine.add_request(kind, {"prompt_token_ids": PROMPT}, params_of(kind))
+    stepping = threading.Thread(target=_step_until_done, args=(engine,), daemon=True)
+    stepping.start()
+    stepping.join(20)
+    return {"tasks": list(engine.engine_core.get_supported_tasks())}
+
+
+def _step_until_done(engine: Any) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Requests before and after each level of sleep, and how many MiB it gives back to the device."""
+    import torch
+
+    llm = start(model, **options)
+    passes_of(llm, "plain")
+    given_back = {}
+    for level in (1, 2):
+        before = torch.cuda.mem_get_info()[0]
+        llm.sleep(level=level)
+        given_back[f"level {level}"] = (torch.cuda.mem_get_info()[0] - before) >> 20
+        llm.wake_up()
+        if level == 1:
+            passes_of(llm, "plain")
+    return {"given_back_mib": given_back}
+
+
+class Chosen(logging.Handler):
+    """What vLLM logs of the implementations that it has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        # No paths, which differ between machines.
+        if message.startswith(("Using ", "Selected ")) and "/" not in message:
+            self.lines.add(message.splitlines()[0][:160])
+
+
+def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Start a large shape with dummy weights, and say what it chose, took and asks of the driver."""
+    import torch
+
+    _give_scales()
+    chosen = Chosen()
+    logging.getLogger("vllm").addHandler(chosen)
+    defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
+    unset = {"max_num_batched_tokens": None, "max_num_seqs": None}
+    llm = start(model, **(defaults | unset | options))
+    runner = runner_of(llm)
+    config = runner.vllm_config
+    caches = runner.kv_cache_config
+    attention = Counter(
+        type(layer).__name__ for layer in attention_layers(config.compilation_config)
+    )
+    return {
+        "chosen": sorted(chosen.lines),
+        "attention": dict(attention),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "capture_sizes": list(config.compilation_config.cudagraph_capture_sizes),
+        "bytes": {
+            "weights": runner.model_memory_usage,
+            "kv_cache": sum(tensor.size for tensor in caches.kv_cache_tensors),
+            "free": torch.cuda.mem_get_info()[0],
+        },
+        "kv_cache_blocks": caches.num_blocks,
+        "steady": {"plain": steady_pass(llm, "plain")},
+    }
+
+
+def _give_scales() -> None:
+    """Put 1.0 where vLLM reads the scales of an FP8 cache, which nothing has filled on the null GPU."""
+    import torch
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    stock = BaseKVCacheMethod.process_weights_after_loading
+
+    def with_scales(self: Any, layer: torch.nn.Module) -> None:
+        for name in ("k_scale", "v_scale", "q_scale", "prob_scale"):
+            if hasattr(layer, name):
+                on_host = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+                setattr(layer, name, on_host)
+        stock(self, layer)
+
+    BaseKVCacheMethod.process_weights_after_loading = with_scales

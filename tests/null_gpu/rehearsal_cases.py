@@ -1,0 +1,200 @@
+"""The cases of the rehearsal: what an engine is started with on the null GPU, by a name that says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.null_gpu.engine_cases import KINDS
+from tests.support.checkpoints import SHIPPED
+from tests.support.families.cases import CASES as FAMILIES
+from tests.support.families.cases import checkpoint_of
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+
+ENGINES = "tests.null_gpu.engine_cases"
+# Without Inductor: Dynamo, the split of its graph and the captures are those of a compiled start.
+CAPTURED: dict[str, Any] = {"compilation_config": {"backend": "eager"}}
+DIFFUSION = "diffusion"
+# Memory of the GPUs that people have at home, and a chip of each capability with the memory that it is sold with.
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+SMALL_GPUS = {"3090": ("8.6", 24), "4090": ("8.9", 24), "5090": ("12.0", 32)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One start.
+
+    Attributes:
+        name: What it is called in the state and in the data.
+        run: The function, of :mod:`tests.null_gpu.engine_cases`.
+        arguments: Makes its arguments, given a folder for a checkpoint.
+        capability: Of the device.
+        gib: The device's memory; 0 for its chip's own.
+        variables: Of the environment.
+        refusal: Part of the message with which the start is refused, where it is.
+    """
+
+    name: str
+    run: str
+    arguments: Callable[[Path], dict[str, Any]]
+    capability: str = "9.0"
+    gib: float = 0
+    variables: dict[str, str] = field(default_factory=dict)
+    refusal: str | None = None
+
+
+def gemma(name: str, kinds: tuple[str, ...] = ("plain",), **options: Any) -> Case:
+    """The shipped DiffusionGemma with options of the engine."""
+    arguments = {
+        "model": str(SHIPPED),
+        "options": CAPTURED | options,
+        "kinds": list(kinds),
+        "steady": ["plain"],
+    }
+    return Case(name, f"{ENGINES}:serve", lambda folder: arguments)
+
+
+def settings(**diffusion: Any) -> dict[str, Any]:
+    return {"additional_config": {DIFFUSION: diffusion}}
+
+
+def orders() -> Iterator[Case]:
+    yield gemma("order: asynchronous", tuple(KINDS), async_scheduling=True)
+    yield gemma("order: separate", tuple(KINDS), **settings(fused_encode=False))
+
+
+def process_starts() -> Iterator[Case]:
+    """``LLM(...)`` as a user's script has it: the engine in a process of its own."""
+    arguments = {"model": str(SHIPPED), "options": {"enforce_eager": True}}
+    yield Case(
+        "LLM(...) with vLLM's default process start",
+        f"{ENGINES}:serve_from_another_process",
+        lambda folder: arguments,
+        variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+
+
+def families() -> Iterator[Case]:
+    """Each family with each rule that it may be asked for, and the asynchronous order."""
+    rules = {
+        "llada2.0": ("reveal", "reveal_and_edit"),
+        "llada2.2": ("levenshtein",),
+        "nemotron": ("reveal", "linear_spec", "autoregressive"),
+    }
+    for family in FAMILIES:
+        for rule in rules.get(family, (None,)):
+            for asynchronous in (False, True):
+                name = f"family: {family}, {rule or 'its rule'}"
+                yield _family(name + ", asynchronous" * asynchronous, family, rule, asynchronous)
+
+
+def _family(name: str, family: str, rule: str | None, asynchronous: bool) -> Case:
+    def arguments(folder: Path) -> dict[str, Any]:
+        model, options = checkpoint_of(family, folder)
+        if rule is not None:
+            options = settings(rule=rule)
+        if asynchronous:
+            options = options | {"async_scheduling": True}
+        # The longest that all of these tiny models know.
+        options = options | {"max_model_len": 256}
+        return {"model": str(model), "options": CAPTURED | options, "kinds": ["plain", "top_p"]}
+
+    return Case(name, f"{ENGINES}:serve", arguments)
+
+
+def drafts() -> Iterator[Case]:
+    """Stock's DFlash, ours of several passes, and ours with as many tokens as pay."""
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},
+        "stock's DFlash": {},
+        "two passes": {"steps": 2},
+        "two passes, adaptive": {"steps": 2, "adaptive": True},
+    }
+    for name, drafting in kinds.items():
+        options: dict[str, Any] = dict(CAPTURED)
+        if name != "none":
+            options["speculative_config"] = {
+                "method": "dflash",
+                "model": str(shipped_draft()),
+                # One less than its block.
+                "num_speculative_tokens": 7,
+            }
+        if drafting:
+            options["additional_config"] = {"drafting": drafting}
+        arguments = {
+            "model": str(shipped_checkpoint("qwen3")),
+            "options": options,
+            "kinds": ["plain", "top_p"],
+            "steady": ["plain"],
+        }
+        yield Case(f"draft: {name}", f"{ENGINES}:serve", lambda folder, given=arguments: given)
+
+
+def features() -> Iterator[Case]:
+    every = tuple(KINDS)
+    yield gemma("attention: triton", every, **settings(attention="triton"))
+    yield gemma("attention: reference", every, **settings(attention="reference"))
+    yield gemma("attention: TRITON_ATTN", every, attention_backend="TRITON_ATTN")
+    yield gemma("FP8 cache", every, kv_cache_dtype="fp8")
+    yield Case("LoRA", f"{ENGINES}:serve", _adapted)
+    sleeping = {"model": str(SHIPPED), "options": CAPTURED | {"enable_sleep_mode": True}}
+    yield Case("sleep, with graphs", f"{ENGINES}:sleep", lambda folder: sleeping)
+
+
+def _adapted(folder: Path) -> dict[str, Any]:
+    """Requests with an adapter of every module, experts too."""
+    from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt
+    from tests.support.oracle import Oracle
+
+    modules = f"{ENCODER}|{DECODER}|{CONDITIONING}"
+    model = Oracle(SHIPPED).model
+    adapt(model, folder / "adapter", target_modules=modules, target_parameters=EXPERTS)
+    return {
+        "model": str(SHIPPED),
+        "options": CAPTURED | {"enable_lora": True, "max_lora_rank": 8},
+        "kinds": list(KINDS),
+        "steady": ["plain"],
+        "adapter": str(folder / "adapter"),
+    }
+
+
+def published_shape() -> Iterator[Case]:
+    """The 26B shape with dummy weights: whether it starts, with which kernels, in how much memory."""
+    for weights in ("bf16", "fp8-dynamic", "nvfp4"):
+        for capability in CAPABILITIES:
+            name = f"26B, {weights}, {capability}"
+            yield _shape(name, weights, capability, gib=80 if capability == "8.0" else 180)
+
+
+def small_gpus() -> Iterator[Case]:
+    """What a GPU of 24 or 32 GiB has room for."""
+    for gpu, (capability, gib) in SMALL_GPUS.items():
+        for canvas in (256, 64):
+            options = {
+                "max_model_len": 16384,
+                "max_num_seqs": 4,
+                "diffusion_config": {"canvas_length": canvas},
+            }
+            name = f"26B, nvfp4-modelopt, a {gpu}, canvases of {canvas}"
+            # What the driver and a desktop leave of it.
+            yield _shape(name, "nvfp4-modelopt", capability, gib - 0.5, **options)
+
+
+def _shape(name: str, weights: str, capability: str, gib: float, **options: Any) -> Case:
+    def arguments(folder: Path) -> dict[str, Any]:
+        from bench_formats import write_checkpoint
+
+        return {
+            "model": str(write_checkpoint(folder / "26b", "26b", weights)),
+            "options": {"max_model_len": 32768, **CAPTURED, **options},
+        }
+
+    return Case(name, f"{ENGINES}:serve_shape", arguments, capability, gib)
+
+
+def cases() -> list[Case]:
+    """In the order in which they run."""
+    groups = (orders, process_starts, families, drafts, features, published_shape, small_gpus)
+    return [case for group in groups for case in group()]

@@ -1,0 +1,79 @@
+"""Engines start on the CUDA platform, captured and compiled, and answer; a pass asks the driver for no more than it did.
+
+Nothing of it says that a value is right, or how fast anything is: kernels do nothing on the null GPU.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench_formats import write_checkpoint
+
+from tests.null_gpu.engine_cases import KINDS
+from tests.support import baselines
+from tests.support.checkpoints import SHIPPED
+from tests.support.families.cases import CASES, checkpoint_of
+
+pytestmark = pytest.mark.engine
+
+SERVE = "tests.null_gpu.engine_cases:serve"
+# Of which a steady pass is counted.
+COUNTED = ("plain", "top_p", "logprobs")
+
+
+def test_the_cpu_platform_is_refused(null_gpu):
+    """Importing anything of it fails a case, wherever that happens."""
+    for module in ("vllm.v1.worker.cpu_worker", "vllm_diffusion.platforms.cpu_kernels"):
+        outcome = null_gpu.run("importlib:import_module", name=module)
+        assert (
+            outcome.error == f"CpuPlatformImportedError: {module} is imported in a process on a GPU"
+        )
+
+
+@pytest.mark.parametrize("family", [name for name in CASES if name != "sdar-block-32"])
+def test_a_family_starts_captured(null_gpu, tmp_path, family):
+    """Dynamo, the split of its graph and its captures run; Inductor is left out."""
+    folder, options = checkpoint_of(family, tmp_path)
+    # The longest that all of these tiny models know.
+    options = {"compilation_config": {"backend": "eager"}, "max_model_len": 256} | options
+    found = null_gpu.run(SERVE, model=str(folder), options=options, kinds=["plain"]).checked()
+    assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+    assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
+
+
+@pytest.mark.timeout(600)
+def test_the_shipped_checkpoint_compiled(null_gpu):
+    """As it is served by default: compiled by Inductor and captured. Every kind of request passes."""
+    outcome = null_gpu.run(
+        SERVE,
+        model=str(SHIPPED),
+        options={},
+        kinds=list(KINDS),
+        steady=COUNTED,
+        seconds=500,
+    )
+    found = outcome.checked()
+    assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+    assert found["requests"]["watched"]["frames"] > 0
+    baselines.check("a steady pass on the null GPU, shipped checkpoint", found["steady"])
+
+
+def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
+    """Six layers of the 26B's, with its vocabulary, experts and canvases, and weights that nothing fills."""
+    model = write_checkpoint(tmp_path / "26b", "26b", "bf16")
+    config = json.loads((model / "config.json").read_text())
+    text = config["text_config"]
+    text |= {"num_hidden_layers": 6, "layer_types": text["layer_types"][:6]}
+    (model / "config.json").write_text(json.dumps(config))
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 2048,
+        "gpu_memory_utilization": 0.9,
+        "compilation_config": {"backend": "eager"},
+    }
+    found = null_gpu.run(SERVE, model=str(model), options=options, kinds=["plain"], steady=COUNTED)
+    counts = found.checked()["steady"]
+    baselines.check("a steady pass on the null GPU, six layers of the 26B shape", counts)

@@ -1,0 +1,30 @@
+"""``vllm serve`` on the CUDA platform: processes that vLLM spawns, each with what a new process knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.null_gpu.processes import environment
+from tests.support.server import start_server, stop_server
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.timeout(400)
+def test_a_server_answers(tmp_path):
+    """Over HTTP, eager, with the process of the engine spawned, as the command line has it."""
+    # From 9.0 vLLM compiles a kernel of CUTLASS's for the router when few rows are routed, with a runtime of its
+    # own that asks the driver for undocumented tables.
+    variables = environment(tmp_path, NULL_GPU_CAPABILITY="8.9")
+    server = start_server(SHIPPED, tmp_path / "log", "--max-num-batched-tokens", "512", **variables)
+    try:
+        body = {"prompt": "a", "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+        server.assert_alive()
+        log = server.log.read_text()
+        assert "EngineCore" in log, "the engine has a process of its own"
+    finally:
+        stop_server(server)

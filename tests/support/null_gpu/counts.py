@@ -1,0 +1,45 @@
+"""What a process on the null GPU has asked of the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.null_gpu.forks import RUNTIME
+
+
+def counts_of(call: Callable[[], object]) -> dict[str, int]:
+    """How often each thing was asked for while ``call`` ran: kernels and copies by name, waits, allocations."""
+    runtime = ctypes.CDLL(RUNTIME)
+    runtime.null_gpu_reset_counts()
+    call()
+    with tempfile.NamedTemporaryFile() as file:
+        assert runtime.null_gpu_write_counts(file.name.encode()) == 0
+        lines = Path(file.name).read_text(encoding="utf-8").splitlines()
+    return {what: int(number) for number, _, what in (line.partition("\t") for line in lines)}
+
+
+def summary(counts: dict[str, int]) -> dict[str, int]:
+    """The same by kind: what a test holds to its baseline."""
+
+    def total(start: str) -> int:
+        return sum(number for what, number in counts.items() if what.startswith(start))
+
+    pageable = sum(n for what, n in counts.items() if "pageable" in what)
+    return {
+        "graphs": total("launch of a graph"),
+        "kernels": total("kernel "),
+        "kernels_in_graphs": total("in a graph: kernel "),
+        "copies": total("copy ") + total("blocking copy "),
+        "copies_in_graphs": total("in a graph: copy "),
+        "pageable_copies": pageable,
+        "blocking_copies": total("blocking copy "),
+        "memsets": total("memset"),
+        "waits_for_events": total("wait for an event"),
+        "waits_for_streams": total("wait for a stream"),
+        "waits_for_the_device": total("wait for the device"),
+        "allocations": total("allocation "),
+        "modules": total("load of a module"),
+    }

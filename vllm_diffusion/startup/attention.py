@@ -1,0 +1,108 @@
+"""Which attention back end serves a diffusion model."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.settings.plugin_settings import plugin_settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+_BACKEND = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+
+
+def register_attention() -> None:
+    """Put our back end into vLLM's slot for out-of-tree ones, unless another plugin's is there.
+
+    Every process that builds a model must call this: the configuration travels to engines and workers,
+    but the registry does not. Other models never see the slot, since nothing but its name leads to it.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+
+
+def choose_attention(vllm_config: VllmConfig) -> None:
+    """Choose our back end unless the operator asks for another that can serve a canvas.
+
+    Raises:
+        ValueError: If the back end asked for cannot, if it contradicts the setting ``attention``, or
+            if another plugin took our back end's slot.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    able = [AttentionBackendEnum.CUSTOM]
+    if not current_platform.is_cpu():
+        # The back ends of vLLM that take a causal flag per sequence.
+        able += [AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN]
+    # Set before vLLM's own choice for Gemma 4, which leaves a back end that is set alone.
+    chosen = vllm_config.attention_config.backend or AttentionBackendEnum.CUSTOM
+    if chosen not in able:
+        raise ValueError(
+            f"--attention-backend {chosen.name} cannot serve a diffusion model, whose batches mix "
+            f"causal and bidirectional sequences; leave it unset or set it to "
+            f"{' or '.join(backend.name for backend in able)}."
+        )
+    if chosen == AttentionBackendEnum.CUSTOM:
+        _check_slot()
+    else:
+        if plugin_settings(vllm_config).attention != "auto":
+            raise ValueError(
+                f"--attention-backend {chosen.name} runs vLLM's own kernels, which the setting "
+                "attention does not reach; leave one of the two unset."
+            )
+        logger.warning(
+            "--attention-backend %s differs from the reference implementation in two ways: the "
+            "sliding window of a canvas row follows the row (as with window_anchor=query), and "
+            "image tokens attend causally.",
+            chosen.name,
+        )
+    vllm_config.attention_config.backend = chosen
+    if plugin_settings(vllm_config).attention == "cute":
+        _check_cute()
+
+
+def _check_slot() -> None:
+    """Refuse to serve with the back end of another plugin, which knows no canvas."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum.CUSTOM.get_path()
+    if path != _BACKEND:
+        raise ValueError(
+            f"Another plugin registered its attention ({path}) under vLLM's CUSTOM, where "
+            "vllm-diffusion registers its own, and vLLM has no second place; leave that plugin out "
+            "of VLLM_PLUGINS."
+        )
+
+
+def _check_cute() -> None:
+    """Layers that FlashAttention-4 has no kernel for run Triton; here it has none at all."""
+    from vllm.platforms import current_platform
+
+    from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS
+
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.major not in HEAD_DIMS:
+        raise ValueError(
+            'The setting attention="cute" needs a GPU of compute capability 9.x or 10.x; set '
+            'attention to "triton", or leave it out.'
+        )
+
+
+def check_layout(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
+    """Refuse attention that cannot do what the layout of canvases needs.
+
+    Raises:
+        ValueError: Naming the back end or the setting.
+    """
+    backend = vllm_config.attention_config.backend.name
+    problem = spec.layout.attention_problem(backend, plugin_settings(vllm_config).attention)
+    if problem is not None:
+        raise ValueError(problem)
