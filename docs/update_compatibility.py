@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.option_table import (
     OptionRow,
@@ -168,16 +169,9 @@ def _request(
 def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
     length = getattr(entry, "block_length", None)
     if length is None:
-        return "as `canvas_length` says, where the known tokens end; causal behind them"
-    layout = getattr(entry, "layout", {})
-    where = "counted from the start" if layout.get("is_aligned") else "where the known tokens end"
-    attend = "in both directions" if layout.get("is_block_causal") else "causal behind them"
-    parts = [f"{length}, {where}", attend]
-    if layout.get("is_seeded"):
-        parts.append("the first token from the encoding pass")
-    if layout.get("is_shifted"):
-        parts.append("rows shifted by one")
-    return "; ".join(parts)
+        return f"as `canvas_length` says, {FreeCanvas.summary}"
+    layout: type[CanvasLayout] = getattr(entry, "layout", FreeCanvas)
+    return f"{length}, {layout.summary}"
 
 
 TABLES = {"compatibility.md": symbols, "options.md": options, "families.md": families}

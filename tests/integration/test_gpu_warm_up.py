@@ -99,7 +99,7 @@ def test_warm_up(name, asynchronous, tmp_path):
                 runner, worker.execute_model, worker.sample_tokens, 64
             )
         # Prompts alone, whose last rows begin a canvas in seeded families; canvases of all and of some.
-        assert min(sampled) == (1 if engine.slots.spec.is_seeded else 0)
+        assert min(sampled) == (1 if engine.slots.spec.layout.starts_from_commit else 0)
         assert max(sampled) == engine.slots.num_slots * canvas
 
         with torch.inference_mode():

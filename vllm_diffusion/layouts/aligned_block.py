@@ -20,6 +20,7 @@ class AlignedBlock(CanvasLayout):
     of that canvas in each of its passes. All rows of a canvas are draft tokens to the engine.
     """
 
+    summary: ClassVar[str] = "counted from the start; in both directions"
     refused_fields: ClassVar[Mapping[str, str]] = {
         "prompt_logprobs": "(echo with logprobs) is not supported by this model, whose prompt attends "
         "in both directions within its blocks: no position predicts the next one; leave it out."

@@ -96,12 +96,14 @@ class CanvasLayout:
 
     Attributes:
         length: C, positions of a canvas.
+        summary: Where canvases lie and how the tokens before them attend, for the documentation.
         refused_fields: Request fields that this layout cannot honour, each with the reason.
         refused_arguments: The same for ``diffusion_*`` arguments.
     """
 
     length: int
 
+    summary: ClassVar[str] = "where the known tokens end; causal behind them"
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_arguments: ClassVar[Mapping[str, str]] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class SeededBlock(CanvasLayout):
     no canvas shares a pass with the tokens before it.
     """
 
+    summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
+
     @property
     def starts_from_commit(self) -> bool:
         return True
@@ -78,6 +81,10 @@ class ShiftedBlock(AlignedBlock):
     nothing else of the block reads, stands for its first position and tells the next block's first
     token.
     """
+
+    summary: ClassVar[str] = (
+        f"{AlignedBlock.summary}; the first token from the encoding pass; rows shifted by one"
+    )
 
     @property
     def starts_from_commit(self) -> bool:
