@@ -18,10 +18,10 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,11 @@ from rich.table import Table
 from tests.robustness.campaign import describe
 from tests.robustness.client import Outcome, answers, events, send
 from tests.robustness.requests import CHAT, COMPLETIONS, Request, Served, draw_request
+from tests.support.commands import status_of
 from tests.support.server import PARSERS, Server, start_server, stop_server
+from tests.unit.test_cli_values import cases, commands, good_values, hostile_lines
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.main import build_parser
 
 REQUESTS = 2000
 SEED = 27
@@ -194,27 +197,20 @@ def record_requests(num_requests: int, folder: Path) -> dict[str, list[dict[str,
     return found
 
 
-def command_lines() -> Iterator[tuple[str, ...]]:
-    """Command lines whose output is recorded: usage, and values that are refused."""
-    from tests.unit.test_cli_values import hostile_command_lines
-
-    yield from hostile_command_lines()
-
-
-def record_commands() -> dict[str, Any]:
-    """Exit status and last line of each command line."""
-    found = {}
-    for line in track(list(command_lines()), "commands"):
-        done = subprocess.run(
-            [sys.executable, "-m", "vllm_diffusion.cli.main", *line],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "COLUMNS": "100"},
-        )
-        text = done.stdout if "--help" in line else done.stderr.strip().rpartition("\n")[2]
-        found[" ".join(line)] = [done.returncode, without_variables(text)]
+def record_commands(folder: Path) -> dict[str, Any]:
+    """Usage of each command; exit status and message of each value that one refuses."""
+    good = good_values(folder)
+    found: dict[str, Any] = {}
+    for path, parser in commands(build_parser()):
+        found[" ".join((*path, "--help"))] = [0, parser.format_help()]
+    for case in track(cases(), "commands"):
+        path, name, hostile = case.values
+        for words in hostile_lines(path, name, hostile, good):
+            printed = io.StringIO()
+            with contextlib.redirect_stderr(printed):
+                status = status_of(*path, *words)
+            line = without_variables(" ".join((*path, *words)))
+            found[line] = [status, without_variables(printed.getvalue())]
     return found
 
 
@@ -298,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "requests" in chosen.parts:
             recording["requests"] = record_requests(chosen.requests, Path(folder))
         if "commands" in chosen.parts:
-            recording["commands"] = record_commands()
+            recording["commands"] = record_commands(Path(folder))
         if "refusals" in chosen.parts:
             recording["refusals"] = record_refusals()
         chosen.write.write_text(json.dumps(recording, indent=0), encoding="utf-8")

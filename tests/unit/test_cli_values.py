@@ -68,7 +68,15 @@ def kind_of(action: argparse.Action) -> str:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A value of each kind that is taken."""
-    folder = tmp_path_factory.mktemp("good")
+    return good_values(tmp_path_factory.mktemp("good"))
+
+
+def good_values(folder: Path) -> dict[str, str]:
+    """A value of each kind that is taken.
+
+    Args:
+        folder: Where the files are made that some of them name.
+    """
     for name in ("config.json", "extraction.json"):
         (folder / name).write_text(json.dumps({"block_size": 4}), encoding="utf-8")
     (folder / "a.jsonl").write_text('{"token_ids": [1, 2]}\n', encoding="utf-8")
@@ -144,6 +152,20 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
+def hostile_lines(
+    path: tuple[str, ...], name: str, hostile: tuple[str, ...], good: dict[str, str]
+) -> list[list[str]]:
+    """A command line for each hostile value of one option."""
+    parser = dict(commands(build_parser()))[path]
+    tried = [each for each in parser._actions if name in (*each.option_strings, each.dest)]
+    lines = []
+    for value in hostile:
+        # Behind a sign, since a value that begins with a hyphen is an option otherwise.
+        words = [f"{name}={value}"] if name.startswith("-") else [value]
+        lines.append(command_line(parser, tried[0], words, good) if tried else words)
+    return lines
+
+
 @pytest.mark.parametrize(("path", "name", "hostile"), cases())
 def test_hostile_values(
     path: tuple[str, ...],
@@ -154,14 +176,8 @@ def test_hostile_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Status 2 and one line that names the option; nothing is imported, nothing is started."""
-    parser = dict(commands(build_parser()))[path]
-    tried = [each for each in parser._actions if name in (*each.option_strings, each.dest)]
-    for value in hostile:
-        # Behind a sign, since a value that begins with a hyphen is an option otherwise.
-        words = [f"{name}={value}"] if name.startswith("-") else [value]
-        if tried:
-            words = command_line(parser, tried[0], words, good)
-        assert status_of(*path, *words) == 2, value
+    for words in hostile_lines(path, name, hostile, good):
+        assert status_of(*path, *words) == 2, words
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1, captured.err
