@@ -8,6 +8,7 @@ from the names and shapes of the checkpoint's own.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from vllm_diffusion.quantization.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.quantization.weight_files import StoredTensor, file_problem, stored_tensors
+from vllm_diffusion.regular_files import why_not_folder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
@@ -153,7 +155,7 @@ class AdapterRules:
         """A repository is asked for once: what it holds may change while its adapter is served."""
         folder = self._fetched.get(path)
         # These rules may have come here from another machine.
-        if folder is None or not folder.exists():
+        if folder is None or not os.path.exists(folder):
             folder = self._fetched[path] = local_folder(path)
         return folder
 
@@ -260,8 +262,8 @@ def local_folder(path: str) -> Path:
     Raises:
         ValueError: If it is the name of none that could be fetched.
     """
-    folder = Path(path).expanduser()
-    if folder.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
+    folder = Path(os.path.expanduser(path))
+    if os.path.exists(folder) or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
         return folder
     from vllm.lora.utils import get_adapter_absolute_path
 
@@ -283,7 +285,7 @@ def local_folder(path: str) -> Path:
 def _signature(path: Path) -> tuple[int, int, int] | None:
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -292,8 +294,10 @@ def _read_config(folder: Path) -> Any:
     """vLLM's reading of an adapter's configuration, which was checked."""
     from vllm.lora.peft_helper import PEFTHelper
 
-    if not folder.is_dir():
+    if not os.path.exists(folder):
         raise _MisfitError(f"there is no such folder; {_GIVE}")
+    if problem := why_not_folder(folder):
+        raise _MisfitError(f"it {problem}; {_GIVE}")
     path = folder / _CONFIG
     if not path.is_file():
         raise _MisfitError(f"it has no {_CONFIG}; {_GIVE}")
@@ -342,6 +346,8 @@ def _read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
         raise _MisfitError(f"{_WEIGHTS} {problem}; {_AGAIN}")
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for tensor in stored_tensors([path]):
+        if not tensor.name.isprintable():
+            raise _MisfitError(f"{_WEIGHTS} holds a tensor named {tensor.name!r}; {_AGAIN}")
         match = _TENSOR.match(tensor.name)
         if match is None:
             raise _MisfitError(

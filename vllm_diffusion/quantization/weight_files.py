@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vllm_diffusion.regular_files import why_not_file, why_not_folder
+
 INDEX = "model.safetensors.index.json"
 # A file starts with the length of its header.
 _LENGTH_BYTES = 8
@@ -93,6 +95,16 @@ def check_weight_files(model: str) -> None:
         check_weight_file(path)
 
 
+def check_regular_files(directory: Path) -> None:
+    """Refuse a folder of a checkpoint in which reading a file may never end; nothing without a folder.
+
+    Raises:
+        ValueError: Naming the folder, the file and what to do.
+    """
+    if directory.is_dir() and (problem := why_not_folder(directory)):
+        raise ValueError(f"{directory} {problem}; {_ADVICE}")
+
+
 def check_weight_file(path: Path) -> None:
     """Read the header of a safetensors file.
 
@@ -113,6 +125,8 @@ def _shards(index: Path) -> set[str]:
 
 def file_problem(path: Path) -> str | None:
     """Why the file cannot be read as safetensors; ``None`` if its header and size agree."""
+    if problem := why_not_file(path):
+        return problem
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")

@@ -6,6 +6,7 @@ of it was found to fit, and what does not fit is refused by the tensor's name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from vllm_diffusion.quantization.weight_files import (
     read_tensor,
     stored_tensors,
 )
+from vllm_diffusion.regular_files import why_not_file
 
 UNHARMED = "nothing was loaded, and the server serves what it served"
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -186,16 +188,20 @@ class WeightUpdate:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if files:
-            return files
-        raise ValueError(f"update_info.path: {path} holds no safetensors file; {UNHARMED}.")
-    if not path.is_file():
+    if not os.path.exists(path):
         raise ValueError(
             f"update_info.path: {path} is not there for the server to read; {UNHARMED}."
         )
-    return [path]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"update_info.path: {path} holds no safetensors file; {UNHARMED}.")
+    for file in files:
+        if problem := why_not_file(file):
+            raise ValueError(
+                f"update_info.path: {file} {problem}; send a file that the server can read. "
+                f"{UNHARMED.capitalize()}."
+            )
+    return files
 
 
 def _check_file(file: Path) -> None:

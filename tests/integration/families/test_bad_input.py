@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,9 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
     assert "is truncated or not a safetensors file" in refusal(folder, **LINEAR_SPEC)
     path.unlink()
     assert "has no adapter_model.safetensors" in refusal(folder, **LINEAR_SPEC)
+    os.mkfifo(path)
+    assert "adapter_model.safetensors, which is a named pipe" in refusal(folder, **LINEAR_SPEC)
+    path.unlink()
     # Without the folder the plain weights draft.
     (folder / "linear_spec_lora" / "adapter_config.json").unlink()
     assert configured(folder, **LINEAR_SPEC).model_config.draft_lora is None

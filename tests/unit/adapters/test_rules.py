@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
         assert sentence in said()
     (folder / CONFIG).unlink()
     assert f"it has no {CONFIG}" in said()
+    os.mkfifo(folder / CONFIG)
+    assert f"it holds {CONFIG}, which is a named pipe and not a regular file" in said()
 
 
 def test_loaded_again(rules: AdapterRules, tmp_path: Path) -> None:
@@ -160,6 +163,9 @@ def test_names_of_repositories(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for path in ("x" * 5000, "d/" * 2500, "~nobody at all/adapter", "a\0b"):
+        with pytest.raises(ValueError, match="there is no such folder"):
+            rules.check(path)
     for path in ("adapter", "./a/b", "/a/b", "a/b/c", "~/adapter"):
         assert local_folder(path) == Path(path).expanduser()
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,12 @@ def test_damaged_files(update: WeightUpdate, weights: dict[str, Tensor], tmp_pat
     path.unlink()
     refused(lambda: update.add(path), str(path))
     refused(lambda: update.add(tmp_path), str(tmp_path), "no safetensors file")
+    # Whoever opens it waits for somebody to write to it.
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for path in (tmp_path, tmp_path / "pipe.safetensors"):
+        refused(lambda path=path: update.add(path), "pipe.safetensors is a named pipe")
+    for too_long in ("d/" * 2500, "x" * 300):
+        refused(lambda name=too_long: update.add(tmp_path / name), "is not there")
     assert sent(update) == {}
 
 

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.quantization.weight_files import check_weight_file, stored_tensors
+from vllm_diffusion.quantization.weight_files import (
+    check_regular_files,
+    check_weight_file,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -70,6 +74,7 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
 def _file(model_config: ModelConfig, name: str) -> Path | None:
     folder = Path(model_config.model)
     if folder.is_dir():
+        check_regular_files(folder / FOLDER)
         path = folder / FOLDER / name
         return path if path.is_file() else None
     from transformers.utils import cached_file
