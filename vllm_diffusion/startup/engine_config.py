@@ -24,7 +24,7 @@ from vllm_diffusion.quantization.check import check_checkpoint, check_new_weight
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.quantization.weight_files import check_regular_files, check_weight_files
-from vllm_diffusion.requests import read_together, refused_fields
+from vllm_diffusion.requests import read_together, refused_fields, require_key
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
     fuses_encode,
@@ -151,6 +151,7 @@ class BlockDiffusionEngineConfig:
         _check_upstream(cls.registration_failure)
         _check_platform()
         check_regular_files(Path(vllm_config.model_config.model))
+        require_key.guard_adapters()
         if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())
