@@ -6,6 +6,7 @@ of it was found to fit, and what does not fit is refused by the tensor's name.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm_diffusion.quantization.read_config import read_format
 from vllm_diffusion.quantization.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.quantization.weight_files import (
     StoredTensor,
+    largest_magnitude,
     read_tensor,
     stored_tensors,
 )
@@ -133,7 +135,7 @@ class WeightUpdate:
     def add(self, path: Path) -> None:
         """Take the tensors of a file, or of every file of a folder, into the update.
 
-        All of them, or none: what is refused leaves the update as it was.
+        All of them, or none: what is refused leaves the update as it was. Every value is looked at.
 
         Args:
             path: Absolute; a safetensors file, or a folder with such files.
@@ -153,6 +155,7 @@ class WeightUpdate:
             if other is not None and other.name != tensor.name:
                 _check_equal(other, tensor)
                 continue
+            _check_finite(tensor)
             sent[key] = tensor
         self._sent = sent
         self._stamps |= stamps
@@ -213,6 +216,14 @@ def _check_file(file: Path) -> None:
         raise ValueError(
             f"{file} is truncated or not a safetensors file ({error}); {UNHARMED}."
         ) from None
+
+
+def _check_finite(tensor: StoredTensor) -> None:
+    if not math.isfinite(largest_magnitude(tensor)):
+        raise ValueError(
+            f"{tensor.name} in {tensor.file} holds numbers that are not finite; train or write it again. "
+            f"{UNHARMED.capitalize()}."
+        )
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

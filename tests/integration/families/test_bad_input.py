@@ -211,7 +211,8 @@ LINEAR_SPEC: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "line
         ({"r": 0}, ["r=0 must be an integer of at least 1"]),
         ({"r": "4"}, ["r='4' must be an integer"]),
         ({"r": 8}, ["lora_A.weight", "is F32 [4, 128], but must be", "[8, 128]"]),
-        ({"lora_alpha": None}, ["lora_alpha=None must be a number above 0"]),
+        ({"lora_alpha": None}, ["lora_alpha=None must be a finite number above 0"]),
+        ({"lora_alpha": float("inf")}, ["lora_alpha=inf must be a finite number above 0"]),
         ({"bias": "all"}, ["bias='all' must be \"none\""]),
         ({"use_dora": True}, ["use_dora=True must be left out"]),
         ({"use_rslora": True}, ["use_rslora=True must be left out"]),
@@ -241,6 +242,7 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
         first: {name: value for name, value in tensors.items() if name != first},
         other: tensors | {other: tensors[first].clone()},
         f"{first} in": tensors | {first: tensors[first][:, :-1].clone()},
+        "not finite": tensors | {first: tensors[first] / 0},
     }
     for name, held in changes.items():
         save_file(held, path, metadata={"format": "pt"})
