@@ -17,6 +17,7 @@ from vllm.v1.core.sched.diffusion_scheduler import (
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -41,6 +42,7 @@ from vllm_diffusion.scheduling.last_canvas import LastCanvasMixin
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.settings.plugin_settings import commits_in_place, fuses_encode, fuses_prompt
+from vllm_diffusion.training.served_weights import why_refused
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -337,7 +339,12 @@ class WholeCanvasMixin(KVTransferMixin):
     ) -> Any:
         self._count_passes(scheduler_output, model_runner_output)
         self._hold_prompt_logprobs(model_runner_output)
+        refused: dict[int, EngineCoreOutputs] = {}
+        if reason := why_refused(self.vllm_config):
+            self._stuck.refuse_all(refused, reason)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for client, told in refused.items():
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(told.outputs)
         self._stuck.end(outputs)
         self._reports.attach(outputs)
         return outputs
