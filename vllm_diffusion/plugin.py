@@ -110,8 +110,10 @@ def _register_weight_transfer() -> None:
 
     from vllm_diffusion.scheduling import engine_seam
     from vllm_diffusion.training import WEIGHT_TRANSFER
+    from vllm_diffusion.training.served_weights import check_transfers
 
     engine_seam.hear_all_workers()
+    check_transfers()
     for factory, path in (
         (WeightTransferEngineFactory, _WEIGHT_TRANSFER_WORKER),
         (WeightTransferTrainerFactory, _WEIGHT_TRANSFER_TRAINER),

@@ -318,6 +318,11 @@ TABLE: tuple[Symbol, ...] = (
         "An optional guard asks for the key at every path, where vLLM asks at four prefixes.",
     ),
     Symbol(
+        "vllm.entrypoints.serve.middleware.authenticate:GUARDED_PREFIX",
+        Use.REPLACED,
+        "SageMaker's paths of adapters are added to the prefixes at which vLLM asks for the key.",
+    ),
+    Symbol(
         "vllm.multimodal.registry:MultiModalRegistry.create_processor",
         Use.CALLED,
         "Knows the images and videos that a server takes.",

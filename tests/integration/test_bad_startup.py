@@ -375,6 +375,17 @@ def _name_missing_shard(path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": path.name, "b": "model-2.safetensors"}}))
 
 
+@pytest.mark.parametrize("name", ["model-2.safetensors", "generation_config.json"])
+def test_named_pipe(name: str, tmp_path: Path) -> None:
+    """In a checkpoint's folder it is named, and not read for ever."""
+    folder = copy_checkpoint(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    message = refusal(folder)
+    assert f"{folder} holds {name}, which is a named pipe and not a regular file" in message
+    assert "again" in message
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.training.served_weights import check_transfers
+from vllm_diffusion.training.worker_engine import SafetensorsInitInfo, SafetensorsUpdateInfo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "rl")]
@@ -200,6 +205,7 @@ def test_bad_updates(sdar: TracedEngine, trainer: Trainer) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     trainer.is_refused(weights | {name: weights[name][:-1]}, name, "[383, 128]", "[384, 128]")
     trainer.is_refused({name: weights[name].int()}, name, "I32")
+    trainer.is_refused(weights | {name: weights[name] / 0}, name, "not finite")
     trainer.is_refused({"model.layers.9.mlp.up_proj.weight": weights[name]}, "layers.9")
     path = trainer.write(weights)
     path.write_bytes(path.read_bytes()[:-100])
@@ -218,6 +224,87 @@ def test_bad_updates(sdar: TracedEngine, trainer: Trainer) -> None:
     sdar.llm.init_weight_transfer_engine({"init_info": {}})
     trainer.finish()
     assert rest(sdar.llm) == expected
+
+
+class InPlace(WeightTransferEngine):
+    """A transfer that writes as vLLM's do: while it receives."""
+
+    init_info_cls = SafetensorsInitInfo
+    update_info_cls = SafetensorsUpdateInfo
+
+    def init_transfer_engine(self, init_info: Any) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.model.load_weights(load_file(update_info.path).items())
+
+    def finish_weight_update(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def test_bad_weights_in_place(
+    sdar: TracedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told when the update finishes; requests are refused, those in flight too, until good ones come."""
+    registry = dict(WeightTransferEngineFactory._registry) | {"in place": lambda: InPlace}
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", registry)
+    check_transfers()
+    trainer = Trainer(sdar, tmp_path)
+    worker = sdar.llm.llm_engine.model_executor.driver_worker.worker
+    ours = worker.weight_transfer_engine
+    config = dataclasses.replace(ours.config, backend="in place")
+    in_place = WeightTransferEngineFactory.create_engine(
+        config, worker.vllm_config, ours.device, sdar.runner.model
+    )
+    monkeypatch.setattr(worker, "weight_transfer_engine", in_place)
+    expected, good = answers(sdar), load_file(SDAR / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    bad = {name: good[name].clone()}
+    bad[name][3, 5] = float("nan")
+    enqueue(sdar)
+    run_until(sdar.llm, lambda: len(sdar.scheduler.running) == len(PROMPTS))
+    trainer.start()
+    trainer.send(bad)
+    with pytest.raises(ValueError, match=rf"{name} .*not finite.*refused until good weights"):
+        trainer.finish()
+    assert refused(sdar) == len(PROMPTS)
+    for begin_anew in (True, False):
+        enqueue(sdar)
+        assert refused(sdar) == len(PROMPTS)
+        if begin_anew:
+            # vLLM's worker takes the update for one that goes on; closing it changes nothing.
+            trainer.finish()
+            enqueue(sdar)
+            assert refused(sdar) == len(PROMPTS)
+            trainer.start()
+        trainer.send({name: good[name]})
+        trainer.finish()
+        sdar.llm.reset_prefix_cache()
+        assert answers(sdar) == expected
+        trainer.start()
+        trainer.send(bad)
+        with pytest.raises(ValueError, match="not finite"):
+            trainer.finish()
+    trainer.send({name: good[name]})
+    trainer.finish()
+    sdar.llm.reset_prefix_cache()
+    assert answers(sdar) == expected
+
+
+def refused(engine: TracedEngine) -> int:
+    """Requests that end with an error for which a server answers 503, without a token more."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    errors = []
+    while core.scheduler.has_unfinished_requests():
+        outputs, _ = core.step_fn()
+        errors += [one.error for told in outputs.values() for one in told.outputs]
+    # What is read of the engine here, its client does not hear.
+    client = engine.llm.llm_engine.output_processor
+    client.abort_requests(list(client.request_states), internal=True)
+    assert all(error.retryable and "not finite" in error.message for error in errors), errors
+    return len(errors)
 
 
 def test_paused_requests_continue(sdar: TracedEngine, trainer: Trainer) -> None:

@@ -5,7 +5,6 @@ What an engine answers means nothing there: kernels compute no values. That it a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -192,27 +191,11 @@ def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"given_back_mib": given_back}
 
 
-class Chosen(logging.Handler):
-    """What vLLM logs of the implementations that it has chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        # No paths, which differ between machines.
-        if message.startswith(("Using ", "Selected ")) and "/" not in message:
-            self.lines.add(message.splitlines()[0][:160])
-
-
 def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Start a large shape with dummy weights, and say what it chose, took and asks of the driver."""
+    """Start a large shape with dummy weights, and say what it took and asks of the driver."""
     import torch
 
     _give_scales()
-    chosen = Chosen()
-    logging.getLogger("vllm").addHandler(chosen)
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
     unset = {"max_num_batched_tokens": None, "max_num_seqs": None}
     llm = start(model, **(defaults | unset | options))
@@ -223,14 +206,12 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
         type(layer).__name__ for layer in attention_layers(config.compilation_config)
     )
     return {
-        "chosen": sorted(chosen.lines),
         "attention": dict(attention),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "capture_sizes": list(config.compilation_config.cudagraph_capture_sizes),
         "bytes": {
             "weights": runner.model_memory_usage,
-            "kv_cache": sum(tensor.size for tensor in caches.kv_cache_tensors),
             "free": torch.cuda.mem_get_info()[0],
         },
         "kv_cache_blocks": caches.num_blocks,

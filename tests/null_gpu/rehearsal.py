@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import re
 import sys
 import tempfile
 import time
@@ -73,10 +74,17 @@ def run_case(gpu: NullGpu, case: Case) -> Outcome:
         )
 
 
+def kernels_in(log: str) -> list[str]:
+    """What vLLM logs of the implementations that it has chosen; without paths, which differ between machines."""
+    return sorted(
+        set(re.findall(r"INFO .*?\] ((?:Using|Selected) [^\n/]{,120})(?:[^\n/]*)$", log, re.M))
+    )
+
+
 def found_by(outcome: Outcome) -> dict[str, Any]:
     """What is kept of a case: its facts, or the last line of what refused it."""
     if outcome.error is None:
-        found = {"starts": True, **outcome.value}
+        found = {"starts": True, "kernels": kernels_in(outcome.text()), **outcome.value}
         if "requests" in found:
             # How many passes they took means nothing where no canvas can converge.
             found["requests"] = sorted(found["requests"])

@@ -8,14 +8,24 @@ from the names and shapes of the checkpoint's own.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from vllm_diffusion.quantization.tensor_rules import TensorRules, split_experts
-from vllm_diffusion.quantization.weight_files import StoredTensor, file_problem, stored_tensors
+from vllm_diffusion.quantization.weight_files import (
+    StoredTensor,
+    file_problem,
+    largest_magnitude,
+    stored_tensors,
+)
+from vllm_diffusion.regular_files import why_not_folder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
@@ -84,12 +94,14 @@ class AdapterRules:
         max_rank: ``--max-lora-rank``.
         target_modules: ``--lora-target-modules``; ``None`` for all.
         no_experts: Why experts are not adapted here, with the remedy; empty where they are.
+        largest: The largest number of the dtype in which adapters are served.
     """
 
     modules: Mapping[str, Module]
     max_rank: int
     target_modules: tuple[str, ...] | None = None
     no_experts: str = ""
+    largest: float = torch.finfo(torch.float32).max
     # By folder: what its files were when they were read, and what was wrong with them.
     _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
     # By name and folder: what the files were when they were first loaded so.
@@ -153,7 +165,7 @@ class AdapterRules:
         """A repository is asked for once: what it holds may change while its adapter is served."""
         folder = self._fetched.get(path)
         # These rules may have come here from another machine.
-        if folder is None or not folder.exists():
+        if folder is None or not os.path.exists(folder):
             folder = self._fetched[path] = local_folder(path)
         return folder
 
@@ -208,7 +220,7 @@ class AdapterRules:
         for half in "AB":
             if half not in pair:
                 raise _MisfitError(f"{name} has no lora_{half}; {_AGAIN}")
-        rank, _ = config.get_rank_and_scaling(name)
+        rank, scaling = config.get_rank_and_scaling(name)
         if rank > self.max_rank:
             raise _MisfitError(
                 f"its rank {rank} is above --max-lora-rank {self.max_rank}; start the server with a "
@@ -226,6 +238,14 @@ class AdapterRules:
                     f"{name}.lora_{half} is {tensor.dtype} {list(tensor.shape)}, but by this model "
                     f"and {_CONFIG} it must be {' or '.join(_FLOATS)} {list(shape)}; serve it with "
                     "the model that it was trained on"
+                )
+            # vLLM multiplies the second matrix by the scaling.
+            magnitude = largest_magnitude(tensor) * (scaling if half == "B" else 1)
+            # Of no number NaN is at most.
+            if not magnitude <= self.largest:
+                raise _MisfitError(
+                    f"{name}.lora_{half}, scaled by lora_alpha and r, holds numbers that are not finite in the "
+                    "served dtype; train the adapter again"
                 )
 
 
@@ -260,8 +280,8 @@ def local_folder(path: str) -> Path:
     Raises:
         ValueError: If it is the name of none that could be fetched.
     """
-    folder = Path(path).expanduser()
-    if folder.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
+    folder = Path(os.path.expanduser(path))
+    if os.path.exists(folder) or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
         return folder
     from vllm.lora.utils import get_adapter_absolute_path
 
@@ -283,7 +303,7 @@ def local_folder(path: str) -> Path:
 def _signature(path: Path) -> tuple[int, int, int] | None:
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -292,8 +312,10 @@ def _read_config(folder: Path) -> Any:
     """vLLM's reading of an adapter's configuration, which was checked."""
     from vllm.lora.peft_helper import PEFTHelper
 
-    if not folder.is_dir():
+    if not os.path.exists(folder):
         raise _MisfitError(f"there is no such folder; {_GIVE}")
+    if problem := why_not_folder(folder):
+        raise _MisfitError(f"it {problem}; {_GIVE}")
     path = folder / _CONFIG
     if not path.is_file():
         raise _MisfitError(f"it has no {_CONFIG}; {_GIVE}")
@@ -309,17 +331,20 @@ def _read_config(folder: Path) -> Any:
             raise _MisfitError(f"{_CONFIG}: {key}={config.get(key)!r} must be {what}")
 
     def is_positive(value: Any, *kinds: type) -> bool:
-        return type(value) in kinds and value > 0
+        # JSON's 1e400 is read as infinity.
+        return type(value) in kinds and 0 < value < math.inf
 
     check("peft_type", config.get("peft_type") == "LORA", '"LORA", the kind that is served')
     check("r", is_positive(config.get("r"), int), "an integer of at least 1")
-    check("lora_alpha", is_positive(config.get("lora_alpha"), int, float), "a number above 0")
+    check(
+        "lora_alpha", is_positive(config.get("lora_alpha"), int, float), "a finite number above 0"
+    )
     for key, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
         pattern = config.get(key) or {}
         is_right = isinstance(pattern, dict) and all(
             is_positive(value, *kinds) for value in pattern.values()
         )
-        check(key, is_right, "an object of numbers above 0")
+        check(key, is_right, "an object of finite numbers above 0")
     check("bias", config.get("bias", "none") == "none", '"none": biases are not adapted')
     for key in _UNSUPPORTED:
         check(key, not config.get(key), "left out, false or empty: it is not served")
@@ -342,6 +367,8 @@ def _read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
         raise _MisfitError(f"{_WEIGHTS} {problem}; {_AGAIN}")
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for tensor in stored_tensors([path]):
+        if not tensor.name.isprintable():
+            raise _MisfitError(f"{_WEIGHTS} holds a tensor named {tensor.name!r}; {_AGAIN}")
         match = _TENSOR.match(tensor.name)
         if match is None:
             raise _MisfitError(

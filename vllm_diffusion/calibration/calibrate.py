@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from vllm_diffusion.calibration.samples import (
 from vllm_diffusion.calibration.train import Progress, TrainSettings, measure, train
 from vllm_diffusion.drafting.check import check_fit
 from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
+from vllm_diffusion.regular_files import why_not_folder
 
 # Samples that progress is measured on.
 _MAX_HELD_OUT = 64
@@ -52,6 +54,8 @@ def load_ends(target: str) -> TargetEnds:
     Raises:
         ValueError: If it cannot be loaded.
     """
+    if os.path.isdir(target) and (problem := why_not_folder(target)):
+        raise ValueError(f"--target {target} {problem}; name the folder of a model.")
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     except (OSError, ValueError) as error:
@@ -71,7 +75,7 @@ def load_first_draft(folder: Path) -> ReferenceDraft:
     Raises:
         ValueError: If it cannot be read.
     """
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise ValueError(f"--from {folder} has no config.json; name the folder of a draft.")
     try:
         return load_draft(folder)

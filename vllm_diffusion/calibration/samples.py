@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+from vllm_diffusion.regular_files import why_not_folder
 
 _DESCRIPTION = "extraction.json"
 _HELD_OUT = "held-out"
@@ -121,8 +124,10 @@ def sample_files(folder: Path) -> list[Path]:
     """The files of a folder of extracted hidden states, in the order of their names.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or another thing among them than files.
     """
+    if os.path.exists(folder) and (problem := why_not_folder(folder)):
+        raise ValueError(f"{folder} {problem}; extract hidden states to a folder of their own.")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file; extract hidden states there first.")

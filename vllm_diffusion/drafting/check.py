@@ -16,6 +16,7 @@ from vllm_diffusion.drafting.settings import (
     draft_settings,
     recording_ring,
 )
+from vllm_diffusion.regular_files import why_not_folder
 from vllm_diffusion.replacement import replace
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ def _adapt(vllm_config: VllmConfig) -> bool:
 
 def _check_pair_of(spec: SpeculativeConfig, *, by_stock: bool = False) -> None:
     config, target = spec.draft_model_config.hf_config, spec.target_model_config
+    if os.path.isdir(spec.model) and (problem := why_not_folder(spec.model)):
+        raise ValueError(f"The draft {spec.model} {problem}; copy or train it again.")
     check_pair(config, spec.model, target, spec.num_speculative_tokens, by_stock=by_stock)
 
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_diffusion.regular_files import open_own, why_not_file, why_not_folder
+
 # Files of an engine: what goes at once is an eighth of what may be kept.
 _NUM_SEGMENTS = 8
 # Token ids that wait for the disk, at most; a disk slower than the traffic loses the rest.
@@ -92,7 +94,9 @@ def read_recording(path: str | Path) -> Recording:
     exchanges: list[Exchange] = []
     num_damaged = 0
     try:
-        if not path.is_dir():
+        if not os.path.isdir(path):
+            if os.path.exists(path) and (problem := why_not_file(path)):
+                raise ValueError(f"{path} {problem}; copy what it gives to a file first.")
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.strip():
@@ -102,6 +106,8 @@ def read_recording(path: str | Path) -> Recording:
                     except ValueError as error:
                         raise ValueError(f"{path}, line {number}: {error}") from None
         else:
+            if problem := why_not_folder(path):
+                raise ValueError(f"{path} {problem}; take it out of the folder.")
             for file in sorted(path / name for name in os.listdir(path) if name.endswith(_SUFFIX)):
                 try:
                     content = file.read_bytes()
@@ -190,20 +196,15 @@ class Ring:
             A file descriptor; closing it gives them free.
 
         Raises:
-            ValueError: Naming the folder and the remedy, if it cannot be written, others may see into
-                it, or another server writes there.
+            ValueError: Naming the folder and the remedy, if it cannot be written, belongs to another user
+                or others may see into it, or another server writes there.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mode = stat.S_IMODE(self.folder.stat().st_mode)
-            if mode & 0o077:
-                raise ValueError(
-                    f"folder={str(self.folder)!r} is open to other users (mode {mode:o}), and what is "
-                    "recorded is for its owner alone; name a folder that is not there yet, or chmod 700 it."
-                )
-            handle = os.open(
-                self.folder / f".{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            self._check_folder()
+            for number in self._files():
+                os.close(open_own(self._path(number)))
+            handle = open_own(self.folder / f".{self.name}.lock", os.O_CREAT)
         except OSError as error:
             raise ValueError(
                 f"folder={str(self.folder)!r} cannot be written: {error.strerror}; name a folder that "
@@ -217,6 +218,28 @@ class Ring:
                 f"folder={str(self.folder)!r} is recorded to by another server; give each its own."
             ) from None
         return handle
+
+    def _check_folder(self) -> None:
+        if self.folder.is_symlink():
+            raise ValueError(
+                f"folder={str(self.folder)!r} is a link; name the folder that it leads to."
+            )
+        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(handle)
+        finally:
+            os.close(handle)
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid != os.geteuid():
+            raise ValueError(
+                f"folder={str(self.folder)!r} belongs to user {status.st_uid}, and the server runs as user "
+                f"{os.geteuid()}; name a folder of its own, or one that is not there yet."
+            )
+        if mode & 0o077:
+            raise ValueError(
+                f"folder={str(self.folder)!r} is open to other users (mode {mode:o}), and what is "
+                "recorded is for its owner alone; name a folder that is not there yet, or chmod 700 it."
+            )
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Write lines, each of which ends with a line feed; old ones make room.
@@ -252,12 +275,12 @@ class Ring:
             for entry in entries:
                 name, _, number = entry.name.removesuffix(_SUFFIX).rpartition("-")
                 if name == self.name and number.isdecimal():
-                    found[int(number)] = entry.stat().st_size
+                    found[int(number)] = entry.stat(follow_symlinks=False).st_size
         return found
 
 
 def _write(path: Path, line: bytes) -> None:
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = open_own(path, os.O_APPEND | os.O_CREAT)
     try:
         end = os.fstat(handle).st_size
         if end and os.pread(handle, 1, end - 1) != b"\n":

@@ -39,6 +39,7 @@ from vllm_diffusion.drafting.layers import (
 )
 from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
 from vllm_diffusion.drafting.schedules import unmask_counts
+from vllm_diffusion.regular_files import why_not_folder
 
 # Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.
 KeysValues = tuple[Tensor, Tensor]
@@ -300,9 +301,11 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Refere
     """A draft in z-lab's layout, for inference.
 
     Raises:
-        ValueError: If its tensors are not those of its configuration.
+        ValueError: If it is no folder of files, or its tensors are not those of its configuration.
     """
     folder = Path(folder)
+    if problem := why_not_folder(folder):
+        raise ValueError(f"{folder} {problem}.")
     draft = ReferenceDraft(Qwen3Config.from_pretrained(folder)).to(dtype)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

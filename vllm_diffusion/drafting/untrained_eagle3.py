@@ -13,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vllm_diffusion.regular_files import why_not_folder
+
 
 def save_untrained_eagle3(target: Path, folder: Path, seed: int = 0) -> Path:
     """Write a draft of one layer that reads three layers of its target, and has its head.
@@ -26,6 +28,8 @@ def save_untrained_eagle3(target: Path, folder: Path, seed: int = 0) -> Path:
         ValueError: If the target's files are not those of a language model with attention heads and at
             least four layers.
     """
+    if problem := why_not_folder(target):
+        raise ValueError(f"{target} {problem}; name the folder of a target.")
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in (*needed, "num_hidden_layers") if name not in config]

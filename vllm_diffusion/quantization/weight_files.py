@@ -10,7 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vllm_diffusion.regular_files import why_not_file, why_not_folder
+
 INDEX = "model.safetensors.index.json"
+# Bytes that are looked at together.
+_CHUNK_BYTES = 2**24
 # A file starts with the length of its header.
 _LENGTH_BYTES = 8
 _ADVICE = "copy or download the checkpoint again."
@@ -75,6 +79,46 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
     return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
 
 
+def largest_magnitude(tensor: StoredTensor) -> float:
+    """The largest magnitude among a tensor's values; NaN or infinity if one of them is.
+
+    Values of a kind that has neither (packed FP4) are not read, and give 0.
+
+    Raises:
+        ValueError: If the file has become shorter than its header says.
+    """
+    dtype = _DTYPES[tensor.dtype]
+    size = tensor.end - tensor.begin
+    if not size or not dtype.is_floating_point:
+        return 0.0
+    largest = torch.zeros((), dtype=torch.float64)
+    buffer = bytearray(min(size, _CHUNK_BYTES))
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        for begin in range(0, size, len(buffer)):
+            chunk = memoryview(buffer)[: size - begin]
+            if file.readinto(chunk) != len(chunk):
+                raise ValueError(f"{tensor.file} was cut short while it was read.")
+            # Both propagate NaN.
+            largest = torch.maximum(largest, _largest(torch.frombuffer(chunk, dtype=dtype)))
+    return float(largest)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest magnitude, float64, without a copy of the values."""
+    if values.dtype != torch.float8_e4m3fn:
+        least, most = torch.aminmax(values)
+        return torch.maximum(-least.double(), most.double())
+    # Read as integers its bits are ordered as magnitudes are, with the sign bit before them: the largest
+    # signed byte is a positive value's if there is any, the largest unsigned one a negative value's.
+    bits = values.view(torch.uint8)
+    positive, negative = bits.view(torch.int8).max().clamp(min=0), bits.max()
+    magnitudes = torch.stack(
+        [positive.to(torch.uint8), negative & 127 if negative > 127 else negative * 0]
+    )
+    return magnitudes.max().view(torch.float8_e4m3fn).double()
+
+
 def check_weight_files(model: str) -> None:
     """Read the header of each safetensors file; nothing for a checkpoint that is not local.
 
@@ -91,6 +135,16 @@ def check_weight_files(model: str) -> None:
                 raise ValueError(f"{index} names {name}, which is not there; {_ADVICE}")
     for path in sorted(directory.glob("*.safetensors")):
         check_weight_file(path)
+
+
+def check_regular_files(directory: Path) -> None:
+    """Refuse a folder of a checkpoint in which reading a file may never end; nothing without a folder.
+
+    Raises:
+        ValueError: Naming the folder, the file and what to do.
+    """
+    if directory.is_dir() and (problem := why_not_folder(directory)):
+        raise ValueError(f"{directory} {problem}; {_ADVICE}")
 
 
 def check_weight_file(path: Path) -> None:
@@ -113,6 +167,8 @@ def _shards(index: Path) -> set[str]:
 
 def file_problem(path: Path) -> str | None:
     """Why the file cannot be read as safetensors; ``None`` if its header and size agree."""
+    if problem := why_not_file(path):
+        return problem
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")

@@ -1,8 +1,6 @@
-"""A server's key for everything it answers, for those who want it.
+"""A server's key for what vLLM answers without it: adapters always, everything for those who want it.
 
-vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. Requests that generate are also
-answered at ``/invocations`` and ``/generative_scoring``, and ``/tokenize``, ``/scale_elastic_ep`` and
-the documentation answer without the key.
+vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/security.md`` lists what is outside.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
+from vllm.entrypoints.serve.middleware import authenticate
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 # The files of the live canvas's page, which asks for the key itself and says nothing of the server.
@@ -17,6 +16,16 @@ PAGE = "/diffusion/"
 PAGE_FILES = ("", "page.css", "page.js", "client.js", "grid.js", "panel.js", "settings.js")
 # What load balancers and Prometheus ask, who have no key, and what asks for it.
 _OPEN = ("/health", "/ping", "/metrics", *(PAGE + name for name in PAGE_FILES))
+
+
+# SageMaker's names for loading and unloading an adapter, which vLLM adds beside its own beneath /v1.
+_ADAPTERS = "/adapters"
+
+
+def guard_adapters() -> None:
+    """Have vLLM ask for the key, if there is one, where adapters come and go. Safe to call twice."""
+    if _ADAPTERS not in authenticate.GUARDED_PREFIX:
+        authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, _ADAPTERS)
 
 
 class RequireKey(AuthenticationMiddleware):

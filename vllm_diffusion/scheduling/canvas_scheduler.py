@@ -22,6 +22,7 @@ from vllm.v1.core.sched.diffusion_scheduler import (
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -43,6 +44,7 @@ from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.settings.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
+from vllm_diffusion.training.served_weights import why_refused
 
 # As vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2
@@ -279,7 +281,12 @@ class CanvasScheduling(Scheduler):
                 feature.observe(part)
             self._counters.observe(part.request.request_id, part.counts, part.max_steps)
         self.prompt_logprobs.hold(model_runner_output)
+        refused: dict[int, EngineCoreOutputs] = {}
+        if reason := why_refused(self.vllm_config):
+            self.stuck.refuse_all(refused, reason)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for client, ended in refused.items():
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(ended.outputs)
         self._transfer.end_prefilled(scheduler_output, outputs)
         for feature in self._features:
             feature.finish_pass(outputs)

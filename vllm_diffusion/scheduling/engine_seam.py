@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_diffusion.replacement import replace
 from vllm_diffusion.training import WEIGHT_TRANSFER
+from vllm_diffusion.training.served_weights import observe_call
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -116,8 +117,11 @@ def _hearing_all(stock: Any) -> Any:
         heard = [_Heard(queue) for queue in queues]
         self.response_mqs = heard
         try:
-            return stock(self, method, *args, **kwargs)
-        except RuntimeError:
+            answers = stock(self, method, *args, **kwargs)
+            observe_call(self.vllm_config, method, None)
+            return answers
+        except RuntimeError as error:
+            observe_call(self.vllm_config, method, error)
             # Without any answer it was the executor that refused, and the workers were not asked.
             if kwargs.get("unique_reply_rank") is None and heard[0].is_heard:
                 for each in heard:

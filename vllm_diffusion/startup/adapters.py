@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_diffusion.adapters import door
 from vllm_diffusion.adapters.rules import AdapterRules, adapted_modules
 from vllm_diffusion.quantization.tensor_rules import TensorRules
@@ -31,9 +33,18 @@ def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
         max_rank=lora_config.max_lora_rank,
         target_modules=None if targets is None else tuple(targets),
         no_experts=_why_no_experts(vllm_config),
+        largest=torch.finfo(_dtype(vllm_config)).max,
     )
     door.check_command_line(rules)
     door.install()
+
+
+def _dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """As vLLM reads ``--lora-dtype``, which it does later."""
+    dtype = vllm_config.lora_config.lora_dtype
+    if dtype in (None, "auto"):
+        return vllm_config.model_config.dtype
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
 def _why_no_experts(vllm_config: VllmConfig) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion import upstream
@@ -23,8 +24,8 @@ from vllm_diffusion.platforms.detection import is_vllm_cpu_build
 from vllm_diffusion.quantization.check import check_checkpoint, check_new_weights
 from vllm_diffusion.quantization.platform_support import check_platform
 from vllm_diffusion.quantization.tensor_rules import TensorRules
-from vllm_diffusion.quantization.weight_files import check_weight_files
-from vllm_diffusion.requests import read_together, refused_fields, refused_streams
+from vllm_diffusion.quantization.weight_files import check_regular_files, check_weight_files
+from vllm_diffusion.requests import read_together, refused_fields, refused_streams, require_key
 from vllm_diffusion.settings.environment import await_engine_at_shutdown, limit_answers
 from vllm_diffusion.settings.plugin_settings import (
     OPTION,
@@ -160,6 +161,8 @@ class BlockDiffusionEngineConfig:
         """
         _check_upstream(cls.registration_failure)
         _check_platform()
+        check_regular_files(Path(vllm_config.model_config.model))
+        require_key.guard_adapters()
         await_engine_at_shutdown()
         if cls.is_in_vllm:
             logger.info(

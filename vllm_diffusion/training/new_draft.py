@@ -22,6 +22,7 @@ from vllm_diffusion.drafting.check import (
 from vllm_diffusion.drafting.reference import ReferenceDraft, reach_of_layer
 from vllm_diffusion.drafting.settings import draft_settings
 from vllm_diffusion.quantization.tensor_rules import Shape, TensorRules
+from vllm_diffusion.regular_files import why_not_file, why_not_folder
 from vllm_diffusion.training.update import UNHARMED, ExpectedTensors, WeightUpdate
 
 if TYPE_CHECKING:
@@ -116,19 +117,13 @@ def read_new_draft(folder: Path, vllm_config: VllmConfig) -> dict[str, Tensor]:
     """
     update = check_new_draft(folder, vllm_config)
     tensors = dict(update.tensors())
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"{name} in {folder} holds numbers that are not finite; train or copy the draft "
-                f"again. {UNHARMED.capitalize()}."
-            )
     # A file that was rewritten while it was read is neither draft.
     update.check(is_whole=True)
     return tensors
 
 
 def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
-    """As :func:`read_new_draft`, without reading values.
+    """As :func:`read_new_draft`, without keeping its tensors.
 
     Returns:
         What is to be loaded.
@@ -177,10 +172,15 @@ def _read_config(folder: Path) -> Any:
     from vllm.transformers_utils.config import get_config
 
     path = folder / "config.json"
-    if not folder.is_absolute() or not path.is_file():
+    problem = why_not_folder(folder)
+    if problem is None and why_not_file(path):
+        problem = "has no config.json"
+    if not folder.is_absolute():
+        problem = "is not absolute"
+    if problem is not None:
         raise ValueError(
-            f"model={str(folder)!r} must be the absolute path of a draft's folder that the server can "
-            f"read, with config.json; {UNHARMED}."
+            f"model={str(folder)!r} {problem}; it must be the absolute path of a draft's folder that the "
+            f"server can read, with config.json. {UNHARMED.capitalize()}."
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -6,6 +6,8 @@ of it was found to fit, and what does not fit is refused by the tensor's name.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from vllm_diffusion.quantization.read_config import read_format
 from vllm_diffusion.quantization.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.quantization.weight_files import (
     StoredTensor,
+    largest_magnitude,
     read_tensor,
     stored_tensors,
 )
+from vllm_diffusion.regular_files import why_not_file
 
 UNHARMED = "nothing was loaded, and the server serves what it served"
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -131,7 +135,7 @@ class WeightUpdate:
     def add(self, path: Path) -> None:
         """Take the tensors of a file, or of every file of a folder, into the update.
 
-        All of them, or none: what is refused leaves the update as it was.
+        All of them, or none: what is refused leaves the update as it was. Every value is looked at.
 
         Args:
             path: Absolute; a safetensors file, or a folder with such files.
@@ -151,6 +155,7 @@ class WeightUpdate:
             if other is not None and other.name != tensor.name:
                 _check_equal(other, tensor)
                 continue
+            _check_finite(tensor)
             sent[key] = tensor
         self._sent = sent
         self._stamps |= stamps
@@ -186,16 +191,20 @@ class WeightUpdate:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if files:
-            return files
-        raise ValueError(f"update_info.path: {path} holds no safetensors file; {UNHARMED}.")
-    if not path.is_file():
+    if not os.path.exists(path):
         raise ValueError(
             f"update_info.path: {path} is not there for the server to read; {UNHARMED}."
         )
-    return [path]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"update_info.path: {path} holds no safetensors file; {UNHARMED}.")
+    for file in files:
+        if problem := why_not_file(file):
+            raise ValueError(
+                f"update_info.path: {file} {problem}; send a file that the server can read. "
+                f"{UNHARMED.capitalize()}."
+            )
+    return files
 
 
 def _check_file(file: Path) -> None:
@@ -207,6 +216,14 @@ def _check_file(file: Path) -> None:
         raise ValueError(
             f"{file} is truncated or not a safetensors file ({error}); {UNHARMED}."
         ) from None
+
+
+def _check_finite(tensor: StoredTensor) -> None:
+    if not math.isfinite(largest_magnitude(tensor)):
+        raise ValueError(
+            f"{tensor.name} in {tensor.file} holds numbers that are not finite; train or write it again. "
+            f"{UNHARMED.capitalize()}."
+        )
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,9 @@ def unfit(folder: Path, kind: str) -> tuple[Path, str]:
     if kind == "no weights":
         weights.unlink()
         return bad, "holds no safetensors file"
+    if kind == "named pipe":
+        os.mkfifo(bad / "more.safetensors")
+        return bad, "holds more.safetensors, which is a named pipe"
     if kind == "shape":
         tensors[name] = tensors[name][:-1].clone()
     elif kind == "kind of number":
@@ -143,6 +147,7 @@ def unfit(folder: Path, kind: str) -> tuple[Path, str]:
 UNFIT = (
     "truncated",
     "no weights",
+    "named pipe",
     "shape",
     "kind of number",
     "missing",
@@ -171,7 +176,9 @@ def test_refusals(engine: TracedEngine, folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             update(engine, path=str(bad))
         assert words in str(raised.value), f"{kind}: {raised.value}"
-    for path in (tmp_path / "absent", folder / "1" / "config.json"):
+    # The longest path that Linux takes has 4,096 bytes.
+    too_long = Path("/" + "d/" * 2500)
+    for path in (tmp_path / "absent", folder / "1" / "config.json", too_long):
         with pytest.raises(ValueError, match="absolute path of a draft's folder"):
             update(engine, path=str(path))
     for info in ({"replaced": "restored"}, {"replaced": "drop", "path": str(folder / "2")}):

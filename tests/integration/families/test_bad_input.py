@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,8 @@ LINEAR_SPEC: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "line
         ({"r": 0}, ["r=0 must be an integer of at least 1"]),
         ({"r": "4"}, ["r='4' must be an integer"]),
         ({"r": 8}, ["lora_A.weight", "is F32 [4, 128], but must be", "[8, 128]"]),
-        ({"lora_alpha": None}, ["lora_alpha=None must be a number above 0"]),
+        ({"lora_alpha": None}, ["lora_alpha=None must be a finite number above 0"]),
+        ({"lora_alpha": float("inf")}, ["lora_alpha=inf must be a finite number above 0"]),
         ({"bias": "all"}, ["bias='all' must be \"none\""]),
         ({"use_dora": True}, ["use_dora=True must be left out"]),
         ({"use_rslora": True}, ["use_rslora=True must be left out"]),
@@ -240,6 +242,7 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
         first: {name: value for name, value in tensors.items() if name != first},
         other: tensors | {other: tensors[first].clone()},
         f"{first} in": tensors | {first: tensors[first][:, :-1].clone()},
+        "not finite": tensors | {first: tensors[first] / 0},
     }
     for name, held in changes.items():
         save_file(held, path, metadata={"format": "pt"})
@@ -248,6 +251,9 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
     assert "is truncated or not a safetensors file" in refusal(folder, **LINEAR_SPEC)
     path.unlink()
     assert "has no adapter_model.safetensors" in refusal(folder, **LINEAR_SPEC)
+    os.mkfifo(path)
+    assert "adapter_model.safetensors, which is a named pipe" in refusal(folder, **LINEAR_SPEC)
+    path.unlink()
     # Without the folder the plain weights draft.
     (folder / "linear_spec_lora" / "adapter_config.json").unlink()
     assert configured(folder, **LINEAR_SPEC).model_config.draft_lora is None

@@ -32,8 +32,8 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
         **inherited,
         "CUDA_VISIBLE_DEVICES": "0",
         "LD_PRELOAD": ":".join(str(folder / name) for name in PRELOADED),
-        # Behind the null GPU's: NVRTC, of which a compiler that vLLM starts does not find all by itself
-        # (docs/quantization.md).
+        # Behind the null GPU's: NVRTC, of which the compiler of vLLM's Humming kernels does not find all by itself
+        # where CUDA comes from Python packages alone.
         "LD_LIBRARY_PATH": f"{folder}:{SITE / 'nvidia' / 'cu13' / 'lib'}",
         "TRITON_LIBCUDA_PATH": str(folder),
         # Its sitecustomize.py refuses the CPU platform.

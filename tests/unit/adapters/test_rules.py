@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ def pair(name: str = Q, out: int = 128, into: int = 128, rank: int = 4) -> dict[
     return {f"{name}.lora_A": torch.zeros(rank, into), f"{name}.lora_B": torch.zeros(out, rank)}
 
 
+def filled(half: str, value: float) -> dict[str, torch.Tensor]:
+    tensors = pair()
+    tensors[f"{Q}.lora_{half}"][-1, -1] = value
+    return tensors
+
+
 def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None:
     """Every module that PEFT adapts in transformers' model, under the names and shapes it writes."""
     from transformers import DiffusionGemmaForBlockDiffusion
@@ -75,11 +82,17 @@ def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None
         (pair("model.decoder.layers.0.experts", into=512, rank=16), {}, "has nothing for model.decoder.layers.0.experts.base_layer; train it on all of a layer's experts"),
         (pair(), {"peft_type": "IA3"}, "peft_type='IA3' must be \"LORA\""),
         (pair(), {"r": "4"}, "r='4' must be an integer of at least 1"),
-        (pair(), {"lora_alpha": None}, "lora_alpha=None must be a number above 0"),
+        (pair(), {"lora_alpha": None}, "lora_alpha=None must be a finite number above 0"),
+        (pair(), {"lora_alpha": float("inf")}, "lora_alpha=inf must be a finite number above 0"),
+        (pair(), {"lora_alpha": float("nan")}, "lora_alpha=nan must be a finite number above 0"),
+        (pair(), {"alpha_pattern": {"q_proj": float("inf")}}, "must be an object of finite numbers above 0"),
+        (filled("A", float("nan")), {}, f"{Q}.lora_A, scaled by lora_alpha and r, holds numbers that are not finite"),
+        (filled("B", float("-inf")), {}, f"{Q}.lora_B, scaled by lora_alpha and r, holds numbers that are not finite"),
+        (filled("B", 1e30), {"lora_alpha": 1e30}, f"{Q}.lora_B, scaled by lora_alpha and r, holds numbers that are not finite"),
         (pair(), {"bias": "all"}, "bias='all' must be \"none\""),
         (pair(), {"use_dora": True}, "use_dora=True must be left out"),
         (pair(), {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out"),
-        (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of numbers above 0"),
+        (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of finite numbers above 0"),
         (pair(), {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be one that leaves"),
     ],
 )  # fmt: skip
@@ -122,6 +135,8 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
         assert sentence in said()
     (folder / CONFIG).unlink()
     assert f"it has no {CONFIG}" in said()
+    os.mkfifo(folder / CONFIG)
+    assert f"it holds {CONFIG}, which is a named pipe and not a regular file" in said()
 
 
 def test_loaded_again(rules: AdapterRules, tmp_path: Path) -> None:
@@ -160,6 +175,9 @@ def test_names_of_repositories(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for path in ("x" * 5000, "d/" * 2500, "~nobody at all/adapter", "a\0b"):
+        with pytest.raises(ValueError, match="there is no such folder"):
+            rules.check(path)
     for path in ("adapter", "./a/b", "/a/b", "a/b/c", "~/adapter"):
         assert local_folder(path) == Path(path).expanduser()
     with pytest.raises(

@@ -161,9 +161,37 @@ def test_open_folder_is_refused(mode: int, tmp_path: Path) -> None:
         Ring(tmp_path / "r", "engine0", 2**20).lock()
 
 
+def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed to others or not: its owner could read what is recorded. So with a file in it, and links."""
+    ring = Ring(tmp_path / "r", "engine0", 2**20)
+    os.close(ring.lock())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ValueError, match=f"belongs to user {os.getuid()}, .* name a folder of"):
+            ring.lock()
+    (tmp_path / "link").symlink_to("r")
+    with pytest.raises(ValueError, match="is a link; name the folder that it leads to"):
+        Ring(tmp_path / "link", "engine0", 2**20).lock()
+    ring.append([line([1], [2])])
+    (file,) = ring.folder.glob("*.jsonl")
+    file.chmod(0o644)
+    with pytest.raises(
+        ValueError, match=r"engine0-00000000.jsonl is open to other users \(mode 644"
+    ):
+        ring.lock()
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="engine0-00000000.jsonl is a link"):
+        ring.lock()
+    before = (tmp_path / "elsewhere").read_bytes()
+    with pytest.raises(OSError, match="engine0-00000000.jsonl is a link"):
+        ring.append([line([3], [4])])
+    assert (tmp_path / "elsewhere").read_bytes() == before
+
+
 def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "below", Path("/proc/no/such")):
+    for folder in (tmp_path / "file" / "below", Path("/proc/no/such"), Path("/" + "d/" * 2500)):
         with pytest.raises(ValueError, match="cannot be written: .*; name a folder that"):
             Ring(folder, "engine0", 2**20).lock()
 

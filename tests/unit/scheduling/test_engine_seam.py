@@ -51,6 +51,28 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: str = "model
     )
 
 
+def test_bad_weights_of_workers() -> None:
+    """The engine's process learns of them from a finish that fails, and of good ones from one that does not."""
+    from vllm_diffusion.training.served_weights import _MARK, observe_call, why_refused
+
+    config = SimpleNamespace(instance_id="an engine")
+    finish = "finish_weight_update"
+    observe_call(config, finish, RuntimeError("a tensor was not sent"))
+    assert why_refused(config) is None
+    observe_call(config, finish, RuntimeError(f"Worker failed: ...; {_MARK}"))
+    assert "not finite" in (why_refused(config) or "")
+    assert why_refused(SimpleNamespace(instance_id="another")) is None
+    # An update is closed, and nothing was sent in it; one is sent whose finish fails.
+    observe_call(config, finish, None)
+    observe_call(config, "update_weights", None)
+    observe_call(config, finish, RuntimeError(f"Worker failed: ...; {_MARK}"))
+    observe_call(config, finish, None)
+    assert why_refused(config) is not None
+    observe_call(config, "update_weights", None)
+    observe_call(config, finish, None)
+    assert why_refused(config) is None
+
+
 @pytest.mark.parametrize("is_ours", ["model", "transfer"])
 @pytest.mark.parametrize("first", [["refused", 1], ["ok", 1]])
 def test_next_call_after_a_refusal(first: list[Any], is_ours: str) -> None:

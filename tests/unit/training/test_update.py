@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 from tests.support.checkpoints import SHIPPED
 from tests.support.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
+from vllm_diffusion.quantization.weight_files import largest_magnitude, stored_tensors
 from vllm_diffusion.training.update import ExpectedTensors, WeightUpdate
 
 pytestmark = pytest.mark.engine
@@ -136,6 +139,52 @@ def test_misfits(update: WeightUpdate, weights: dict[str, Tensor], tmp_path: Pat
     assert set(sent(update)) == {norm}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_largest_magnitude(
+    dtype: torch.dtype, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every value, wherever chunks end; FP8 has no infinity, and rounds one to NaN or its largest."""
+    monkeypatch.setattr("vllm_diffusion.quantization.weight_files._CHUNK_BYTES", 64)
+    values = torch.linspace(-3, 2, 400).to(dtype)
+
+    def largest(values: Tensor) -> float:
+        (tensor,) = stored_tensors([written(tmp_path, {"values": values})])
+        return largest_magnitude(tensor)
+
+    assert largest(values) == values.float().abs().max()
+    assert largest((-values.float()).to(dtype)) == values.float().abs().max()
+    assert largest(values[:0]) == 0
+    for place in (0, 37, 399):
+        changed = values.float()
+        changed[place] = value
+        changed = changed.to(dtype)
+        found = largest(changed)
+        if changed.float().isfinite().all():
+            assert found == changed.float().abs().max()
+        else:
+            assert not math.isfinite(found)
+    if dtype == torch.float8_e4m3fn:
+        for bits in (0x7F, 0xFF):
+            changed = values.clone()
+            changed.view(torch.uint8)[101] = bits
+            assert math.isnan(largest(changed))
+
+
+def test_not_finite(update: WeightUpdate, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    """Refused when it is sent, by its name; the rest of its file is not taken either."""
+    name = "model.decoder.layers.1.self_attn.q_proj.weight"
+    for index, value in enumerate((float("nan"), float("inf"))):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = {EMBEDDING: weights[EMBEDDING], name: weights[name].to(dtype, copy=True)}
+            tensors[name][5, 7] = value
+            path = written(tmp_path, tensors, f"{index}{dtype}")
+            refused(lambda path=path: update.add(path), name, str(path), "not finite")
+    assert sent(update) == {}
+
+
 def test_same_under_two_names(
     update: WeightUpdate, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
@@ -193,6 +242,12 @@ def test_damaged_files(update: WeightUpdate, weights: dict[str, Tensor], tmp_pat
     path.unlink()
     refused(lambda: update.add(path), str(path))
     refused(lambda: update.add(tmp_path), str(tmp_path), "no safetensors file")
+    # Whoever opens it waits for somebody to write to it.
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for path in (tmp_path, tmp_path / "pipe.safetensors"):
+        refused(lambda path=path: update.add(path), "pipe.safetensors is a named pipe")
+    for too_long in ("d/" * 2500, "x" * 300):
+        refused(lambda name=too_long: update.add(tmp_path / name), "is not there")
     assert sent(update) == {}
 
 
@@ -223,3 +278,11 @@ def test_quantised(tmp_path: Path) -> None:
     name = "model.decoder.layers.0.self_attn.q_proj.weight"
     path = written(tmp_path, {name: weights[name].float()})
     refused(lambda: update.add(path), name, "is F32", "F8_E4M3")
+    for changed in (name, f"{name}_scale"):
+        tensor = weights[changed].clone()
+        # FP8's only number that is none.
+        tensor.view(torch.uint8)[0, -1] = 0x7F
+        if tensor.dtype != torch.float8_e4m3fn:
+            tensor[0, 0] = float("inf")
+        path = written(tmp_path, {changed: tensor})
+        refused(lambda path=path: update.add(path), changed, "not finite")

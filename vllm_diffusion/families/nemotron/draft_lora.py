@@ -6,11 +6,17 @@ It is a folder of PEFT's beside the weights, and adapts each layer's ``o_proj``.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.quantization.weight_files import check_weight_file, stored_tensors
+from vllm_diffusion.quantization.weight_files import (
+    check_regular_files,
+    check_weight_file,
+    largest_magnitude,
+    stored_tensors,
+)
 from vllm_diffusion.settings.checkpoint_file import checkpoint_file
 
 if TYPE_CHECKING:
@@ -56,6 +62,7 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
     Raises:
         ValueError: Naming the file and the key or tensor that is malformed, and the remedy.
     """
+    check_regular_files(Path(model_config.model) / FOLDER)
     config_path = checkpoint_file(model_config, FOLDER, _CONFIG)
     if config_path is None:
         return None
@@ -85,7 +92,9 @@ def _read_config(path: Path) -> tuple[int, float]:
     check("peft_type", config.get("peft_type") == "LORA", '"LORA"')
     check("target_modules", config.get("target_modules") in (["o_proj"], "o_proj"), '["o_proj"]')
     check("r", type(rank) is int and rank > 0, "an integer of at least 1")
-    check("lora_alpha", type(alpha) in (int, float) and alpha > 0, "a number above 0")
+    # JSON's 1e400 is read as infinity.
+    is_alpha = type(alpha) in (int, float) and 0 < alpha < math.inf
+    check("lora_alpha", is_alpha, "a finite number above 0")
     check("bias", config.get("bias", "none") == "none", '"none"')
     for key in _UNSUPPORTED:
         check(key, not config.get(key), "left out, false or empty")
@@ -111,3 +120,5 @@ def _check_tensors(path: Path, config: Any, rank: int) -> None:
                 f"{name} in {path} is {found.dtype} {list(found.shape)}, but must be "
                 f"{' or '.join(_FLOATS)} {list(shape)}; {_ADVICE}."
             )
+        if not math.isfinite(largest_magnitude(found)):
+            raise ValueError(f"{name} in {path} holds numbers that are not finite; {_ADVICE}.")

@@ -1,0 +1,98 @@
+"""Reasons not to open what a path of a user's leads to.
+
+Whoever opens a named pipe waits until somebody writes to it, and a device need not end: one such file
+among those that a server is asked to read would keep it waiting for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def why_not_file(path: str | Path) -> str | None:
+    """Say why a path is not opened as a file; links are followed.
+
+    Returns:
+        The end of a sentence that begins with the path, or ``None`` for a regular file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        return _cannot_be_read(error)
+    return None if stat.S_ISREG(mode) else _not_regular(mode)
+
+
+def why_not_folder(path: str | Path) -> str | None:
+    """Say why the files of a folder are not opened: one of them is neither a regular file nor a folder.
+
+    Returns:
+        The end of a sentence that begins with the path, or ``None`` for a folder of regular files.
+    """
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    mode = entry.stat().st_mode
+                except OSError:
+                    # A link to nothing is missed by whoever needs it.
+                    continue
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    return f"holds {entry.name}, which {_not_regular(mode)}"
+    except (OSError, ValueError) as error:
+        return _cannot_be_read(error)
+    return None
+
+
+def open_own(path: Path, flags: int = 0) -> int:
+    """Open a file that nobody else may see, to read and write it; a named pipe is not waited for.
+
+    Args:
+        path: Of the file.
+        flags: Of ``os.open``, besides.
+
+    Returns:
+        A file descriptor.
+
+    Raises:
+        OSError: If it cannot be opened, is a link or no regular file, belongs to another user than this
+            process's, or others may read it.
+    """
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{path.name} is a link") from None
+        raise
+    status = os.fstat(handle)
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = _not_regular(status.st_mode)
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}"
+    elif status.st_mode & 0o077:
+        problem = f"is open to other users (mode {stat.S_IMODE(status.st_mode):o})"
+    if problem is not None:
+        os.close(handle)
+        raise OSError(errno.EPERM, f"{path.name} {problem}")
+    return handle
+
+
+def _not_regular(mode: int) -> str:
+    return f"is {_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')} and not a regular file"
+
+
+def _cannot_be_read(error: OSError | ValueError) -> str:
+    # A path with a null byte in it is a ValueError of Python's.
+    return f"cannot be read ({getattr(error, 'strerror', None) or error})"
