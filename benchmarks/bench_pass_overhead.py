@@ -95,7 +95,7 @@ def counting_compiled(side: str, launches: Any) -> Iterator[None]:
 
         if side == "ours":
             from vllm_diffusion.canvas import pass_rows, step
-            from vllm_diffusion.model_state import base
+            from vllm_diffusion.runner import model_state as base
 
             for module in (pass_rows, step):
                 replace(module, "compiled", launches.compile)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
-from vllm_diffusion.quantization.check import expected_specs
-from vllm_diffusion.quantization.read_config import read_format
-from vllm_diffusion.quantization.tensor_rules import split_experts
+from vllm_diffusion.weights.check import expected_specs
+from vllm_diffusion.weights.read_config import read_format
+from vllm_diffusion.weights.tensor_rules import split_experts
 
 _BYTES = {"F8_E4M3": 1, "U8": 1}
 # Published scales and everything else that is not quantised.

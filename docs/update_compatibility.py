@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.hooks.upstream import TABLE
 from vllm_diffusion.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.option_table import (
@@ -23,7 +24,6 @@ from vllm_diffusion.startup.published_runs import (
     published_runs,
     sampling_changes,
 )
-from vllm_diffusion.upstream import TABLE
 
 if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule

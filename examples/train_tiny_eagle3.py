@@ -33,8 +33,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from vllm_diffusion.calibration.samples import Sample
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.drafting.calibration.samples import Sample
 from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
 
 # Tokens of a draft. What is behind a wrong one is never looked at, so that later ones weigh less.

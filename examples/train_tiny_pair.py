@@ -48,9 +48,9 @@ from tiny_training import (
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from vllm_diffusion.calibration.picture import draw_training
-from vllm_diffusion.calibration.samples import Sample
-from vllm_diffusion.calibration.train import Progress, TrainSettings, train
+from vllm_diffusion.drafting.calibration.picture import draw_training
+from vllm_diffusion.drafting.calibration.samples import Sample
+from vllm_diffusion.drafting.calibration.train import Progress, TrainSettings, train
 from vllm_diffusion.drafting.reference import (
     ReferenceDraft,
     draft_config,

@@ -12,7 +12,7 @@ import json
 
 from tiny_tasks import FAMILIES, evaluation_set
 
-from vllm_diffusion.cli.prompt_sets import TINY_TASKS_FILE
+from vllm_diffusion.drafting.commands.prompt_sets import TINY_TASKS_FILE
 
 NUM_PROMPTS = 16
 OTHERS = (

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from vllm_diffusion.settings.bytecode import compile_once
+from vllm_diffusion.startup.bytecode import compile_once
 
 # Dozens of processes import vLLM here.
 compile_once()

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_diffusion.settings.environment import environment_flags
+from vllm_diffusion.startup.environment import environment_flags
 
 # Under which a finished output holds its metrics.
 METRICS = "diffusion_metrics"

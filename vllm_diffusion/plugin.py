@@ -11,8 +11,8 @@ import logging
 from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES, REFUSED, Family
-from vllm_diffusion.settings.environment import environment_flags
-from vllm_diffusion.upstream import INSTALL
+from vllm_diffusion.hooks.upstream import INSTALL
+from vllm_diffusion.startup.environment import environment_flags
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -21,8 +21,8 @@ _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
 _DRAFT = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
 
-_WEIGHT_TRANSFER_WORKER = "vllm_diffusion.training.worker_engine:SafetensorsWeightTransferEngine"
-_WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.training.trainer_engine:SafetensorsTrainerEngine"
+_WEIGHT_TRANSFER_WORKER = "vllm_diffusion.weights.worker_engine:SafetensorsWeightTransferEngine"
+_WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.weights.trainer_engine:SafetensorsTrainerEngine"
 
 
 def register() -> None:
@@ -68,11 +68,11 @@ def _register_shared() -> Exception | None:
     try:
         from vllm.tool_parsers import ToolParserManager
 
-        from vllm_diffusion.adapters import door
         from vllm_diffusion.requests import validation
         from vllm_diffusion.scheduling import engine_seam
         from vllm_diffusion.startup import early_options, refusals, request_capacity
         from vllm_diffusion.startup.attention import register_attention
+        from vllm_diffusion.weights.adapters import door
 
         register_attention()
         refusals.install()
@@ -109,8 +109,8 @@ def _register_weight_transfer() -> None:
     )
 
     from vllm_diffusion.scheduling import engine_seam
-    from vllm_diffusion.training import WEIGHT_TRANSFER
-    from vllm_diffusion.training.served_weights import check_transfers
+    from vllm_diffusion.weights.served_weights import check_transfers
+    from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
     engine_seam.hear_all_workers()
     check_transfers()

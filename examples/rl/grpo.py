@@ -41,7 +41,7 @@ from tiny_tasks import distinct_words
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.server import Server, vllm_serve
-from vllm_diffusion.training.trainer_engine import (
+from vllm_diffusion.weights.trainer_engine import (
     SafetensorsTrainerEngine,
     SafetensorsTrainerInitInfo,
 )

@@ -105,7 +105,7 @@ class Weights:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         from vllm_diffusion import plugin
-        from vllm_diffusion.training.trainer_engine import SafetensorsTrainerInitInfo
+        from vllm_diffusion.weights.trainer_engine import SafetensorsTrainerInitInfo
 
         plugin.register()
         engine = WeightTransferTrainerFactory.trainer_init(

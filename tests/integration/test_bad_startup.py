@@ -289,7 +289,7 @@ def test_number_of_the_checkpoint(key: str, value: int, tmp_path: Path) -> None:
 
 def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another vLLM is refused with what to install."""
-    from vllm_diffusion import upstream
+    from vllm_diffusion.hooks import upstream
 
     monkeypatch.setattr(upstream, "installed_version", lambda: "0.34.0")
     message = refusal(copy_checkpoint(tmp_path))

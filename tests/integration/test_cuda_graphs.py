@@ -18,7 +18,8 @@ from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.graphs import emulated_capture
 from vllm_diffusion.canvas.cuda_graphs import BYTES_OF_A_GRAPH
-from vllm_diffusion.model_state import base, runner_seam
+from vllm_diffusion.runner import model_state as base
+from vllm_diffusion.runner import runner_seam
 
 pytestmark = pytest.mark.engine
 

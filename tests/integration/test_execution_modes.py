@@ -11,7 +11,7 @@ from tests.support.engine import TracedEngine, run_here
 from tests.support.generate import run_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
-from vllm_diffusion.model_state import base
+from vllm_diffusion.runner import model_state as base
 
 pytestmark = pytest.mark.engine
 

@@ -15,11 +15,11 @@ import torch
 from tests.support.engine import TracedEngine
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.model_state.base import BlockDiffusionModelState
-from vllm_diffusion.quantization.body_tensors import BodyTensors
-from vllm_diffusion.quantization.tensor_rules import TensorRules
+from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+from vllm_diffusion.weights.body_tensors import BodyTensors
+from vllm_diffusion.weights.tensor_rules import TensorRules
 
 pytestmark = pytest.mark.engine
 

@@ -24,7 +24,7 @@ COUNTED = ("plain", "top_p", "logprobs")
 
 def test_the_cpu_platform_is_refused(null_gpu):
     """Importing anything of it fails a case, wherever that happens."""
-    for module in ("vllm.v1.worker.cpu_worker", "vllm_diffusion.platforms.cpu_kernels"):
+    for module in ("vllm.v1.worker.cpu_worker", "vllm_diffusion.cpu.kernels"):
         outcome = null_gpu.run("importlib:import_module", name=module)
         assert (
             outcome.error == f"CpuPlatformImportedError: {module} is imported in a process on a GPU"

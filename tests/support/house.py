@@ -29,7 +29,7 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
-from vllm_diffusion.upstream import TABLE, Use
+from vllm_diffusion.hooks.upstream import TABLE, Use
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "house.json"

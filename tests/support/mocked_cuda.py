@@ -23,8 +23,8 @@ from typing import Any
 FOREIGN = (
     "vllm.v1.worker.cpu",
     "vllm.platforms.cpu",
-    "vllm_diffusion.platforms.cpu",
-    "vllm_diffusion.platforms.triton_interpreter",
+    "vllm_diffusion.cpu.platform",
+    "vllm_diffusion.cpu.triton_interpreter",
 )
 
 

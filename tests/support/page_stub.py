@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from tests.support.specs import diffusion_gemma_spec
-from vllm_diffusion.page.plugin import LiveCanvasPage
+from vllm_diffusion.live.page.plugin import LiveCanvasPage
 
 KEY = "the key of the stub"
 CANVAS_LENGTH, STEPS = 32, 6

@@ -16,7 +16,7 @@ from vllm_diffusion.cli import doctor as command
 from vllm_diffusion.cli.diagnosis import Fact, Mark
 from vllm_diffusion.cli.doctor import lines
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.platforms import detection
+from vllm_diffusion.startup import accelerators as detection
 
 
 def test_lines() -> None:
@@ -164,7 +164,7 @@ def test_doctor() -> None:
     """On a machine that can serve: what would, and exit status 0."""
     report = doctor(VLLM_DIFFUSION_CPU="1")
     assert report.returncode == 0, report.stdout + report.stderr
-    assert "vllm_diffusion.platforms.cpu.DiffusionCpuPlatform" in report.stdout
+    assert "vllm_diffusion.cpu.platform.DiffusionCpuPlatform" in report.stdout
     assert (
         "vllm_diffusion.families.diffusion_gemma.model.DiffusionGemmaForBlockDiffusion"
         in report.stdout

@@ -14,9 +14,10 @@ from typing import Any, get_args
 import pytest
 
 from tests.support.commands import status_of
-from vllm_diffusion.cli import bench_drafts, values
+from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.main import build_parser
+from vllm_diffusion.drafting.commands import bench_drafts
 
 # What no reader of values takes; of each option, what its kind of value is not.
 NUMBERS = ("-1.5", "nan", "abc", "", "9" * 400)

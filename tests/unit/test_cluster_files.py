@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.robustness.serve_options import serve_parser
-from vllm_diffusion.upstream import SUPPORTED
+from vllm_diffusion.hooks.upstream import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERFILE = (ROOT / "Containerfile").read_text(encoding="utf-8")

@@ -15,11 +15,11 @@ import pytest
 
 from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.drafts import presets
 from vllm_diffusion.cli.main import build_parser
-from vllm_diffusion.drafting.settings import DraftSettings
+from vllm_diffusion.drafting.commands.drafts import presets
+from vllm_diffusion.drafting.draft_settings import DraftSettings
 from vllm_diffusion.requests.params import argument_names
-from vllm_diffusion.settings.plugin_settings import SETTINGS
+from vllm_diffusion.startup.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

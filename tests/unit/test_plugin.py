@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion import metrics, plugin, upstream
+from vllm_diffusion import metrics, plugin
 from vllm_diffusion.drafting.check import ARCHITECTURE as DRAFT
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES, REFUSED
+from vllm_diffusion.hooks import upstream
 from vllm_diffusion.requests import validation
 
 pytestmark = pytest.mark.engine

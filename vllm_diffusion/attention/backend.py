@@ -42,7 +42,7 @@ from attention_kernels.canvas_attention import (
     warm_up_canvas_attention,
 )
 from vllm_diffusion.attention.warm_up import ATTENTION_VARIANTS
-from vllm_diffusion.settings.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
 

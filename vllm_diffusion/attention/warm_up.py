@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.settings.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 
 class AttentionVariants(VllmJitKernel[Any]):

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import SlotPass, StepOutput
-from vllm_diffusion.settings.compilation import compiled
+from vllm_diffusion.startup.compilation import compiled
 
 
 class _Numbers(NamedTuple):

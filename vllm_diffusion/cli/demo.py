@@ -20,7 +20,7 @@ from vllm_diffusion.cli.shipped_server import (
     end_with_signals,
     shipped_server,
 )
-from vllm_diffusion.settings.environment import environment_flags
+from vllm_diffusion.startup.environment import environment_flags
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands

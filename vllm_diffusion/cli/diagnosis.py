@@ -16,12 +16,12 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from vllm_diffusion import upstream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.platforms import detection
-from vllm_diffusion.settings.bytecode import cache_folder, is_compiled
-from vllm_diffusion.settings.compilation import compile_backend
-from vllm_diffusion.settings.environment import environment_flags
+from vllm_diffusion.hooks import upstream
+from vllm_diffusion.startup import accelerators as detection
+from vllm_diffusion.startup.bytecode import cache_folder, is_compiled
+from vllm_diffusion.startup.compilation import compile_backend
+from vllm_diffusion.startup.environment import environment_flags
 
 _GIB = 2**30
 # An API process, an engine and its cache on the shipped checkpoint.
@@ -195,7 +195,7 @@ def accelerator_facts() -> list[Fact]:
 
 
 def _compiler_fact() -> Fact:
-    from vllm_diffusion.settings.compilation import has_cpp_compiler
+    from vllm_diffusion.startup.compilation import has_cpp_compiler
 
     if has_cpp_compiler():
         return Fact("C++ compiler", "found; torch.compile can build code for the CPU")

@@ -6,19 +6,10 @@ import os
 import sys
 from importlib.metadata import version
 
-from vllm_diffusion.cli import (
-    bench_drafts,
-    calibrate,
-    chat,
-    checkpoint,
-    demo,
-    doctor,
-    drafts,
-    serve_page,
-    swap_draft,
-)
+from vllm_diffusion.cli import chat, checkpoint, demo, doctor, serve_page
 from vllm_diffusion.cli.values import Parser, UsageError
-from vllm_diffusion.settings.bytecode import compile_once
+from vllm_diffusion.drafting.commands import bench_drafts, calibrate, drafts, swap_draft
+from vllm_diffusion.startup.bytecode import compile_once
 
 
 def build_parser() -> Parser:

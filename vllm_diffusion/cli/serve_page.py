@@ -19,7 +19,7 @@ from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError
 from vllm_diffusion.cli.console import VERBOSE_HELP, fail, say
 from vllm_diffusion.cli.server import VLLM_SERVE, Server
 from vllm_diffusion.cli.shipped_server import end_with_signals
-from vllm_diffusion.settings.environment import environment_flags
+from vllm_diffusion.startup.environment import environment_flags
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands

@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 
-from vllm_diffusion.settings.environment import await_engine_at_shutdown
+from vllm_diffusion.startup.environment import await_engine_at_shutdown
 
 if __name__ == "__main__":
     gc.disable()

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_diffusion.drafting.settings import (
+from vllm_diffusion.drafting.draft_settings import (
     GENERAL_SETTINGS,
     OPTION,
     DraftSettings,
     draft_settings,
     recording_ring,
 )
-from vllm_diffusion.regular_files import why_not_folder
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.weights.regular_files import why_not_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
-SCHEDULER = "vllm_diffusion.scheduling.draft_scheduler.draft_scheduler"
+SCHEDULER = "vllm_diffusion.drafting.scheduling.draft_scheduler.draft_scheduler"
 ARCHITECTURE = "DFlashMaskedDraftModel"
 # What ours serves too, where the operator sets something of it.
 STOCK_ARCHITECTURE = "DFlashDraftModel"

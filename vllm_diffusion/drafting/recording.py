@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_diffusion.regular_files import open_own, why_not_file, why_not_folder
+from vllm_diffusion.weights.regular_files import open_own, why_not_file, why_not_folder
 
 # Files of an engine: what goes at once is an eighth of what may be kept.
 _NUM_SEGMENTS = 8

@@ -2,7 +2,7 @@
 
 The tensor names and the configuration are those of z-lab's checkpoints, which vLLM loads as
 ``DFlashDraftModel``. Embedding and output head are the target's. This is also what is trained
-(``vllm_diffusion/calibration/train.py``).
+(``vllm_diffusion/drafting/calibration/train.py``).
 
 A *block* is an *anchor*, the last token that is known and that the target has not read, and masks
 behind it. Its rows attend to each other in both directions, and to the target's hidden states of the
@@ -39,7 +39,7 @@ from vllm_diffusion.drafting.layers import (
 )
 from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
 from vllm_diffusion.drafting.schedules import unmask_counts
-from vllm_diffusion.regular_files import why_not_folder
+from vllm_diffusion.weights.regular_files import why_not_folder
 
 # Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.
 KeysValues = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_diffusion.regular_files import why_not_folder
+from vllm_diffusion.weights.regular_files import why_not_folder
 
 
 def save_untrained_eagle3(target: Path, folder: Path, seed: int = 0) -> Path:

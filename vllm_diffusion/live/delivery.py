@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_diffusion.canvas.report import RequestReport
+from vllm_diffusion.hooks.replacement import replace
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import METRICS, metrics_of_passes
-from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.engine_message import check_decodable
 from vllm_diffusion.requests.params import Shown, parse_shown
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
+from vllm_diffusion.hooks.replacement import replace
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.inbox import Inbox
 from vllm_diffusion.live.parsed import ParsedAnswers
 from vllm_diffusion.live.watch import items_of
-from vllm_diffusion.replacement import replace
 from vllm_diffusion.requests.params import parse_shown
 from vllm_diffusion.requests.refused_streams import ending_with_refusals
 

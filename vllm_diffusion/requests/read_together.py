@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
 
 # In ``extra_args``: whose reads they are, and how many of them there are.
 READ_TOGETHER = "read_together"

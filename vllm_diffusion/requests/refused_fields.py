@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
 
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
 _COUNTS_CONSTRAINTS = "check_structured_outputs_count"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
 from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
 from vllm_diffusion.requests.params import (
     CanvasParams,

@@ -43,8 +43,8 @@ from vllm_diffusion.scheduling.last_canvas import LastCanvas
 from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
-from vllm_diffusion.settings.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
-from vllm_diffusion.training.served_weights import why_refused
+from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
+from vllm_diffusion.weights.served_weights import why_refused
 
 # As vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2

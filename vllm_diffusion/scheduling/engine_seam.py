@@ -8,9 +8,9 @@ import threading
 import traceback
 from typing import Any
 
-from vllm_diffusion.replacement import replace
-from vllm_diffusion.training import WEIGHT_TRANSFER
-from vllm_diffusion.training.served_weights import observe_call
+from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.weights.served_weights import observe_call
+from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 

@@ -10,7 +10,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
 
 
 def install() -> None:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_diffusion.adapters import door
-from vllm_diffusion.adapters.rules import AdapterRules, adapted_modules
-from vllm_diffusion.quantization.tensor_rules import TensorRules
+from vllm_diffusion.weights.adapters import door
+from vllm_diffusion.weights.adapters.rules import AdapterRules, adapted_modules
+from vllm_diffusion.weights.tensor_rules import TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.settings.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

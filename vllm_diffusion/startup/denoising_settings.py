@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.decoding.settings import MAX_STEPS, Choice, Setting
-from vllm_diffusion.settings.plugin_settings import OPTION, SETTINGS, plugin_settings
+from vllm_diffusion.startup.plugin_settings import OPTION, SETTINGS, plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
 from vllm_diffusion.startup.option_table import refusal
 from vllm_diffusion.startup.unknown_architecture import unknown_architecture
 

@@ -14,31 +14,31 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from vllm_diffusion import upstream
 from vllm_diffusion.canvas.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.hooks import upstream
 from vllm_diffusion.layouts import CanvasLayout
 from vllm_diffusion.live import delivery, http
-from vllm_diffusion.platforms.detection import is_vllm_cpu_build
-from vllm_diffusion.quantization.check import check_checkpoint, check_new_weights
-from vllm_diffusion.quantization.platform_support import check_platform
-from vllm_diffusion.quantization.tensor_rules import TensorRules
-from vllm_diffusion.quantization.weight_files import check_regular_files, check_weight_files
 from vllm_diffusion.requests import read_together, refused_fields, refused_streams, require_key
-from vllm_diffusion.settings.environment import await_engine_at_shutdown, limit_answers
-from vllm_diffusion.settings.plugin_settings import (
+from vllm_diffusion.startup import request_capacity
+from vllm_diffusion.startup.accelerators import is_vllm_cpu_build
+from vllm_diffusion.startup.adapters import choose_adapter_rules
+from vllm_diffusion.startup.attention import check_layout, choose_attention
+from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
+from vllm_diffusion.startup.kv_connectors import check_kv_connectors
+from vllm_diffusion.startup.media_budget import choose_media
+from vllm_diffusion.startup.pass_order import choose_order
+from vllm_diffusion.startup.plugin_settings import (
     OPTION,
     fuses_encode,
     plugin_settings,
 )
-from vllm_diffusion.startup import request_capacity
-from vllm_diffusion.startup.adapters import choose_adapter_rules
-from vllm_diffusion.startup.attention import check_layout, choose_attention
-from vllm_diffusion.startup.kv_connectors import check_kv_connectors
-from vllm_diffusion.startup.media_budget import choose_media
-from vllm_diffusion.startup.pass_order import choose_order
 from vllm_diffusion.startup.unsupported_options import check_options
+from vllm_diffusion.weights.check import check_checkpoint, check_new_weights
+from vllm_diffusion.weights.platform_support import check_platform
+from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.weight_files import check_regular_files, check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

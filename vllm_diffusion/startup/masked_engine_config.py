@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import AlignedBlock, CanvasLayout
-from vllm_diffusion.settings.generation_config import generation_config
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
+from vllm_diffusion.startup.generation_config import generation_config
 from vllm_diffusion.startup.published_runs import log_differences
 
 if TYPE_CHECKING:

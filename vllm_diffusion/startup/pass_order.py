@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.settings.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.startup.request_capacity import weight_bytes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.settings.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_diffusion.platforms.memory import checkpoint_bytes
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.startup.host_memory import checkpoint_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -285,7 +285,7 @@ def _memory(vllm_config: VllmConfig) -> Memory:
     if current_platform.is_cpu():
         import psutil
 
-        from vllm_diffusion.platforms.cpu import kv_cache_bytes
+        from vllm_diffusion.cpu.platform import kv_cache_bytes
 
         # Engines on this machine share it.
         num_engines = max(vllm_config.parallel_config.data_parallel_size_local, 1)

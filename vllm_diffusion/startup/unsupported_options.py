@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.adapters.rules import UNREACHED
 from vllm_diffusion.startup.option_table import refusal
-from vllm_diffusion.training import WEIGHT_TRANSFER
+from vllm_diffusion.weights.adapters.rules import UNREACHED
+from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

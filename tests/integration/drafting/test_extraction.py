@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tests.support import drafts
 from tests.support.checkpoints import SHIPPED
 from tests.support.draft_engine import prompt_of
-from vllm_diffusion.calibration.samples import read_extraction
 from vllm_diffusion.cli.main import main
+from vllm_diffusion.drafting.calibration.samples import read_extraction
 
 pytestmark = [pytest.mark.engine]
 

@@ -28,8 +28,8 @@ from vllm_diffusion.attention.backend import (
     split_kv_cache,
 )
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.settings.plugin_settings import PluginSettings
 from vllm_diffusion.startup.attention import choose_attention, register_attention
+from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32

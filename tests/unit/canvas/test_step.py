@@ -14,7 +14,7 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.requests.params import CanvasParams
-from vllm_diffusion.settings.compilation import has_cpp_compiler
+from vllm_diffusion.startup.compilation import has_cpp_compiler
 
 pytestmark = pytest.mark.engine
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
+from vllm_diffusion.cpu.platform import check_cache, check_verification
 from vllm_diffusion.drafting.check import (
     ARCHITECTURE,
     SCHEDULER,
@@ -20,7 +21,6 @@ from vllm_diffusion.drafting.check import (
     check_draft,
 )
 from vllm_diffusion.drafting.recording import Ring
-from vllm_diffusion.platforms.cpu import check_cache, check_verification
 
 pytestmark = pytest.mark.engine
 

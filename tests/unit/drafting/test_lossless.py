@@ -18,9 +18,9 @@ from functools import cache
 import pytest
 import torch
 
+from vllm_diffusion.drafting.draft_settings import DraftSettings
 from vllm_diffusion.drafting.reveal import CONFIDENCE, ORDERS, POSITION, revealed
 from vllm_diffusion.drafting.schedules import SCHEDULES, unmask_counts
-from vllm_diffusion.drafting.settings import DraftSettings
 
 VOCAB, BLOCK = 3, 3
 SEEDS = range(6)

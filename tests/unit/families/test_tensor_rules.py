@@ -9,7 +9,7 @@ import pytest
 from tests.support.families.published_tensors import PUBLISHED, published_tensors
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.quantization.tensor_rules import split_experts
+from vllm_diffusion.weights.tensor_rules import split_experts
 
 pytestmark = pytest.mark.engine
 

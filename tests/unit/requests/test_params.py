@@ -12,8 +12,8 @@ from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.settings import MAX_STEPS
 from vllm_diffusion.requests.params import PREFIX, RequestParamError, parse_canvas_params
-from vllm_diffusion.settings.plugin_settings import PluginSettings
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
+from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 
 def parse(args: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vllm_diffusion.settings.environment import MOST_ANSWERS, limit_answers
+from vllm_diffusion.startup.environment import MOST_ANSWERS, limit_answers
 
 pytestmark = pytest.mark.engine
 

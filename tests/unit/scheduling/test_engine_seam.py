@@ -53,7 +53,7 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: str = "model
 
 def test_bad_weights_of_workers() -> None:
     """The engine's process learns of them from a finish that fails, and of good ones from one that does not."""
-    from vllm_diffusion.training.served_weights import _MARK, observe_call, why_refused
+    from vllm_diffusion.weights.served_weights import _MARK, observe_call, why_refused
 
     config = SimpleNamespace(instance_id="an engine")
     finish = "finish_weight_update"

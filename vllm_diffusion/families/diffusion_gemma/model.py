@@ -45,15 +45,15 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vllm_diffusion.adapters import worker
-from vllm_diffusion.adapters.worker import Adaptable
 from vllm_diffusion.families.diffusion_gemma.adapters import (
     EncoderDecoderAdapters,
     EncoderDecoderLora,
 )
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
-from vllm_diffusion.model_state.downcasts import counted_downcasts
-from vllm_diffusion.quantization.ignored import spell_out_patterns
+from vllm_diffusion.runner.downcasts import counted_downcasts
+from vllm_diffusion.weights.adapters import worker
+from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.ignored import spell_out_patterns
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.
 _TOWER_BLOCK = 64

@@ -12,9 +12,9 @@ from vllm_diffusion.families.diffusion_gemma.config_numbers import check_config_
 from vllm_diffusion.families.diffusion_gemma.defaults import published_settings
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.startup.denoising_settings import denoising_settings
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, PublishedRule
+from vllm_diffusion.weights.tensor_rules import TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.diffusion_gemma.adapters import EncoderDecoderAdapters
-from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.sampling.output_head import OutputHead
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_diffusion.quantization.tensor_rules import Shape, TensorRules
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 
 ENCODER = "model.encoder.language_model."
 DECODER = "model.decoder."

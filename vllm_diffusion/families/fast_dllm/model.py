@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-from vllm_diffusion.model_state.masked_model import MaskedModel
+from vllm_diffusion.runner.masked_model import MaskedModel
 
 
 class FastDLLMForCausalLM(MaskedModel, Qwen2ForCausalLM):

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models import bailing_moe
 
-from vllm_diffusion.replacement import replace
+from vllm_diffusion.hooks.replacement import replace
 
 
 def install() -> None:

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
 from vllm_diffusion.families.llada2 import block_routing
-from vllm_diffusion.model_state.masked_model import MaskedModel
+from vllm_diffusion.runner.masked_model import MaskedModel
 
 
 class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):

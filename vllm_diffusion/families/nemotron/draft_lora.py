@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.quantization.weight_files import (
+from vllm_diffusion.startup.checkpoint_file import checkpoint_file
+from vllm_diffusion.weights.weight_files import (
     check_regular_files,
     check_weight_file,
     largest_magnitude,
     stored_tensors,
 )
-from vllm_diffusion.settings.checkpoint_file import checkpoint_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -11,12 +11,12 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-from vllm_diffusion.adapters import worker
-from vllm_diffusion.adapters.worker import Adaptable
 from vllm_diffusion.families.nemotron.draft_adapter import DraftAdapter
 from vllm_diffusion.families.nemotron.draft_lora import DraftLora
 from vllm_diffusion.families.nemotron.state import NemotronModelState
-from vllm_diffusion.model_state.downcasts import counted_downcasts
+from vllm_diffusion.runner.downcasts import counted_downcasts
+from vllm_diffusion.weights.adapters import worker
+from vllm_diffusion.weights.adapters.worker import Adaptable
 
 _NAMES = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
 

@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.slots import Phase
-from vllm_diffusion.model_state.base import BlockDiffusionModelState
+from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 
 
 class NemotronModelState(BlockDiffusionModelState):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from vllm_diffusion.model_state.masked_model import MaskedModel
+from vllm_diffusion.runner.masked_model import MaskedModel
 
 
 class SDARForCausalLM(MaskedModel, Qwen3ForCausalLM):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from vllm_diffusion.model_state.masked_model import MaskedModel
+from vllm_diffusion.runner.masked_model import MaskedModel
 
 
 class StableDiffcoderForCausalLM(MaskedModel, LlamaForCausalLM):

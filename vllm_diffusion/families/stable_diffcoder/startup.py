@@ -20,10 +20,10 @@ from __future__ import annotations
 from functools import partial
 
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.quantization.body_tensors import BodyTensors
-from vllm_diffusion.quantization.tensor_rules import TensorRules
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+from vllm_diffusion.weights.body_tensors import BodyTensors
+from vllm_diffusion.weights.tensor_rules import TensorRules
 
 
 class StableDiffcoderEngineConfig(MaskedEngineConfig):

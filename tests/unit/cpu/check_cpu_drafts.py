@@ -1,0 +1,374 @@
+"""Compare what samples, verifies and drafts on the CPU with vLLM's kernels, launch by launch.
+
+vLLM's launchers run on random batches. In the place of each kernel stands one that launches both, on
+copies of the same arguments, and compares every bit of every tensor. Called by ``check_cpu_kernels``,
+which has turned the interpreter on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+from vllm.v1.worker.gpu import input_batch
+from vllm.v1.worker.gpu.sample import gumbel, logit_bias
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
+from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
+from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as dependent
+
+from vllm_diffusion.cpu import sampling_kernels as cpu_sampling
+from vllm_diffusion.drafting.cpu import draft_inputs as cpu_draft_inputs
+from vllm_diffusion.drafting.cpu import verification as cpu_verification
+
+OVERRIDES = cpu_sampling.OVERRIDES | cpu_verification.OVERRIDES | cpu_draft_inputs.OVERRIDES
+SLOTS, STEPS, MAX_LEN = 6, 4, 128
+
+launches: Counter[str] = Counter()
+
+
+def copy_of(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+class Both:
+    """Launches a kernel and our function, and leaves what the kernel wrote."""
+
+    def __init__(self, name: str, kernel: Any, ours: Callable[..., None]) -> None:
+        self.name, self.kernel, self.ours = name, kernel, ours
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            copies = [copy_of(arg) for arg in args]
+            self.kernel[grid](*args, **constants)
+            self.ours(*copies, **constants)
+            launches[self.name] += 1
+            for place, (expected, actual) in enumerate(zip(args, copies, strict=True)):
+                if isinstance(expected, torch.Tensor):
+                    assert bits(expected) == bits(actual), (self.name, place, expected, actual)
+
+        return launch
+
+
+def log1p(x: Any) -> Any:
+    """The interpreter has none."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.dtype)
+
+
+class Batch:
+    """Requests in slots, each with rows of the target's pass."""
+
+    def __init__(self, rng: np.random.Generator, *, num_drafts: bool) -> None:
+        self.num_reqs = int(rng.integers(1, SLOTS))
+        self.slots = torch.from_numpy(rng.permutation(SLOTS)[: self.num_reqs].astype(np.int64))
+        drafts = rng.integers(0 if num_drafts else 1, STEPS + 1, self.num_reqs)
+        counts = torch.from_numpy(drafts + 1)
+        self.cu_num_logits = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
+        self.expanded = self.slots.repeat_interleave(counts)
+        self.local = torch.cat([torch.arange(int(n)) for n in counts]).int()
+        self.num_logits = int(counts.sum())
+
+
+def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(low, high, shape))
+
+
+def some_temperatures(rng: np.random.Generator) -> torch.Tensor:
+    return torch.from_numpy(rng.choice([0.0, 0.7, 1.0, 1.9], SLOTS).astype(np.float32))
+
+
+def some_logits(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    logits = torch.from_numpy(rng.normal(0, 3, shape).astype(np.float32))
+    # As filters and the mask token leave them.
+    logits[torch.from_numpy(rng.random(shape) < 0.2)] = float("-inf")
+    logits[..., 1] = 0.5
+    return logits
+
+
+def verification(rng: np.random.Generator) -> None:
+    batch = Batch(rng, num_drafts=True)
+    vocab = int(rng.choice([5, 1500, 9000]))
+    mode = rng.choice(["standard", "block", "synthetic"])
+    target = some_logits(rng, batch.num_logits, vocab)
+    drawn_from = some_logits(rng, SLOTS, STEPS, vocab) if rng.random() < 0.6 else None
+    drafts = integers(rng, 0, vocab, batch.num_logits).int()
+    # What the target thinks of too, so that some are accepted; and some places without a draft.
+    likely = target.argmax(dim=-1).roll(1).int()
+    drafts = torch.where(torch.from_numpy(rng.random(batch.num_logits) < 0.6), likely, drafts)
+    drafts[torch.from_numpy(rng.random(batch.num_logits) < 0.1)] = -1
+    rejection_sampler_utils.rejection_sample(
+        target,
+        drawn_from,
+        drafts,
+        batch.cu_num_logits,
+        integers(rng, 0, 2**33, batch.num_logits),
+        batch.slots,
+        batch.expanded,
+        batch.local,
+        some_temperatures(rng),
+        integers(rng, -(2**62), 2**62, SLOTS),
+        STEPS,
+        torch.rand(STEPS) if mode == "synthetic" else None,
+        use_fp64=bool(rng.integers(0, 2)),
+        use_block_verification=mode == "block",
+    )
+
+
+def sampling(rng: np.random.Generator) -> None:
+    rows, vocab = int(rng.integers(1, 9)), int(rng.choice([5, 1024, 2100]))
+    logits = some_logits(rng, rows, vocab)
+    keeps = rng.random() < 0.5
+    # A request of a row that is not there is -1, and no two rows write the same place.
+    places = torch.from_numpy(rng.permutation(SLOTS * STEPS)[:rows])
+    slots = torch.where(torch.from_numpy(rng.random(rows) < 0.2), -1, places // STEPS)
+    gumbel.gumbel_sample(
+        logits,
+        slots,
+        some_temperatures(rng),
+        integers(rng, -(2**62), 2**62, SLOTS),
+        integers(rng, 0, 2**33, rows),
+        apply_temperature=bool(rng.integers(0, 2)),
+        is_drafting=bool(rng.integers(0, 2)),
+        logits_cache=torch.zeros(SLOTS, STEPS, vocab) if keeps else None,
+        logits_cache_col=(places % STEPS).int() if keeps else None,
+        use_fp64=bool(rng.integers(0, 2)),
+    )
+    gumbel.apply_temperature(logits, slots.clamp(min=0), some_temperatures(rng))
+
+
+def biases(rng: np.random.Generator) -> None:
+    rows, vocab = int(rng.integers(1, 9)), int(rng.choice([30, 9000]))
+
+    def listed() -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens each request lists, of some none, and which."""
+        counts = integers(rng, 0, 5, SLOTS) * integers(rng, 0, 2, SLOTS)
+        tokens = np.stack([rng.permutation(vocab)[:8] for _ in range(SLOTS)])
+        return counts.int(), torch.from_numpy(tokens.astype(np.int32))
+
+    allowed, biased, stops = listed(), listed(), listed()
+    slots, min_lens = integers(rng, 0, SLOTS, rows), integers(rng, 0, 20, SLOTS).int()
+    # Everything that a request allows ends it, and it must not end yet.
+    for theirs, ours in zip(allowed, stops, strict=True):
+        theirs[slots[0]] = ours[slots[0]]
+    min_lens[slots[0]] = 30
+    logit_bias.apply_logit_bias(
+        some_logits(rng, rows, vocab),
+        slots,
+        integers(rng, 0, 20, rows),
+        *allowed,
+        *biased,
+        torch.from_numpy(rng.normal(0, 3, (SLOTS, 8)).astype(np.float32)),
+        min_lens,
+        stops[0],
+        integers(rng, 0, 2, SLOTS).int(),
+        stops[1],
+        check_all_masked_rows=bool(rng.integers(0, 2)),
+    )
+
+
+def gathering(rng: np.random.Generator) -> None:
+    batch = Batch(rng, num_drafts=True)
+    rejection_sampler.gather_draft_sampled(
+        integers(rng, 0, 90, 60).int(),
+        integers(rng, 0, 90, 60),
+        integers(rng, 0, 60, batch.num_logits),
+        batch.expanded,
+        batch.local,
+        integers(rng, 0, 90, SLOTS).int(),
+    )
+    input_batch.get_num_sampled_and_rejected(
+        integers(rng, 1, STEPS + 2, batch.num_reqs).int(),
+        integers(rng, 1, 90, batch.num_reqs).int(),
+        batch.cu_num_logits,
+        batch.slots,
+        integers(rng, 1, 90, SLOTS).int(),
+    )
+
+
+def target_pass(rng: np.random.Generator) -> tuple[Any, torch.Tensor]:
+    """A batch as the runner has it, and how many rows of each request were rejected."""
+    num_reqs = int(rng.integers(1, SLOTS))
+    lens = rng.integers(1, 20, num_reqs)
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    computed = rng.integers(0, MAX_LEN - 20, num_reqs)
+    positions = np.concatenate([np.arange(n) + c for n, c in zip(lens, computed, strict=True)])
+    batch = SimpleNamespace(
+        num_reqs=num_reqs,
+        num_tokens=int(starts[-1]),
+        num_scheduled_tokens=lens.astype(np.int32),
+        positions=torch.from_numpy(positions),
+        input_ids=integers(rng, 0, 300, int(starts[-1])).int(),
+        query_start_loc=torch.from_numpy(starts).int(),
+        query_start_loc_np=starts.astype(np.int32),
+        seq_lens=torch.from_numpy(computed + lens).int(),
+        idx_mapping=torch.from_numpy(rng.permutation(SLOTS)[:num_reqs]),
+    )
+    rejected = torch.from_numpy(rng.integers(0, lens)).int()
+    return batch, rejected
+
+
+def buffers(max_tokens: int = 160) -> Any:
+    return SimpleNamespace(
+        input_ids=torch.full((max_tokens,), -7, dtype=torch.int32),
+        positions=torch.full((max_tokens,), -7, dtype=torch.int64),
+        is_padding=torch.zeros(max_tokens, dtype=torch.bool),
+        query_start_loc=torch.full((SLOTS + 1,), -7, dtype=torch.int32),
+        seq_lens=torch.full((SLOTS,), -7, dtype=torch.int32),
+    )
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.full(shape, -3, dtype=dtype)
+
+
+def blocks_of_drafts(rng: np.random.Generator) -> None:
+    batch, rejected = target_pass(rng)
+    # Blocks that a window has left are block 0.
+    table = integers(rng, 1, 90, SLOTS, 9).int()
+    table[torch.from_numpy(rng.random((SLOTS, 9)) < 0.2)] = 0
+    anchored = bool(rng.integers(0, 2))
+    dflash.prepare_dflash_inputs(
+        buffers(),
+        filled(160),
+        filled(160),
+        filled(160),
+        filled(SLOTS * STEPS),
+        filled(SLOTS * STEPS),
+        filled(SLOTS * STEPS),
+        filled(SLOTS, dtype=torch.float32),
+        filled(SLOTS),
+        batch,
+        integers(rng, 0, 2, batch.num_reqs).int(),
+        rejected,
+        integers(rng, 0, 300, SLOTS, 1),
+        integers(rng, 0, 300, 1, SLOTS).int(),
+        some_temperatures(rng),
+        integers(rng, 0, 2**40, SLOTS),
+        table,
+        16,
+        0,
+        1,
+        1,
+        299,
+        STEPS if anchored else STEPS + 1,
+        STEPS,
+        SLOTS,
+        160,
+        MAX_LEN,
+        anchored,
+    )
+
+
+def draft_models(rng: np.random.Generator) -> None:
+    batch, rejected = target_pass(rng)
+    standalone.prepare_prefill_inputs(
+        buffers(),
+        batch,
+        integers(rng, 0, 300, SLOTS, 1),
+        rejected,
+        filled(160, dtype=torch.int32),
+        filled(160),
+        filled(SLOTS),
+        SLOTS,
+        MAX_LEN,
+    )
+    step = torch.tensor(3)
+    dependent.prepare_prefill_inputs(
+        filled(SLOTS),
+        step,
+        buffers(),
+        batch,
+        integers(rng, 0, 2, batch.num_reqs).int(),
+        rejected,
+        integers(rng, 0, 300, SLOTS, 1),
+        integers(rng, 0, 300, 1, SLOTS).int(),
+        SLOTS,
+    )
+    rows = buffers()
+    rows.positions[:] = integers(rng, 0, MAX_LEN, 160)
+    advances = bool(rng.integers(0, 2))
+    dependent.prepare_decode_inputs(
+        integers(rng, 0, 300, batch.num_reqs, STEPS)[:, 0],
+        batch.seq_lens,
+        rejected,
+        rows,
+        integers(rng, 0, MAX_LEN, SLOTS),
+        MAX_LEN,
+        SLOTS,
+        advances,
+    )
+    dependent.update_draft_inputs(
+        integers(rng, 0, 300, batch.num_reqs),
+        torch.tensor(int(rng.integers(0, STEPS))),
+        torch.from_numpy(rng.normal(size=(batch.num_reqs, 24)).astype(np.float32)),
+        filled(SLOTS, STEPS),
+        filled(160, 24, dtype=torch.float32),
+        rows,
+        integers(rng, 0, MAX_LEN, SLOTS),
+        batch.num_reqs,
+        MAX_LEN,
+        STEPS,
+        advances,
+    )
+
+
+def lookups(rng: np.random.Generator) -> None:
+    batch, _ = target_pass(rng)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            prompt_lookup_min=int(rng.integers(1, 3)),
+            prompt_lookup_max=int(rng.integers(3, 6)),
+            num_speculative_tokens=STEPS,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+        model_config=SimpleNamespace(max_model_len=MAX_LEN),
+    )
+    states = SimpleNamespace(
+        all_token_ids=SimpleNamespace(gpu=integers(rng, 0, 3, SLOTS, MAX_LEN).int()),
+        total_len=SimpleNamespace(gpu=integers(rng, 1, MAX_LEN + 1, SLOTS).int()),
+    )
+    proposer: Any = ngram.NgramGPUSpeculator(config, torch.device("cpu"), states)
+    proposer.propose(
+        batch,
+        None,
+        None,
+        None,
+        None,
+        integers(rng, 0, 2, batch.num_reqs).int(),
+        None,
+        integers(rng, 0, 3, SLOTS, 1),
+        None,
+        None,
+        None,
+    )
+
+
+def main() -> int:
+    """How many kernels agree."""
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)
+    for name, ours in OVERRIDES.items():
+        module, _, attribute = name.rpartition(".")
+        host = importlib.import_module(module)
+        setattr(host, attribute, Both(name, getattr(host, attribute), ours))
+    cases = (verification, sampling, biases, gathering, blocks_of_drafts, draft_models, lookups)
+    for case in cases:
+        for seed in range(16 if case in (verification, biases) else 4):
+            with np.errstate(all="ignore"):
+                case(np.random.default_rng(seed))
+    assert set(launches) == set(OVERRIDES)
+    return len(launches)

@@ -1,0 +1,265 @@
+"""Drafts are trained on what they will see, and learn from it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from vllm_diffusion.drafting.calibration.picture import draw_training
+from vllm_diffusion.drafting.calibration.samples import (
+    Sample,
+    read_sample,
+    sample_files,
+    shuffled_samples,
+)
+from vllm_diffusion.drafting.calibration.train import (
+    TrainSettings,
+    _Batch,
+    block_logits,
+    draw_blocks,
+    measure,
+    train,
+)
+from vllm_diffusion.drafting.reference import Context, ReferenceDraft, draft_config, propose
+
+FIELDS = ("ids", "positions", "anchors", "labels")
+VOCAB, MASK, BLOCK, LAYERS = 24, 23, 5, [0, 2]
+
+
+@pytest.fixture(scope="module")
+def target() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+            end.weight.normal_(std=0.5)
+    return model
+
+
+def make_draft(target, seed: int = 1) -> ReferenceDraft:
+    torch.manual_seed(seed)
+    return ReferenceDraft(
+        draft_config(
+            target.config,
+            num_layers=1,
+            block_size=BLOCK,
+            mask_token_id=MASK,
+            target_layer_ids=LAYERS,
+        )
+    )
+
+
+@torch.no_grad()
+def samples(target, num: int, seed: int) -> list[Sample]:
+    """A melody of a few notes, from anywhere in it: what follows is known from the last one."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num):
+        first = int(torch.randint(6, (1,), generator=generator))
+        length = int(torch.randint(10, 20, (1,), generator=generator))
+        ids = torch.tensor([3, 17, 9, 12, 1, 20])[(first + torch.arange(length)) % 6]
+        states = target(ids[None], output_hidden_states=True).hidden_states
+        rows = torch.stack([states[i + 1][0] for i in LAYERS], 1)
+        found.append(Sample(ids, rows, answer_start=2))
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_draw_blocks(data) -> None:
+    """Blocks are the text's, at different anchors of the answer, with a mask in each at least."""
+    lengths = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
+    starts = [data.draw(st.integers(0, length)) for length in lengths]
+    num_blocks, share = data.draw(st.integers(1, 20)), data.draw(st.sampled_from((0.0, 0.5, 1.0)))
+    size = data.draw(st.integers(2, 6))
+    text = torch.arange(max(lengths)) + 100 * torch.arange(1, len(lengths) + 1)[:, None]
+    blocks = draw_blocks(
+        text,
+        torch.tensor(starts),
+        torch.tensor(lengths),
+        num_blocks=num_blocks,
+        block_size=size,
+        mask_token_id=-7,
+        revealed_share=share,
+        generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))),
+    )
+    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        rows = [getattr(blocks, name)[b].view(-1, size).tolist() for name in FIELDS]
+        anchors = [block[0] for block in rows[2]]
+        assert len(set(anchors)) == len(anchors)
+        real = [a for a in anchors if a >= 0]
+        assert len(real) == min(num_blocks, max(lengths), max(0, length - 1 - start))
+        for ids, positions, anchor, labels in zip(*rows, strict=True):
+            assert set(anchor) == {anchor[0]}
+            assert positions == list(range(anchor[0], anchor[0] + size))
+            learnt = [i for i, label in enumerate(labels) if label != -100]
+            if anchor[0] < 0:
+                assert not learnt
+                continue
+            assert start <= anchor[0] < length - 1
+            assert ids[0] == text[b, anchor[0]]
+            known = [i for i in range(1, size) if positions[i] < length]
+            for i in range(1, size):
+                if i in learnt:
+                    assert (ids[i], labels[i]) == (-7, text[b, positions[i]])
+                else:
+                    assert ids[i] == (text[b, positions[i]] if i in known else -7)
+            if share == 0:
+                assert learnt == known
+
+
+def test_training_sees_what_drafting_sees(target) -> None:
+    """A block's logits in a batch of many are those of one pass of the draft at its anchor."""
+    draft = make_draft(target).eval()
+    chosen = samples(target, 3, seed=5)
+    batch = _Batch(chosen, draft.fc.weight)
+    blocks = draw_blocks(
+        batch.token_ids,
+        batch.starts,
+        batch.lengths,
+        num_blocks=4,
+        block_size=BLOCK,
+        mask_token_id=MASK,
+        revealed_share=0.0,
+        generator=torch.Generator().manual_seed(0),
+    )
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    with torch.no_grad():
+        logits = block_logits(draft, embed, head, batch, blocks)
+    compared = 0
+    for b, sample in enumerate(chosen):
+        for first in range(0, blocks.ids.shape[1], BLOCK):
+            anchor = int(blocks.anchors[b, first])
+            context = Context(draft)
+            with torch.no_grad():
+                context.append(sample.hidden_states[:anchor].flatten(1))
+            _, expected = propose(context, target, int(sample.token_ids[anchor]))
+            torch.testing.assert_close(
+                logits[b, first + 1 : first + BLOCK], expected, rtol=1e-4, atol=1e-5
+            )
+            compared += 1
+    assert compared == 12
+
+
+def test_train(target) -> None:
+    """From hardly any proposal to nearly all of them; what is frozen stays, and reports add up."""
+    draft = make_draft(target)
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    before = {name: t.clone() for name, t in target.state_dict().items()}
+    held_out = samples(target, 24, seed=100)
+    _, right = measure(draft.eval(), embed, head, held_out, anchors=6)
+    assert right.sum() < 1
+    settings = TrainSettings(steps=70, batch_size=8, anchors=6, learning_rate=1e-2, report_every=30)
+    told = []
+    history = train(
+        draft,
+        embed,
+        head,
+        samples(target, 560, seed=0),
+        settings,
+        held_out=held_out,
+        report=told.append,
+    )
+    assert told == history
+    assert [each.step for each in history] == [30, 60, 70]
+    assert history[-1].accepted > 3
+    assert history[-1].loss < history[0].loss / 3
+    falling = list(history[-1].acceptance_by_position)
+    assert falling == sorted(falling, reverse=True)
+    assert not draft.training
+    assert all(torch.equal(t, before[name]) for name, t in target.state_dict().items())
+
+
+def test_train_again(target) -> None:
+    """The same seeds give the same draft."""
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    settings = TrainSettings(steps=3, batch_size=4, anchors=4)
+    trained = []
+    for _ in range(2):
+        trained.append(make_draft(target))
+        train(trained[-1], embed, head, samples(target, 12, seed=0), settings)
+    for a, b in zip(*(draft.state_dict().values() for draft in trained), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"anchors": 0}, "anchors=0"),
+        ({"revealed_share": 1.5}, "revealed_share=1.5"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"gamma": 0.0}, "gamma"),
+    ],
+)
+def test_bad_settings(changes: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainSettings(**{"steps": 5} | changes)
+
+
+def test_bad_samples(target) -> None:
+    """Too few, and ones that are not finite, end the training with a sentence."""
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    few = samples(target, 3, seed=0)
+    with pytest.raises(ValueError, match="fewer samples than one batch of 4"):
+        train(make_draft(target), embed, head, few, TrainSettings(steps=2, batch_size=4))
+    few[0].hidden_states[3] = float("nan")
+    with pytest.raises(ValueError, match="not a number after 1 steps"):
+        train(make_draft(target), embed, head, few, TrainSettings(steps=2, batch_size=3))
+
+
+def test_read_sample(tmp_path: Path) -> None:
+    """vLLM's files are read, all of them before any again; others are refused by name."""
+    for i in range(3):
+        tensors = {"token_ids": torch.arange(4) + i, "hidden_states": torch.randn(4, 2, 8)}
+        if i == 1:
+            tensors["answer_start"] = torch.tensor(2)
+        save_file(tensors, tmp_path / f"{i}.safetensors")
+    files = sample_files(tmp_path)
+    found = read_sample(files[1], 2, 8)
+    assert found.token_ids.tolist() == [1, 2, 3, 4]
+    assert found.answer_start == 2
+    stream = shuffled_samples(files, 2, 8, seed=0)
+    for _ in range(3):
+        assert {int(next(stream).token_ids[0]) for _ in files} == {0, 1, 2}
+    with pytest.raises(ValueError, match=r"0\.safetensors has hidden_states of \[4, 2, 8\]"):
+        read_sample(files[0], 3, 8)
+    save_file({"token_ids": torch.arange(4)}, files[0])
+    with pytest.raises(ValueError, match="no tensor 'hidden_states'"):
+        read_sample(files[0], 2, 8)
+    files[0].write_bytes(b"rubbish")
+    with pytest.raises(ValueError, match=r"0\.safetensors is no file of safetensors"):
+        read_sample(files[0], 2, 8)
+    with pytest.raises(ValueError, match="no .safetensors file"):
+        sample_files(tmp_path / "nowhere")
+
+
+def test_draw_training(target) -> None:
+    """Well-formed, with a bar for each position; without held-out samples the loss alone."""
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    given = samples(target, 8, seed=0)
+    settings = TrainSettings(steps=2, batch_size=4, report_every=1)
+    for held_out, num_panels in ((given, 3), ((), 1)):
+        history = train(make_draft(target), embed, head, given, settings, held_out=held_out)
+        root = ElementTree.fromstring(draw_training(history))
+        panels = root.findall("{http://www.w3.org/2000/svg}g")
+        assert len(panels) == num_panels
+        bars = [len(p.findall("{http://www.w3.org/2000/svg}rect")) for p in panels]
+        assert bars == [0, BLOCK - 1, BLOCK - 1][:num_panels]

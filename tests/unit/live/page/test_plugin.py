@@ -1,0 +1,123 @@
+"""What the page's plugin adds to a server, behind vLLM's own guard and ours."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from tests.support.page_stub import engine_client
+from tests.support.specs import diffusion_gemma_spec, masked_spec
+from vllm_diffusion.live.page.description import end_tokens_of
+from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage
+from vllm_diffusion.requests.params import argument_names, parse_canvas_params
+from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
+
+pytestmark = pytest.mark.engine
+
+KEY = {"Authorization": "Bearer the key"}
+
+
+def client(spec: Any = None, guard: Any = None, **options: Any) -> TestClient:
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+    app, plugin = FastAPI(), LiveCanvasPage()
+    assert isinstance(plugin, EndpointPlugin)
+    plugin.attach_router(app)
+    engine = engine_client(spec, served_model_name="m", architecture="A", max_model_len=64)
+    asyncio.run(plugin.init_state(engine, app.state, None))
+    if guard is not None:
+        app.add_middleware(guard, **options)
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("guard", ["vllm", "ours"])
+def test_key(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page asks for the key, so it comes without; what it says of the model does not."""
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    monkeypatch.setenv("VLLM_API_KEY", "the key")
+    spec = diffusion_gemma_spec(32)
+    asked = (
+        client(spec, RequireKey)
+        if guard == "ours"
+        else client(spec, AuthenticationMiddleware, tokens=["the key"])
+    )
+    for name in PAGE_FILES:
+        assert asked.get(PAGE + name).status_code == 200
+    assert asked.get(MODEL_PATH).status_code == 401
+    assert asked.get(MODEL_PATH, headers=KEY).status_code == 200
+
+
+def test_files() -> None:
+    """Every file that the page names is served, with headers that keep all else out."""
+    asked = client(diffusion_gemma_spec(32))
+    media_types = {"": "text/html", "css": "text/css", "js": "text/javascript"}
+    named = set()
+    for name in PAGE_FILES:
+        response = asked.get(PAGE + name)
+        media_type = media_types[name.rpartition(".")[2]]
+        assert response.headers["content-type"] == f"{media_type}; charset=utf-8"
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        # Nothing is fetched from elsewhere, and nothing is written as markup.
+        assert "://" not in response.text
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", response.text
+        )
+        named |= set(re.findall(r'(?:src|href|from)[= ]"(?:\./)?(\w+\.\w+)"', response.text))
+    assert named == set(PAGE_FILES) - {""}
+
+
+@pytest.mark.parametrize(
+    "spec", [diffusion_gemma_spec(32, 16), masked_spec(4)], ids=["gemma", "masked"]
+)
+def test_model(spec: Any) -> None:
+    """What it names may be set, and nothing beyond its bounds or words."""
+    told = client(spec).get(MODEL_PATH).json()
+    assert (told["model"], told["architecture"], told["max_model_len"]) == ("m", "A", 64)
+    assert told["canvas_length"] == spec.length
+    names = [setting["name"] for setting in told["settings"]]
+    assert set(names) <= set(argument_names(spec))
+    assert {f"diffusion_{name}" for name in spec.rule.settings} <= set(names)
+    assert set(told["presets"]) == set(spec.rule.presets)
+    for setting in told["settings"]:
+        taken = setting.get("words") or [setting["low"], setting["high"], setting["default"]]
+        for value in taken:
+            parse_canvas_params({setting["name"]: value}, spec=spec, vocab_size=64)
+    assert all(set(values) <= set(names) for values in told["presets"].values())
+
+
+def test_model_defaults() -> None:
+    """What holds where a request says nothing is what the server was started with."""
+    told = client(diffusion_gemma_spec(32, 16)).get(MODEL_PATH).json()
+    defaults = {setting["name"]: setting["default"] for setting in told["settings"]}
+    assert defaults["diffusion_max_steps"] == 16
+    assert defaults["diffusion_canvas_length"] == 32
+    assert defaults["diffusion_entropy_bound"] == 0.1
+    assert defaults["diffusion_preset"] is None
+
+
+def test_end_tokens() -> None:
+    """Those of the tokenizer and of ``generation_config.json``, spelled as frames spell them."""
+    told = client(diffusion_gemma_spec(32)).get(MODEL_PATH).json()
+    assert sorted(told["end_tokens"]) == ["<eos>", "<turn|>"]
+
+
+def test_end_tokens_without_tokenizer() -> None:
+    """A server that was started without a tokenizer has no text to name."""
+    assert end_tokens_of(engine_client(None).vllm_config.model_config, None) == []
+
+
+def test_another_model() -> None:
+    """A model without canvases is named, where somebody asks."""
+    response = client().get(MODEL_PATH)
+    assert response.status_code == 404
+    assert "m is not served by vllm-diffusion" in response.json()["detail"]

@@ -1,0 +1,78 @@
+"""What a start says of a model, in lines that hold for it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_diffusion.runner import downcasts
+from vllm_diffusion.runner.model_state import BlockDiffusionModelState
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def lines():
+    """Everything that vLLM and this package log at the level of information and above."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    # vLLM keeps its records from the root logger.
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def load(dtype):
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(torch.bfloat16)
+    weights = [(name, torch.ones(p.shape, dtype=dtype)) for name, p in model.named_parameters()]
+    return AutoWeightsLoader(model).load_weights(weights)
+
+
+def test_downcasts_are_one_line(lines):
+    """Four tensors of float32 into bfloat16: vLLM's four warnings are one line with their number."""
+    with downcasts.counted_downcasts():
+        assert len(load(torch.float32)) == 4
+    assert [record.getMessage() for record in lines] == [
+        "4 tensors of the checkpoint are torch.float32, and served in torch.bfloat16."
+    ]
+    lines.clear()
+    load(torch.float32)
+    assert [record.levelno for record in lines] == [logging.WARNING] * 4
+
+
+def test_what_fits_is_not_mentioned(lines):
+    with downcasts.counted_downcasts():
+        load(torch.bfloat16)
+        logging.getLogger("vllm.model_executor.models.utils").warning("Something else")
+    assert [record.getMessage() for record in lines] == ["Something else"]
+
+
+@pytest.mark.parametrize(
+    ("conditioned", "first", "last", "words"),
+    [
+        (True, True, True, "embedding with self-conditioning and sampling"),
+        (False, True, True, "sampling"),
+        (True, True, False, "embedding with self-conditioning"),
+        (True, False, True, "sampling"),
+        (False, False, False, "nothing but the backbone"),
+    ],
+)
+def test_captured_parts(conditioned, first, last, words):
+    """Self-conditioning is of the families that have it, and of the stage with the embedding."""
+    state = SimpleNamespace(
+        soft_embeds=torch.zeros(1) if conditioned else None,
+        is_first_stage=first,
+        is_last_stage=last,
+    )
+    assert BlockDiffusionModelState._captured_parts(state) == words

@@ -1,0 +1,80 @@
+"""Bytecode where Python was told to write none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Imports a module that was never compiled, here and in a child; says what the doctor says of it.
+SCRIPT = """
+import subprocess, sys
+from vllm_diffusion.startup.bytecode import compile_once
+compile_once()
+import torch
+subprocess.run([sys.executable, "-c", "import vllm"], check=True)
+from vllm_diffusion.cli.diagnosis import environment_facts
+print([fact.remedy for fact in environment_facts() if fact.name == "PYTHONDONTWRITEBYTECODE"])
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A torch and a vLLM of a line each, where Python finds them first."""
+    folder = tmp_path / "packages"
+    for name in ("torch", "vllm"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("answer = 42\n")
+    return folder
+
+
+def run(packages: Path, *command: str, **environment: str) -> str:
+    paths = os.pathsep.join([str(packages), str(ROOT)])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return subprocess.run(
+        [sys.executable, *command],
+        env=kept | {"PYTHONPATH": paths} | environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+
+
+def compiled(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.rglob("__init__*.pyc"))
+
+
+def test_written_once_in_the_cache_folder(packages: Path, tmp_path: Path) -> None:
+    """By this process and by the one it starts, and not beside the sources."""
+    cache = tmp_path / "cache"
+    told = run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=str(cache))
+    written = cache / "vllm-diffusion" / "bytecode"
+    assert {"torch", "vllm"} <= set(compiled(written))
+    assert not compiled(packages)
+    assert written.stat().st_mode & 0o077 == 0
+    # It is not the one who sets it that starts `vllm serve` through us.
+    assert "compileall" not in told
+
+
+def test_left_alone(packages: Path, tmp_path: Path) -> None:
+    """Where there is bytecode already, none is made elsewhere; nor where it cannot be written."""
+    cache = tmp_path / "cache"
+    settings = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(cache)}
+    cache.write_text("no folder")
+    assert "compileall" in run(packages, "-c", SCRIPT, **settings)
+    cache.unlink()
+    run(packages, "-m", "compileall", "-q", str(packages))
+    told = run(packages, "-c", SCRIPT, **settings)
+    assert not cache.exists()
+    assert told.strip() == "[]"
+
+
+def test_a_folder_of_the_user(packages: Path, tmp_path: Path) -> None:
+    """The folder that the user keeps bytecode in is taken."""
+    mine = tmp_path / "mine"
+    run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(mine))
+    assert {"torch", "vllm"} <= set(compiled(mine))

@@ -1,0 +1,84 @@
+"""What a server is asked to load is checked before its engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_diffusion.weights.adapters import door
+from vllm_diffusion.weights.adapters.door import _checked_before_loading, _checked_before_queueing
+
+pytestmark = pytest.mark.engine
+
+
+class Rules:
+    """Refuse everything but one folder."""
+
+    def check(self, path: str) -> None:
+        if path != "good":
+            raise ValueError(f"LoRA adapter {path}: it is bad.")
+
+    def check_loading(self, name: str, path: str) -> None:
+        self.check(path)
+
+
+def served(num_servers: int = 1, rules: Any = None, at_start: tuple[str, ...] = ()) -> Any:
+    parallel = SimpleNamespace(_api_process_count=num_servers)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(adapter_rules=rules),
+        engine_client=SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel)),
+        static_lora_modules=[SimpleNamespace(name=name) for name in at_start],
+    )
+
+
+def load(models: Any, path: str, *, stock: Any = None) -> Any:
+    async def stock_check(self: Any, request: Any) -> Any:
+        return stock
+
+    request = SimpleNamespace(lora_name="poet", lora_path=path)
+    return asyncio.run(_checked_before_loading(stock_check)(models, request))
+
+
+def test_loading() -> None:
+    """Vllm's refusal comes first; a model without rules is vLLM's alone."""
+    assert load(served(rules=Rules()), "good") is None
+    assert load(served(rules=Rules()), "bad", stock="refused") == "refused"
+    assert load(served(), "bad") is None
+    refusal = load(served(rules=Rules()), "bad").error
+    assert (refusal.code, refusal.param) == (400, "lora_path")
+    assert refusal.message == "lora_path LoRA adapter bad: it is bad."
+
+
+def test_command_line_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON may say anything."""
+    monkeypatch.setattr(door, "_named", [("poet", 3)])
+    with pytest.raises(
+        ValueError, match="--lora-modules: name='poet' and path=3 must both be strings; give"
+    ):
+        door.check_command_line(Rules())
+
+
+def test_several_api_servers() -> None:
+    """One of them cannot load for all; each loads those of the command line."""
+    message = load(served(2, Rules()), "good").error.message
+    assert message.startswith("lora_path cannot be loaded by one of several API servers")
+    assert load(served(2, Rules(), at_start=("poet",)), "good") is None
+    assert "it is bad" in load(served(2, Rules(), at_start=("poet",)), "bad").error.message
+
+
+def test_queueing() -> None:
+    """A request of an adapter whose files are bad by now is refused, by its model's name."""
+    from vllm.exceptions import VLLMValidationError
+
+    seen: list[Any] = []
+    check = _checked_before_queueing(lambda self, request: seen.append(request))
+    check(served(rules=Rules()), None)
+    check(served(rules=Rules()), SimpleNamespace(lora_name="poet", lora_path="good"))
+    check(served(), SimpleNamespace(lora_name="poet", lora_path="bad"))
+    with pytest.raises(VLLMValidationError, match="model 'poet': LoRA adapter bad") as raised:
+        check(served(rules=Rules()), SimpleNamespace(lora_name="poet", lora_path="bad"))
+    assert raised.value.parameter == "model"
+    assert len(seen) == 4

@@ -1,0 +1,42 @@
+"""Decide whether this machine is served by our CPU platform.
+
+vLLM calls :func:`cpu_platform_plugin` in every process, before anything else of the engine is
+imported, so this module imports nothing heavy and never raises.
+"""
+
+from __future__ import annotations
+
+import os
+
+_CPU_PLATFORM = "vllm_diffusion.cpu.platform.DiffusionCpuPlatform"
+
+
+def cpu_platform_plugin() -> str | None:
+    """The CPU platform's class path where it should serve, else ``None``.
+
+    ``None`` when disabled (``VLLM_DIFFUSION_DISABLE=1``), when vLLM is itself a CPU build, and when
+    any accelerator works. ``VLLM_DIFFUSION_CPU=1`` chooses the CPU whatever is there.
+    """
+    from vllm_diffusion.startup.environment import environment_flags
+
+    flags = environment_flags()
+    if flags.disabled:
+        return None
+
+    from vllm_diffusion.startup import accelerators as detection
+
+    if detection.is_vllm_cpu_build():
+        return None
+    if not flags.force_cpu and detection.working_accelerator() is not None:
+        return None
+
+    # The runner's small Triton kernels run under Triton's interpreter. An empty
+    # CUDA_VISIBLE_DEVICES tells vLLM that finding no Triton driver is intended.
+    from vllm_diffusion.cpu import triton_interpreter
+
+    triton_interpreter.enable()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A library of vLLM's for quantised GPU kernels starts two processes whenever it is imported, which
+    # import torch to see what they could compile for a GPU: a third of a start's processor time.
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+    return _CPU_PLATFORM

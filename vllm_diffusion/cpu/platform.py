@@ -1,0 +1,284 @@
+"""The CPU platform: what differs when the stock CUDA wheel of vLLM serves without an accelerator.
+
+vLLM's own CPU platform expects its compiled CPU extension, which the CUDA wheel lacks. Here the
+runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``cpu_kernels``),
+attention is this package's PyTorch reference, and experts are a PyTorch loop (``cpu_experts``).
+Quantised layers are emulated (``cpu_quantized_linear``, ``cpu_quantized_experts``). Adapters are
+PyTorch products (``cpu_adapters``).
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.cpu_resource_utils import get_visible_memory_node
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+# KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE says otherwise. vLLM's
+# default, 92 % of the machine's memory, suits a machine that does nothing else.
+DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
+# Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
+DEFAULT_BLOCK_SIZE = 16
+ATTENTION = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+
+
+class DiffusionCpuPlatform(CpuPlatform):
+    """vLLM's CPU platform without its compiled extension."""
+
+    # What Ray reserves for a worker.
+    ray_device_key = "CPU"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        # The first is what a checkpoint stored in float32 is served in.
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    def is_sleep_mode_available(self) -> bool:
+        """The worker gives memory back to the system."""
+        return True
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Nothing to import: there is no compiled CPU extension."""
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Runs in each worker before any model or runner code: put our pieces in place."""
+        from vllm_diffusion.cpu import adapters as cpu_adapters
+        from vllm_diffusion.cpu import experts as cpu_experts
+        from vllm_diffusion.cpu import kernels as cpu_kernels
+        from vllm_diffusion.cpu import linear as cpu_linear
+        from vllm_diffusion.cpu import operators as cpu_operators
+        from vllm_diffusion.cpu import quantized_experts as cpu_quantized_experts
+        from vllm_diffusion.cpu import quantized_linear as cpu_quantized_linear
+
+        for pieces in (
+            cpu_kernels,
+            cpu_operators,
+            cpu_linear,
+            cpu_experts,
+            cpu_quantized_linear,
+            cpu_quantized_experts,
+            cpu_adapters,
+        ):
+            pieces.register()
+        if multiprocessing.parent_process() is not None:
+            # vLLM collects garbage before and after most of what follows, and in what it has
+            # imported there is none.
+            gc.freeze()
+
+    @classmethod
+    def device_id_to_physical_device_id(cls, device_id: int) -> int:
+        """A memory node of this machine: what a device is to vLLM's CPU worker.
+
+        Ranks and replicas take turns on the nodes, of which most machines have one.
+        """
+        nodes = get_visible_memory_node()
+        return nodes[device_id % len(nodes)]
+
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        """None that NIXL may bind the engine to: it takes the cores named here from everything else."""
+        return []
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_diffusion.cpu.communicator.OrderedCpuCommunicator"
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_diffusion.cpu.adapters.RowsByAdapter"
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+            raise ValueError(
+                "MLA and sparse attention need an accelerator or vLLM's compiled CPU build; "
+                "the CPU platform of vllm-diffusion serves ordinary attention only."
+            )
+        if selected_backend not in (
+            None,
+            AttentionBackendEnum.CUSTOM,
+            AttentionBackendEnum.CPU_ATTN,
+            # What stock's own Gemma 4 hook chooses where FlashAttention is missing.
+            AttentionBackendEnum.TRITON_ATTN,
+        ):
+            raise ValueError(
+                f"--attention-backend {selected_backend.name} cannot run on the CPU platform of "
+                "vllm-diffusion; leave it unset."
+            )
+        return ATTENTION
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        # Compiling a model of this size takes longer than most conversations with it.
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+        # "all" would choose vLLM's compiled CPU operators.
+        if "none" not in compilation.custom_ops:
+            compilation.custom_ops = ["none"]
+        # Interpreted kernels need no warm-up.
+        vllm_config.kernel_config.enable_jit_warmup = False
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        from vllm_diffusion.startup import accelerators as detection
+        from vllm_diffusion.startup.environment import environment_flags
+
+        problem = None if environment_flags().force_cpu else detection.nvidia_problem()
+        if problem is not None:
+            raise ValueError(
+                f"{problem}. Update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU."
+            )
+
+        model_config = vllm_config.model_config
+        if model_config is not None and vllm_config.load_config.load_format != "dummy":
+            from vllm_diffusion.startup.host_memory import check_checkpoint_fits
+
+            check_checkpoint_fits(model_config)
+
+        check_verification(vllm_config)
+        if vllm_config.diffusion_config is None:
+            check_cache(vllm_config)
+        if vllm_config.kv_transfer_config is not None:
+            from vllm_diffusion.drafting.cpu.hidden_states import use_cpu_connector
+
+            use_cpu_connector(vllm_config.kv_transfer_config)
+        parallel_config = vllm_config.parallel_config
+        is_staged = parallel_config.pipeline_parallel_size > 1
+        if (
+            is_staged
+            and vllm_config.diffusion_config is None
+            and not vllm_config.speculative_config
+        ):
+            # Stages of vLLM's own models have been run synchronously only, but for those with drafts.
+            vllm_config.scheduler_config.async_scheduling = False
+        cache_config = vllm_config.cache_config
+        cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
+
+        # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers theirs.
+        parallel_config.assigned_physical_gpu_ids = None
+        if parallel_config.worker_cls == "auto":
+            parallel_config.worker_cls = "vllm_diffusion.cpu.worker.DiffusionCpuWorker"
+        if parallel_config.distributed_executor_backend == "ray":
+            from vllm_diffusion.cpu.ray_worker import CpuRayExecutor
+
+            parallel_config.distributed_executor_backend = CpuRayExecutor
+        if parallel_config.enable_dbo:
+            raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
+
+        vllm_config.profiler_config.torch_profiler_dump_cuda_time_total = False
+        # Workers are spawned unless somebody says otherwise: what else this process has begun, threads
+        # and sockets, is not theirs to inherit.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # vLLM's automatic binding wants a NUMA node for each rank and keeps one core idle.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
+        os.environ["LOCAL_WORLD_SIZE"] = str(parallel_config.tensor_parallel_size)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        cache_config = vllm_config.cache_config
+        if not cache_config.user_specified_block_size:
+            cache_config.block_size = DEFAULT_BLOCK_SIZE
+
+
+def check_cache(vllm_config: VllmConfig) -> None:
+    """Refuse a KV cache of the target or of its draft that attention cannot read.
+
+    Of diffusion models the table of options says so.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    known = resolve_obj_by_qualname(ATTENTION).supported_kv_cache_dtypes
+    spec = vllm_config.speculative_config
+    asked = {"--kv-cache-dtype": vllm_config.cache_config.cache_dtype}
+    if spec is not None:
+        asked["--speculative-config: kv_cache_dtype"] = spec.kv_cache_dtype or "auto"
+    for option, dtype in asked.items():
+        if dtype not in known:
+            raise ValueError(
+                f"{option} {dtype} is not a format that attention reads on the CPU platform of "
+                f"vllm-diffusion; leave it out, or set it to {' or '.join(known)}."
+            )
+
+
+# Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.
+# vLLM finds out when weights are loaded.
+READ_HIDDEN_STATES = ("dflash", "dspark", "eagle3", "extract_hidden_states")
+KEEP_HIDDEN_STATES = ("gemma4", "gemma4_text")
+
+
+def check_verification(vllm_config: VllmConfig) -> None:
+    """Refuse what the CPU's verification of drafts (``cpu_verification``) does not do.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    spec = vllm_config.speculative_config
+    if spec is None:
+        return
+    if spec.rejection_sample_method == "fly":
+        raise ValueError(
+            '--speculative-config: rejection_sample_method "fly" accepts what the model would not say, '
+            'and does not run on the CPU platform of vllm-diffusion; leave it out, or set it to "block".'
+        )
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if is_staged and not vllm_config.scheduler_config.async_scheduling:
+        # vLLM's synchronous scheduler is told of the drafts of a step before it knows what that step said, and
+        # asks the first stage for fewer tokens than it verifies.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
+            "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
+        )
+    if is_staged and spec.method == "draft_model":
+        # Its first layers lie in a stage that never drafts.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config: vLLM cuts a draft of method draft_model into "
+            "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
+            '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
+        )
+    model_type = vllm_config.model_config.hf_text_config.model_type
+    if is_staged and spec.method in READ_HIDDEN_STATES and model_type in KEEP_HIDDEN_STATES:
+        raise ValueError(
+            f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
+            "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
+            'use --tensor-parallel-size, or set "method" to "ngram".'
+        )
+    if vllm_config.watermark_config is not None:
+        raise ValueError(
+            "--watermark-config with --speculative-config does not run on the CPU platform of "
+            "vllm-diffusion; leave one of them out."
+        )
+
+
+def kv_cache_bytes(cache_config: CacheConfig) -> int:
+    """Bytes of the KV cache on one rank."""
+    kv_cache_space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if kv_cache_space:
+        return int(kv_cache_space) * 1024**3
+    chosen: int | None = cache_config.kv_cache_memory_bytes
+    return DEFAULT_KV_CACHE_BYTES if chosen is None else chosen

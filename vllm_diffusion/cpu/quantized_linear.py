@@ -1,0 +1,173 @@
+"""Quantised linear layers on the CPU: weights and activations emulated, registered with vLLM.
+
+vLLM keeps loading and checking the checkpoint's tensors, and chooses among kernels registered for a
+platform. Its own for the CPU need the compiled CPU extension, except for one that rounds
+differently with the number of rows, so ours come first. Weights are decompressed to their values
+when they are loaded; activations are quantised in each pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    NvFp4LinearKernel,
+    NvFp4LinearLayerConfig,
+)
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+from vllm.platforms.interface import PlatformEnum
+
+from vllm_diffusion.cpu.linear import linear
+from vllm_diffusion.cpu.quantization import (
+    FP8,
+    FP8_MAX,
+    quantize_fp8,
+    quantize_nvfp4,
+    unpack_nvfp4,
+    value_dtype,
+)
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+
+@functools.cache
+def log_emulation(what: str, how: str) -> None:
+    """Say once for each kind of layer that its arithmetic is not the hardware's."""
+    logger.info("%s: emulated in PyTorch on the CPU (%s)", what, how)
+
+
+def register() -> None:
+    """Make vLLM's kernel selection find these. Safe to call twice."""
+    fp8 = kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
+    if TorchFp8LinearKernel in fp8:
+        return
+    kernels.register_linear_kernel(TorchFp8LinearKernel, PlatformEnum.CPU, "fp8")
+    # The call appends, and vLLM takes the first that can.
+    fp8.insert(0, fp8.pop())
+    kernels.register_linear_kernel(TorchNvfp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    # Weight-only kernels have no such call: a list by platform, and for FP4 a name.
+    kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(TorchFp8WeightOnlyKernel)
+    kernels.MarlinNvFp4LinearKernel = TorchNvfp4LinearKernel
+    _define_static_quantization()
+
+
+def _define_static_quantization() -> None:
+    """The operator with which vLLM gives fused per-tensor weights one scale while it loads them."""
+    if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
+        return
+    library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(
+        "static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, "
+        "int[]? group_shape=None) -> ()"
+    )
+
+    def quantize(
+        result: Tensor, x: Tensor, scale: Tensor, group_shape: list[int] | None = None
+    ) -> None:
+        if scale.numel() != 1:
+            raise NotImplementedError(f"static FP8 with {scale.numel()} scales on the CPU")
+        result.copy_((x.float() / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8))
+
+    library.impl("static_scaled_fp8_quant", quantize, "CompositeExplicitAutograd")
+    _LIBRARIES.append(library)
+
+
+# An operator lives as long as the library that defined it.
+_LIBRARIES: list[Any] = []
+
+
+class TorchFp8LinearKernel(FP8ScaledMMLinearKernel):
+    """FP8 weights (a scale per tensor or channel) and FP8 activations (per token, or static)."""
+
+    quantizes_input = True
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return (True, None) if current_platform.is_cpu() else (False, "is for the CPU")
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        weights = c.weight_quant_key.scale.group_shape
+        if not (weights.is_per_tensor() or weights.is_per_channel()):
+            return False, "reads weights with one scale a tensor or a channel, not blocks"
+        scale = c.activation_quant_key.scale
+        if not cls.quantizes_input:
+            return True, None
+        per_row = scale.group_shape.is_per_token() and not scale.static
+        if not (per_row or (scale.group_shape.is_per_tensor() and scale.static)):
+            return False, "quantises activations by token, or statically by tensor"
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        log_emulation(
+            "FP8 linear layers",
+            "weights and activations" if self.quantizes_input else "weights only",
+        )
+        weight = layer.weight.data.t().to(value_dtype(self.config.input_dtype))
+        replace_parameter(layer, "weight", weight.contiguous())
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, weight_scale, input_scale, _ = self._get_layer_params(layer)
+        if self.quantizes_input:
+            values, scale = quantize_fp8(x, input_scale)
+        else:
+            values, scale = x.to(weight.dtype), None
+        out = linear(values, weight).float() * weight_scale.reshape(-1)
+        if scale is not None:
+            out = out * scale
+        if bias is not None:
+            out = out + bias
+        return out.to(self.config.out_dtype or x.dtype)
+
+    def apply_scaled_mm(self, **_: Any) -> Tensor:
+        raise AssertionError("apply_weights does not call this")
+
+
+class TorchFp8WeightOnlyKernel(TorchFp8LinearKernel):
+    """FP8 weights with activations as they are."""
+
+    quantizes_input = False
+
+
+class TorchNvfp4LinearKernel(NvFp4LinearKernel):
+    """NVFP4 weights; NVFP4 activations where the layer has a scale for them."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return (True, None) if current_platform.is_cpu() else (False, "is for the CPU")
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        quantizes_input = hasattr(layer, "input_global_scale_inv")
+        log_emulation(
+            "NVFP4 linear layers",
+            "weights and activations" if quantizes_input else "weights only",
+        )
+        values = unpack_nvfp4(
+            layer.weight.data, layer.weight_scale.data, value_dtype(torch.get_default_dtype())
+        )
+        replace_parameter(layer, "weight", values)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        # vLLM has inverted the checkpoint's global scale of the weight: this one multiplies.
+        scale = layer.weight_global_scale
+        if hasattr(layer, "input_global_scale_inv"):
+            values = quantize_nvfp4(x, layer.input_global_scale_inv)
+            scale = scale / layer.input_global_scale_inv
+        else:
+            values = x
+        out = linear(values.to(layer.weight.dtype), layer.weight).float() * scale
+        if bias is not None:
+            out = out + bias
+        return out.to(x.dtype)

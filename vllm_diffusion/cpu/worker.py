@@ -1,0 +1,98 @@
+"""The worker process of the CPU platform."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+
+# The CUDA wheel has no CPU extension; the stock CPU worker calls this one operator of it, to bind
+# memory to a NUMA node, which is not needed to be correct.
+if not hasattr(torch.ops._C, "init_cpu_memory_env"):
+    _library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _library.define("init_cpu_memory_env(int[] nodes) -> ()")
+    _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.mem_utils import format_gib
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+from vllm_diffusion.cpu.discard import discard
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class DiffusionCpuWorker(CPUWorker):
+    """vLLM's CPU worker, less what it does for its compiled extension."""
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        init_method = self.distributed_init_method
+        # Names the shared memory of this engine's ranks apart from that of any other engine.
+        os.environ["VLLM_DIST_IDENT"] = (
+            os.path.basename(init_method.removeprefix("file://"))
+            if init_method.startswith("file://")
+            else init_method.split(":")[-1]
+        )
+        init_worker_distributed_environment(
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
+        )
+        set_random_seed(self.model_config.seed)
+        if self.use_v2_model_runner:
+            from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+        else:
+            from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+        self.model_runner = CPUModelRunner(self.vllm_config, self.device)
+
+    def sleep(self, level: int = 1) -> None:
+        """Discard the KV cache and, on level 2, the weights; buffers and requests' state stay.
+
+        On level 1 vLLM moves weights to the memory of the CPU, where these are.
+
+        Raises:
+            ValueError: If a name that is to be preserved is no parameter's.
+        """
+        parameters = self._discardable() if level == 2 else []
+        self._discard("the KV cache", self.model_runner.kv_caches)
+        if level != 2:
+            return
+        self._discard("the weights", parameters)
+        if self.weight_transfer_engine is not None:
+            # Whatever is preserved need not be sent.
+            is_whole = not self.model_config.sleep_preserve_parameter_names
+            self.weight_transfer_engine.weights_are_lost = is_whole
+
+    def _discardable(self) -> list[torch.Tensor]:
+        """Parameters that no pattern of ``--sleep-preserve-parameter-names`` means."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        preserved: set[str] = set()
+        for pattern in self.model_config.sleep_preserve_parameter_names:
+            matched = {name for name in parameters if fnmatch(name, pattern)}
+            if not matched:
+                raise ValueError(
+                    f"--sleep-preserve-parameter-names: {pattern} matches no parameter of the model."
+                )
+            preserved |= matched
+        return [one.data for name, one in parameters.items() if name not in preserved]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Nothing: what was discarded takes memory again when it is written."""
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """What ``/release_kv_cache_memory`` asks for."""
+        if "kv_cache" in tags:
+            self._discard("the KV cache", self.model_runner.kv_caches)
+
+    def _discard(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        given_back = discard(tensors)
+        logger.info("Discarded %s: up to %s GiB given back.", what, format_gib(given_back))

@@ -1,0 +1,223 @@
+"""A draft trained on a folder of samples, and put where it is served from when it is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from vllm_diffusion.drafting.calibration.picture import draw_training
+from vllm_diffusion.drafting.calibration.samples import (
+    Extraction,
+    is_held_out,
+    read_extraction,
+    read_sample,
+    sample_files,
+    shuffled_samples,
+)
+from vllm_diffusion.drafting.calibration.train import Progress, TrainSettings, measure, train
+from vllm_diffusion.drafting.check import check_fit
+from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
+from vllm_diffusion.weights.regular_files import why_not_folder
+
+# Samples that progress is measured on.
+_MAX_HELD_OUT = 64
+
+
+class TargetEnds(NamedTuple):
+    """What of a target a draft uses as its own.
+
+    Attributes:
+        config: Of its text model.
+        embed: Token ids to rows.
+        head: Rows to logits.
+    """
+
+    config: PreTrainedConfig
+    embed: nn.Module
+    head: nn.Module
+
+
+def load_ends(target: str) -> TargetEnds:
+    """Embedding and output head of a model of ``transformers``, in float32.
+
+    The whole model is in memory while they are taken.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    if os.path.isdir(target) and (problem := why_not_folder(target)):
+        raise ValueError(f"--target {target} {problem}; name the folder of a model.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--target {target} cannot be loaded: {str(error).splitlines()[0]}"
+        ) from None
+    return TargetEnds(
+        model.config.get_text_config(),
+        model.get_input_embeddings().float(),
+        model.get_output_embeddings().float(),
+    )
+
+
+def load_first_draft(folder: Path) -> ReferenceDraft:
+    """The draft that training starts from.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    if not os.path.isfile(folder / "config.json"):
+        raise ValueError(f"--from {folder} has no config.json; name the folder of a draft.")
+    try:
+        return load_draft(folder)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"--from {folder} cannot be read: {error}") from None
+
+
+def calibrate(
+    samples: Path,
+    ends: TargetEnds,
+    draft: ReferenceDraft,
+    out: Path,
+    settings: TrainSettings,
+    *,
+    device: str = "cpu",
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> list[Progress]:
+    """Train a draft in place, and save it with a picture of the training, whole or not at all.
+
+    Args:
+        samples: A folder that :func:`~vllm_diffusion.drafting.calibration.extract.extract` wrote.
+        ends: Of the target.
+        draft: What to start from.
+        out: Where it is saved in z-lab's layout, which vLLM loads; not there yet.
+        settings: How.
+        device: Of torch.
+        report: Told of progress; first of the draft as it is, as step 0.
+
+    Returns:
+        All that training reported.
+
+    Raises:
+        ValueError: Naming the field, the file or the option and the remedy, before anything is trained;
+            and as :func:`~vllm_diffusion.drafting.calibration.train.train`.
+    """
+    if out.exists():
+        raise ValueError(f"--out: {out} is there already; name a new folder.")
+    learnt, held_out = split_samples(samples)
+    check_samples(read_extraction(samples), ends.config, draft)
+    _check_tokens([*learnt, *held_out], draft)
+    size = len(draft.target_layer_ids), draft.config.hidden_size
+    draft.to(device)
+    embed, head = ends.embed.to(device), ends.head.to(device)
+    measured = [read_sample(path, *size) for path in held_out]
+    if measured:
+        nats, right = measure(draft, embed, head, measured, anchors=8)
+        report(Progress(0, nats.mean().item(), tuple(nats.tolist()), tuple(right.tolist())))
+    history = train(
+        draft,
+        embed,
+        head,
+        shuffled_samples(learnt, *size, seed=settings.seed),
+        settings,
+        held_out=measured,
+        report=report,
+    )
+    _save(draft, history, out)
+    return history
+
+
+def split_samples(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files to train on, and files to measure on: those held out, or a tenth where none are.
+
+    Raises:
+        ValueError: If there is nothing to train on.
+    """
+    files = sample_files(folder)
+    held_out = [path for path in files if is_held_out(path)]
+    learnt = [path for path in files if not is_held_out(path)]
+    if not held_out:
+        held_out = learnt[: len(learnt) // 10]
+        learnt = learnt[len(held_out) :]
+    if not learnt:
+        raise ValueError(
+            f"{folder} holds nothing to train on: all of {len(files)} samples are held out; record more."
+        )
+    return learnt, held_out[:_MAX_HELD_OUT]
+
+
+def check_samples(extraction: Extraction, target: PreTrainedConfig, draft: ReferenceDraft) -> None:
+    """Whether samples, target and draft belong to one another.
+
+    Raises:
+        ValueError: Naming the field and the remedy.
+    """
+    check_fit(
+        draft.config,
+        "config.json of the draft",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_hidden_layers,
+    )
+    known = {
+        "hidden_size": (extraction.hidden_size, target.hidden_size),
+        "num_hidden_layers": (extraction.num_target_layers, target.num_hidden_layers),
+        "vocab_size": (extraction.vocab_size, target.vocab_size),
+    }
+    for name, (of_samples, of_target) in known.items():
+        if of_samples != of_target:
+            raise ValueError(
+                f"The samples are of {extraction.target} with {name}={of_samples}, and --target has "
+                f"{of_target}; give the target that they were extracted from."
+            )
+    if extraction.target_layer_ids != tuple(draft.target_layer_ids):
+        raise ValueError(
+            f"The samples hold the layers {list(extraction.target_layer_ids)}, and the draft's "
+            f"target_layer_ids are {list(draft.target_layer_ids)}; extract with --draft and that draft."
+        )
+
+
+def _check_tokens(files: Sequence[Path], draft: ReferenceDraft) -> None:
+    """That all tokens are the target's, and none the mask, which is what a draft cannot say."""
+    for path in files:
+        try:
+            with safe_open(path, "pt") as tensors:
+                ids: Tensor = tensors.get_tensor("token_ids")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read: {error}; extract again.") from None
+        if int(ids.max()) >= draft.config.vocab_size or int(ids.min()) < 0:
+            raise ValueError(
+                f"{path} has tokens outside the target's vocabulary of {draft.config.vocab_size}; give "
+                "the target that it was extracted from."
+            )
+        if bool((ids == draft.mask_token_id).any()):
+            raise ValueError(
+                f"{path} contains the draft's mask_token_id={draft.mask_token_id}, which must be a "
+                "token that no text has; delete this sample, or train a draft with another mask token."
+            )
+
+
+def _save(draft: ReferenceDraft, history: Sequence[Progress], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(draft.config, "dtype", None) or torch.float32
+    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        save_draft(draft, staging, dtype if isinstance(dtype, torch.dtype) else torch.float32)
+        (staging / "training.svg").write_text(draw_training(history), encoding="utf-8")
+        # As other checkpoints are: whoever serves it may not be who trained it.
+        staging.chmod(0o755)
+        for path in staging.iterdir():
+            path.chmod(0o644)
+        staging.rename(out)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise

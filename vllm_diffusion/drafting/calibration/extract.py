@@ -1,0 +1,282 @@
+"""The target's hidden states at recorded tokens: a replay through vLLM's own extraction.
+
+The engine is the target's with ``method: extract_hidden_states``: it reads each sequence once, as a prompt,
+and keeps the outputs of the layers that the draft reads. They are those that the draft will see when it is
+served: the same engine and its numerics, and the same KV cache if that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_diffusion.drafting.calibration.samples import (
+    Extraction,
+    sample_name,
+    write_extraction,
+)
+from vllm_diffusion.drafting.recording import Exchange
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+# Where the engine writes, in the folder that is asked for.
+_STAGING = ".staging"
+# Bytes of hidden states that wait, beside those that are kept, to be given their place.
+_BATCH_BYTES = 256 * 2**20
+# KV caches whose keys and values the target was run with by its publisher or by many: the outputs of
+# layers behind them are its own. Hidden states themselves are kept unquantised with each.
+_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+# What extraction sets itself.
+_OWN_OPTIONS = {
+    "speculative_config": "--speculative-config",
+    "kv_transfer_config": "--kv-transfer-config",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Extracted:
+    """What was done of what was asked for.
+
+    Attributes:
+        num_samples: Written.
+        num_tokens: Of them.
+        num_bytes: Of their hidden states.
+        num_repeated: Exchanges that another one repeats, left out.
+        num_too_long: Exchanges whose prompt alone is too long, left out.
+        num_cut: Sequences of which the end is left out.
+        num_without_room: Older exchanges for which there was no room, left out.
+    """
+
+    num_samples: int
+    num_tokens: int
+    num_bytes: int
+    num_repeated: int
+    num_too_long: int
+    num_cut: int
+    num_without_room: int
+
+
+def extract(
+    engine_args: EngineArgs,
+    exchanges: Sequence[Exchange],
+    target_layer_ids: Sequence[int],
+    out: Path,
+    *,
+    max_bytes: int = 4 * 2**30,
+    max_length: int = 4096,
+    report: Callable[[str], None] = lambda line: None,
+) -> Extracted:
+    """Write a sample for each exchange, the newest first, until there is no room.
+
+    The engine runs in a process of its own, which this one ends; what it wrote is read as vLLM's
+    ``load_hidden_states`` does.
+
+    Args:
+        engine_args: Of the target, without a draft. ``enforce_eager`` and no prefix cache are set.
+        exchanges: What is replayed.
+        target_layer_ids: Layers whose outputs the draft reads, as its ``config.json`` has them.
+        out: A folder that is not there yet, or is empty.
+        max_bytes: Of all hidden states.
+        max_length: Tokens of a sequence; the end of a longer one is left out.
+        report: Told of progress.
+
+    Raises:
+        ValueError: Before weights are loaded, naming the option or the field and the remedy; and after
+            that if the engine gave something else than it was asked for.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out: {out} is not empty; name a new folder.")
+    # Asked first: vLLM would refuse it together with the method of extraction, which nobody asked for.
+    if engine_args.create_model_config().is_diffusion:
+        raise ValueError(
+            f"{engine_args.model} is a diffusion model, which takes no draft; name the autoregressive target "
+            "whose traffic was recorded."
+        )
+    # Before a platform says of it what goes for serving too.
+    _check_cache(engine_args.kv_cache_dtype)
+    engine_args = _extracting(engine_args, target_layer_ids, out / _STAGING)
+    config: VllmConfig = engine_args.create_engine_config()
+    sizes = _checked(config, target_layer_ids)
+    longest = min(max_length, config.model_config.max_model_len - 1)
+    bytes_a_token = len(target_layer_ids) * sizes.hidden_size * config.model_config.dtype.itemsize
+    chosen, counts = _choose(exchanges, longest, max_bytes // bytes_a_token)
+    for exchange in chosen:
+        if max(exchange.token_ids) >= sizes.vocab_size:
+            raise ValueError(
+                f"The recording has token {max(exchange.token_ids)}, and the target's vocabulary is "
+                f"{sizes.vocab_size}; give the target whose traffic was recorded, or another recording."
+            )
+    if not chosen:
+        raise ValueError(
+            f"None of {len(exchanges)} exchanges can be extracted: {counts['num_too_long']} prompts have "
+            f"{longest} tokens or more, {counts['num_without_room']} exchanges have no room; raise "
+            "--max-length and --max-model-len, or --max-mib."
+        )
+    total = sum(len(each.token_ids) for each in chosen)
+    report(
+        f"{len(chosen)} sequences, {total} tokens, {total * bytes_a_token / 2**20:.1f} MiB of hidden states"
+    )
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_extraction(out, sizes)
+    try:
+        _replay(engine_args, chosen, out, bytes_a_token, report)
+    finally:
+        shutil.rmtree(out / _STAGING, ignore_errors=True)
+    return Extracted(len(chosen), total, total * bytes_a_token, **counts)
+
+
+def _extracting(
+    engine_args: EngineArgs, target_layer_ids: Sequence[int], staging: Path
+) -> EngineArgs:
+    """The target's options, with vLLM's extraction."""
+    for name, option in _OWN_OPTIONS.items():
+        if getattr(engine_args, name) is not None:
+            raise ValueError(f"{option} is set by the extraction; leave it out.")
+    return dataclasses.replace(
+        engine_args,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {
+                "hf_config": {
+                    # vLLM counts the embedding's output as the first.
+                    "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in target_layer_ids]
+                }
+            },
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(staging.absolute())},
+        },
+        # Each sequence is one prompt: graphs of single tokens and blocks of others are of no use.
+        enforce_eager=True,
+        enable_prefix_caching=False,
+    )
+
+
+def _checked(config: VllmConfig, target_layer_ids: Sequence[int]) -> Extraction:
+    model: ModelConfig = config.model_config
+    num_layers = model.get_total_num_hidden_layers()
+    layers = list(target_layer_ids)
+    if not layers or not all(0 <= layer < num_layers - 1 for layer in layers):
+        raise ValueError(
+            f"target_layer_ids={layers} must be layers of the target, 0 to {num_layers - 2}; give the "
+            "draft that is to be trained, or layers of this target (--layer-ids)."
+        )
+    # A checkpoint may say what "auto" is.
+    _check_cache(config.cache_config.cache_dtype)
+    return Extraction(
+        target=model.model,
+        target_layer_ids=tuple(layers),
+        num_target_layers=num_layers,
+        hidden_size=model.get_hidden_size(),
+        vocab_size=model.get_vocab_size(),
+    )
+
+
+def _check_cache(dtype: str) -> None:
+    if dtype not in _CACHE_DTYPES:
+        raise ValueError(
+            f"--kv-cache-dtype {dtype}: hidden states are not extracted through a cache of this kind, "
+            "whose rounding would be learnt as the target's; set it to auto or fp8."
+        )
+
+
+def _choose(
+    exchanges: Sequence[Exchange], longest: int, max_tokens: int
+) -> tuple[list[Exchange], dict[str, int]]:
+    """Which are replayed, the newest first, cut to ``longest`` tokens; and what becomes of the others."""
+    chosen: list[Exchange] = []
+    seen: set[bytes] = set()
+    counts = dict.fromkeys(("num_repeated", "num_too_long", "num_cut", "num_without_room"), 0)
+    for exchange in reversed(exchanges):
+        prompt, output = exchange.prompt_token_ids, exchange.output_token_ids
+        key = len(prompt).to_bytes(8, "little") + exchange.token_ids.tobytes()
+        kept = dataclasses.replace(exchange, output_token_ids=output[: longest - len(prompt)])
+        if key in seen:
+            counts["num_repeated"] += 1
+        # An anchor and a token behind it is the least that teaches anything.
+        elif len(prompt) + 1 > longest or len(kept.token_ids) < 2:
+            counts["num_too_long"] += 1
+        elif len(kept.token_ids) > max_tokens:
+            counts["num_without_room"] += 1
+        else:
+            counts["num_cut"] += len(kept.output_token_ids) < len(output)
+            max_tokens -= len(kept.token_ids)
+            chosen.append(kept)
+        seen.add(key)
+    return chosen, counts
+
+
+def _batches(
+    exchanges: Sequence[Exchange], max_tokens: int
+) -> Iterator[list[tuple[int, Exchange]]]:
+    batch: list[tuple[int, Exchange]] = []
+    tokens = 0
+    for idx, exchange in enumerate(exchanges):
+        size = len(exchange.token_ids)
+        if batch and tokens + size > max_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append((idx, exchange))
+        tokens += size
+    yield batch
+
+
+def _replay(
+    engine_args: EngineArgs,
+    exchanges: Sequence[Exchange],
+    out: Path,
+    bytes_a_token: int,
+    report: Callable[[str], None],
+) -> None:
+    # An engine in this process writes a request's states in the step after it, if there is one.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    from vllm import LLM, SamplingParams
+
+    engine_args.skip_tokenizer_init = True
+    llm = LLM.from_engine_args(engine_args)
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    start, done = time.monotonic(), 0
+    for batch in _batches(exchanges, max(_BATCH_BYTES // bytes_a_token, 1)):
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(exchange.token_ids)} for _, exchange in batch],
+            params,
+            use_tqdm=False,
+        )
+        for (idx, exchange), output in zip(batch, outputs, strict=True):
+            _keep(output, exchange, out / sample_name(idx, exchange.is_held_out))
+        done += len(batch)
+        report(f"{done} of {len(exchanges)} sequences, {time.monotonic() - start:.0f} s")
+
+
+def _keep(output: Any, exchange: Exchange, path: Path) -> None:
+    """Move a request's states to their place, where nobody ever sees half of them."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        cleanup_hidden_states,
+        load_hidden_states,
+    )
+
+    written = output.kv_transfer_params["hidden_states_path"]
+    try:
+        tensors = load_hidden_states(written)
+    except OSError as error:
+        raise ValueError(
+            f"The engine wrote no hidden states for {path.name}: {error}; is the disk full?"
+        ) from None
+    tensors["answer_start"] = torch.tensor(len(exchange.prompt_token_ids))
+    staged = path.with_suffix(".tmp")
+    save_file(tensors, staged)
+    staged.replace(path)
+    cleanup_hidden_states(written)

@@ -1,0 +1,339 @@
+"""Train a draft on its target's hidden states.
+
+Each sample gives many blocks at random anchors, all of them in one pass: a block sees the context
+before its anchor, as it will when it drafts. Most blocks are all masks; of some a random share is
+revealed, so that several passes find what they were trained on. What is learnt is the cross-entropy of
+the masked tokens, those near the anchor more, since a proposal counts only if all before it do.
+
+Source: z-lab's DFlash (arXiv:2602.06036), appendix A.1; random shares and Muon are this project's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_diffusion.drafting.calibration.samples import Sample
+from vllm_diffusion.drafting.calibration.train_settings import TrainSettings as TrainSettings
+from vllm_diffusion.drafting.reference import ReferenceDraft
+from vllm_diffusion.drafting.reveal import without_mask_token
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What was reached.
+
+    Attributes:
+        step: Steps done.
+        loss: Mean since the report before, nats a masked token, weighted by position.
+        loss_by_position: Of held-out blocks of masks, nats, one for each position behind the anchor.
+        acceptance_by_position: Share of held-out blocks whose proposals are right up to and with this
+            position; empty where nothing was held out. If the samples are a target's greedy answers,
+            this is what it will accept.
+    """
+
+    step: int
+    loss: float
+    loss_by_position: tuple[float, ...]
+    acceptance_by_position: tuple[float, ...]
+
+    @property
+    def accepted(self) -> float:
+        """Proposals of a block that are right before the first wrong one, in the mean."""
+        return sum(self.acceptance_by_position)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a batch of samples; N counts the rows of all of a sample's.
+
+    Attributes:
+        ids: Anchors, masks and revealed tokens, [B, N], int64.
+        positions: [B, N], int64.
+        anchors: [B, N], int64, the position of each row's anchor; below 0 in a block that stands for
+            none.
+        labels: What stands under the masks, ``-100`` elsewhere, [B, N], int64.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    anchors: Tensor
+    labels: Tensor
+
+
+def draw_blocks(
+    token_ids: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    *,
+    num_blocks: int,
+    block_size: int,
+    mask_token_id: int,
+    revealed_share: float,
+    generator: torch.Generator,
+) -> Blocks:
+    """Blocks at different random anchors, from each sample's answer.
+
+    Args:
+        token_ids: [B, T], int64, padded on the right.
+        starts: Where each answer begins, [B], int64.
+        lengths: [B], int64.
+        num_blocks: Of each sample, or as many as its answer has anchors with a token behind them.
+        block_size: Anchor and masks.
+        mask_token_id: Stands under what is not revealed.
+        revealed_share: Share of the blocks of which a share, uniform in 0..1, is revealed; a mask is
+            left in each.
+        generator: Of the draws, on the CPU.
+    """
+    B, T = token_ids.shape
+    device = token_ids.device
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator).to(device)
+
+    num_blocks = min(num_blocks, T)
+    at = torch.arange(T, device=device)
+    is_anchor = (at >= starts[:, None]) & (at < lengths[:, None] - 1)
+    scores = torch.where(is_anchor, rand(B, T), -1.0)
+    best = scores.topk(num_blocks, dim=1)
+    # Numbers below 0 differ, so that blocks that stand for none do not see each other.
+    nobody = -torch.arange(1, num_blocks + 1, device=device)
+    anchors = torch.where(best.values >= 0, best.indices, nobody)[..., None]  # [B, blocks, 1]
+
+    offset = torch.arange(block_size, device=device)
+    positions = anchors + offset
+    is_text = (anchors >= 0) & (positions < lengths[:, None, None])
+    index = positions.clamp(0, T - 1).flatten(1)
+    tokens = token_ids.gather(1, index).view_as(positions)
+
+    draws = rand(B, num_blocks, block_size - 1)
+    ratio = torch.where(rand(B, num_blocks, 1) < revealed_share, rand(B, num_blocks, 1), 1.0)
+    # The position with the lowest draw stays masked whatever the ratio.
+    masked = draws <= torch.maximum(ratio, draws.amin(-1, keepdim=True))
+    masked = F.pad(masked, (1, 0), value=False)
+    # What lies behind the text is a mask too: nobody knows it.
+    hidden = masked | (~is_text & (offset > 0))
+    ids = torch.where(hidden, mask_token_id, tokens)
+    labels = torch.where(masked & is_text, tokens, _IGNORED)
+    return Blocks(
+        ids.flatten(1),
+        positions.flatten(1),
+        anchors.expand_as(positions).flatten(1),
+        labels.flatten(1),
+    )
+
+
+class _Batch:
+    """Samples side by side, on the draft's device, padded on the right."""
+
+    def __init__(self, samples: Sequence[Sample], like: Tensor):
+        device = like.device
+        padded = nn.utils.rnn.pad_sequence
+        self.token_ids = padded([each.token_ids for each in samples], batch_first=True).to(device)
+        rows = [each.hidden_states.flatten(1) for each in samples]
+        self.rows = padded(rows, batch_first=True).to(device, like.dtype)
+        self.starts = torch.tensor([each.answer_start for each in samples], device=device)
+        self.lengths = torch.tensor([len(each.token_ids) for each in samples], device=device)
+
+
+def block_logits(
+    draft: ReferenceDraft, embed: nn.Module, head: nn.Module, batch: _Batch, blocks: Blocks
+) -> Tensor:
+    """Logits of every row of the blocks, [B, N, vocab_size], float32, none for the mask token."""
+    positions = torch.arange(batch.rows.shape[1], device=batch.rows.device)
+    positions = positions.expand(batch.rows.shape[:2])
+    context = draft.context(batch.rows, positions)
+    out = draft(embed(blocks.ids), blocks.positions, blocks.anchors, context, positions)
+    return without_mask_token(head(out).float(), draft.mask_token_id)
+
+
+@torch.no_grad()
+def measure(
+    draft: ReferenceDraft,
+    embed: nn.Module,
+    head: nn.Module,
+    samples: Sequence[Sample],
+    *,
+    anchors: int,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Loss and acceptance of one pass, by position.
+
+    Args:
+        draft: What is measured.
+        embed: The target's embedding.
+        head: The target's output head.
+        samples: Held out.
+        anchors: Blocks of each.
+        seed: Of the anchors.
+
+    Returns:
+        Nats, and the share of blocks that are right up to and with a position, both
+        [block_size - 1]; of the blocks whose text reaches as far.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    K = draft.block_size - 1
+    loss, right, counted = (torch.zeros(K) for _ in range(3))
+    for start in range(0, len(samples), 16):
+        batch = _Batch(samples[start : start + 16], draft.fc.weight)
+        blocks = draw_blocks(
+            batch.token_ids,
+            batch.starts,
+            batch.lengths,
+            num_blocks=anchors,
+            block_size=draft.block_size,
+            mask_token_id=draft.mask_token_id,
+            revealed_share=0.0,
+            generator=generator,
+        )
+        logits = block_logits(draft, embed, head, batch, blocks)
+        labels = blocks.labels.view(-1, K + 1)[:, 1:]
+        logits = logits.view(-1, K + 1, logits.shape[-1])[:, 1:]
+        is_text = labels != _IGNORED
+        nats = F.cross_entropy(
+            logits.transpose(1, 2), labels, ignore_index=_IGNORED, reduction="none"
+        )
+        agrees = ((logits.argmax(-1) == labels) & is_text).long().cumprod(1)
+        loss += nats.sum(0).cpu()
+        right += agrees.sum(0).cpu()
+        counted += is_text.sum(0).cpu()
+    return loss / counted.clamp(min=1), right / counted.clamp(min=1)
+
+
+def _optimizers(draft: ReferenceDraft, lr: float) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in draft.parameters() if p.dim() == 2]
+    vectors = [p for p in draft.parameters() if p.dim() != 2]
+    return [
+        # Steps as large as AdamW's, so that one learning rate serves both.
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0),
+    ]
+
+
+def _learning_rate(settings: TrainSettings, share: float) -> float:
+    """When ``share`` of the training is done, from 0 to 1."""
+    steps = settings.steps
+    rising = min(1.0, (share * steps + 1) / max(1.0, settings.warm_up * steps))
+    falling = 0.5 * (1 + math.cos(math.pi * share))
+    return settings.learning_rate * rising * (0.05 + 0.95 * falling)
+
+
+def train(
+    draft: ReferenceDraft,
+    embed: nn.Module,
+    head: nn.Module,
+    samples: Iterable[Sample],
+    settings: TrainSettings,
+    *,
+    held_out: Sequence[Sample] = (),
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> list[Progress]:
+    """Train ``draft`` in place, on the device and in the dtype that it has.
+
+    Args:
+        draft: Random, or trained before.
+        embed: The target's embedding; neither it nor the head is trained.
+        head: The target's output head.
+        samples: At least one batch; training ends early where they do.
+        settings: How.
+        held_out: What progress is measured on.
+        report: Told of it every ``settings.report_every`` steps, and at the end.
+
+    Returns:
+        All that was reported.
+
+    Raises:
+        ValueError: If there is no whole batch of samples, or the loss is not a number.
+    """
+    gamma = settings.gamma or draft.block_size / 2
+    behind = torch.arange(draft.block_size, device=draft.fc.weight.device) - 1
+    weight_of_offset = torch.exp(-behind / gamma)
+    optimizers = _optimizers(draft, settings.learning_rate)
+    generator = torch.Generator().manual_seed(settings.seed)
+    for frozen in (embed, head):
+        frozen.requires_grad_(False)
+    draft.train()
+    history: list[Progress] = []
+    losses: list[float] = []
+    step = 0
+    start = time.monotonic()
+    for batch in _batches(samples, settings, draft.fc.weight):
+        share = step / settings.steps
+        if settings.minutes is not None:
+            share = max(share, (time.monotonic() - start) / (60 * settings.minutes))
+            if share >= 1 and step:
+                break
+        step += 1
+        blocks = draw_blocks(
+            batch.token_ids,
+            batch.starts,
+            batch.lengths,
+            num_blocks=settings.anchors,
+            block_size=draft.block_size,
+            mask_token_id=draft.mask_token_id,
+            revealed_share=settings.revealed_share,
+            generator=generator,
+        )
+        logits = block_logits(draft, embed, head, batch, blocks)
+        weights = weight_of_offset.repeat(blocks.labels.shape[1] // draft.block_size)
+        weights = weights * (blocks.labels != _IGNORED)
+        nats = F.cross_entropy(
+            logits.transpose(1, 2), blocks.labels, ignore_index=_IGNORED, reduction="none"
+        )
+        loss = (nats * weights).sum() / weights.sum().clamp(min=1e-6)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = _learning_rate(settings, min(share, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise ValueError(
+                f"The loss is not a number after {step} steps; are the hidden states finite? "
+                "A lower learning_rate may help."
+            )
+        if step % settings.report_every == 0:
+            history.append(_progress(draft, embed, head, held_out, step, losses))
+            report(history[-1])
+            losses.clear()
+    if losses:
+        history.append(_progress(draft, embed, head, held_out, step, losses))
+        report(history[-1])
+    draft.eval()
+    if not history:
+        raise ValueError(f"There are fewer samples than one batch of {settings.batch_size}.")
+    return history
+
+
+def _batches(samples: Iterable[Sample], settings: TrainSettings, like: Tensor) -> Iterator[_Batch]:
+    stream = iter(samples)
+    for _ in range(settings.steps):
+        chosen = list(itertools.islice(stream, settings.batch_size))
+        if len(chosen) < settings.batch_size:
+            return
+        yield _Batch(chosen, like)
+
+
+def _progress(
+    draft: ReferenceDraft,
+    embed: nn.Module,
+    head: nn.Module,
+    held_out: Sequence[Sample],
+    step: int,
+    losses: list[float],
+) -> Progress:
+    nats = right = torch.zeros(0)
+    if held_out:
+        nats, right = measure(draft, embed, head, held_out, anchors=8)
+    mean = sum(losses) / len(losses)
+    return Progress(step, mean, tuple(nats.tolist()), tuple(right.tolist()))

@@ -1,0 +1,307 @@
+"""``vllm-diffusion calibrate``: a draft trained on the traffic of its own server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.console import add_verbose, fail, quieten, say
+from vllm_diffusion.drafting.commands import recalibrate, train_draft
+from vllm_diffusion.drafting.commands.bench_drafts import (
+    VLLM_OPTIONS,
+    add_run_options,
+    compare,
+    dflash_options,
+)
+from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt
+from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
+
+if TYPE_CHECKING:
+    from vllm_diffusion.cli.checkpoint import Subcommands
+
+
+def add_parser(subcommands: Subcommands) -> None:
+    parser = subcommands.add_parser(
+        "calibrate",
+        help="train a draft on what its server is asked",
+        description="Record a server's traffic, extract its target's hidden states, train a draft, and "
+        "compare it with the old one.",
+    )
+    steps = parser.add_subparsers(metavar="STEP", required=True)
+    for add_step in (
+        _add_record,
+        _add_extract,
+        train_draft.add_parser,
+        _add_compare,
+        recalibrate.add_parser,
+    ):
+        add_step(steps)
+
+
+def _add_record(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "record",
+        help="show or clear what a server has recorded, and how to have one record",
+        description="Show what is recorded in a folder, and print the command of a server that records "
+        "there. Servers record nothing unless they are told to.",
+    )
+    parser.add_argument("folder", type=values.folder, help="of the recording")
+    parser.add_argument(
+        "--max-mib",
+        type=values.integer(),
+        default=64,
+        metavar="N",
+        help="of the printed command (%(default)s)",
+    )
+    parser.add_argument("--clear", action="store_true", help="delete what is recorded")
+    parser.set_defaults(run=record)
+
+
+def record(arguments: argparse.Namespace) -> int:
+    folder = arguments.folder.absolute()
+    if arguments.clear:
+        try:
+            print(f"{clear_recording(folder)} files deleted of {folder}.")
+        except OSError as error:
+            return fail(f"{folder} cannot be cleared: {error.strerror}.")
+        return 0
+    print(_described(folder))
+    settings = {"drafting": {"record": {"folder": str(folder), "max_mib": arguments.max_mib}}}
+    words = ["vllm", "serve", "MODEL", "--additional-config", json.dumps(settings)]
+    print(f"To record, with the draft's --speculative-config or without:\n{shlex.join(words)}")
+    return 0
+
+
+def _described(folder: Path) -> str:
+    try:
+        recording = read_recording(folder)
+    except ValueError as error:
+        return str(error)
+    exchanges = recording.exchanges
+    answers = sum(len(each.output_token_ids) for each in exchanges)
+    prompts = sum(len(each.prompt_token_ids) for each in exchanges)
+    oldest, newest = (
+        datetime.fromtimestamp(each.time).isoformat(" ", "seconds")
+        for each in (exchanges[0], exchanges[-1])
+    )
+    lines = [
+        f"{len(exchanges)} exchanges from {oldest} to {newest}",
+        f"{prompts} tokens of prompts, {answers} of answers",
+        f"{sum(each.is_held_out for each in exchanges)} exchanges are held out of training",
+    ]
+    if recording.num_damaged:
+        lines.append(f"{recording.num_damaged} half-written lines were passed over")
+    return "\n".join(lines)
+
+
+def _add_extract(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "extract",
+        help="read recorded traffic once more, and keep the target's hidden states",
+        description="Replay recorded tokens through vLLM's own extraction of hidden states, the newest "
+        "first, and write what `calibrate train` reads.",
+        epilog="Other options are vLLM's for the target, such as --tensor-parallel-size 2.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target", type=values.model, help="whose traffic was recorded; a folder or a repository"
+    )
+    _add_recording(parser)
+    parser.add_argument("--out", type=values.empty_folder, required=True, help="a new folder")
+    layers = parser.add_mutually_exclusive_group(required=True)
+    layers.add_argument(
+        "--draft", type=values.draft, help="a draft whose target_layer_ids are extracted"
+    )
+    layers.add_argument(
+        "--layer-ids",
+        type=values.layer_ids,
+        help="layers of the target instead, such as 1,9,17,25,33",
+    )
+    parser.add_argument(
+        "--max-mib",
+        type=values.integer(),
+        default=4096,
+        metavar="N",
+        help="of hidden states on disk (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=values.integer(2),
+        default=4096,
+        metavar="N",
+        help="tokens of a sequence (%(default)s)",
+    )
+    add_verbose(parser)
+    parser.set_defaults(run=extract, vllm_options=[])
+
+
+def _add_recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recording", type=values.recording, help="a folder of a server, or a file of JSON lines"
+    )
+
+
+def _exchanges(path: Path) -> list[Exchange]:
+    """What is recorded there.
+
+    Raises:
+        UsageError: If it is nothing.
+    """
+    try:
+        return read_recording(path).exchanges
+    except ValueError as error:
+        raise values.UsageError(f"argument recording: {error}") from None
+
+
+def extract(arguments: argparse.Namespace) -> int:
+    exchanges = _exchanges(arguments.recording)
+    layers = arguments.layer_ids or _layers_of(arguments.draft)
+    if not arguments.verbose:
+        quieten()
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        from vllm_diffusion.drafting.calibration import extract as extraction
+
+        parser = EngineArgs.add_cli_args(
+            FlexibleArgumentParser(prog="vllm-diffusion calibrate extract")
+        )
+        known = parser.parse_args(["--model", arguments.target, *arguments.vllm_options])
+        done = extraction.extract(
+            EngineArgs.from_cli_args(known),
+            exchanges,
+            layers,
+            arguments.out,
+            max_bytes=arguments.max_mib * 2**20,
+            max_length=arguments.max_length,
+            report=say,
+        )
+    except ValueError as error:
+        return fail(_one_line(error))
+    left_out = {
+        "repeat another": done.num_repeated,
+        "are too long": done.num_too_long,
+        "have no room (--max-mib)": done.num_without_room,
+    }
+    for why, count in left_out.items():
+        if count:
+            say(f"{count} exchanges {why} and are left out.")
+    if done.num_cut:
+        say(f"{done.num_cut} sequences are cut to {arguments.max_length} tokens (--max-length).")
+    print(
+        f"{done.num_samples} samples, {done.num_tokens} tokens, {done.num_bytes / 2**20:.1f} MiB in {arguments.out}"
+    )
+    return 0
+
+
+def _layers_of(draft: Path) -> list[int]:
+    """The target's layers that a draft reads.
+
+    Raises:
+        UsageError: If its ``config.json`` does not name them.
+    """
+    path = draft / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return [int(layer) for layer in config["dflash_config"]["target_layer_ids"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise values.UsageError(
+            f"--draft: {path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
+            "DFlash draft, or the layers with --layer-ids."
+        ) from None
+
+
+def _one_line(error: ValueError) -> str:
+    """What pydantic says of a configuration names our sentence among its own."""
+    errors = getattr(error, "errors", None)
+    found = str(errors()[0]["msg"]) if callable(errors) else str(error)
+    return found.removeprefix("Value error, ")
+
+
+def _add_compare(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "compare",
+        help="measure a new draft against the old one and against none",
+        description="Serve the target with the old draft, with the new one and with none, ask all three the "
+        "recorded prompts that are held out of training, and compare what verifications kept, and tokens "
+        "a second.",
+        epilog=VLLM_OPTIONS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", type=values.model, help="what `vllm serve` takes")
+    _add_recording(parser)
+    parser.add_argument(
+        "--old",
+        type=values.model,
+        required=True,
+        metavar="DRAFT",
+        help="the draft that is served",
+    )
+    parser.add_argument(
+        "--new",
+        type=values.model,
+        required=True,
+        metavar="DRAFT",
+        help="the one that may replace it",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=values.integer(),
+        default=32,
+        metavar="N",
+        help="the newest that are held out (%(default)s)",
+    )
+    add_run_options(parser)
+    parser.set_defaults(run=compare_drafts)
+
+
+def compare_drafts(arguments: argparse.Namespace) -> int:
+    exchanges = _exchanges(arguments.recording)
+    prompts = held_out_prompts(exchanges, arguments.num_prompts)
+    entrants = [
+        Contender("no draft"),
+        Contender("old", dflash_options(arguments.old), f"{arguments.old}"),
+        Contender("new", dflash_options(arguments.new), f"{arguments.new}"),
+    ]
+    say(f"{len(prompts)} prompts, held out of training, of {len(exchanges)} recorded exchanges")
+    return compare(arguments.target, entrants, prompts, arguments, conclude=_decision)
+
+
+def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Prompt]:
+    """The newest prompts of a recording that no training has seen, each once.
+
+    Raises:
+        UsageError: If there is none.
+    """
+    texts = [
+        tuple(each.prompt_token_ids)
+        for each in reversed(exchanges)
+        if each.is_held_out and each.prompt_token_ids
+    ]
+    if not texts:
+        raise values.UsageError(
+            f"argument recording: none of the {len(exchanges)} recorded exchanges is a prompt that is held out; record more "
+            "(one in ten is)."
+        )
+    return [Prompt("held out", text=text) for text in list(dict.fromkeys(texts))[:num_prompts]]
+
+
+def _decision(results: Sequence[Result]) -> str:
+    _, old, new = results
+    if old.failure or new.failure:
+        return ""
+    was, found = verifications(old.rounds), verifications(new.rounds)
+    figures = f"{found.tokens:.2f} tokens a verification, {was.tokens:.2f} of the old one"
+    if found.is_better_than(was):
+        return f"The new draft is better: {figures}."
+    if was.is_better_than(found):
+        return f"The new draft is worse: {figures}."
+    return f"Neither draft is better beyond chance and 2 %: {figures}."

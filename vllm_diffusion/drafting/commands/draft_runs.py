@@ -1,0 +1,438 @@
+"""Servers of one target with different drafts, asked the same, and what each one's counters say."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from vllm_diffusion.cli.answer import AnswerError, reason
+from vllm_diffusion.cli.client import ServerError, openai_client
+from vllm_diffusion.cli.server import Server, vllm_serve
+from vllm_diffusion.drafting.accepted import Verifications
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+MODEL_NAME = "target"
+_START_SECONDS = 1800.0
+# A request's counters are written a moment after its last token.
+_COUNTERS_SECONDS = 30.0
+_SPEC_DECODE = "vllm:spec_decode_num_"
+_OPTIONS = (
+    *("--served-model-name", MODEL_NAME),
+    # Each round asks the same again.
+    "--no-enable-prefix-caching",
+)
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to serve the target.
+
+    Attributes:
+        name: In the table.
+        options: Of ``vllm serve``, beside those of all.
+        note: What a reader must know of it.
+        passes: Over each block, of a DFlash draft that always drafts; 0 of another.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    note: str = ""
+    passes: int = 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """A server's counters at a moment, or their growth between two.
+
+    Attributes:
+        requests: Answered.
+        tokens: Of the answers.
+        first_token_seconds: From each request to its first token, summed.
+        verifications: Drafts that were verified.
+        kept: Of them, by position.
+    """
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    first_token_seconds: float = 0.0
+    verifications: float = 0.0
+    kept: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, server: Server) -> Look:
+        totals: dict[str, float] = {}
+        kept: dict[int, float] = {}
+        for sample in server.samples():
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            if sample.name == f"{_SPEC_DECODE}accepted_tokens_per_pos_total":
+                position = int(sample.labels["position"])
+                kept[position] = kept.get(position, 0.0) + sample.value
+        return cls(
+            totals.get("vllm:request_success_total", 0.0),
+            totals.get("vllm:generation_tokens_total", 0.0),
+            totals.get("vllm:time_to_first_token_seconds_sum", 0.0),
+            totals.get(f"{_SPEC_DECODE}drafts_total", 0.0),
+            kept,
+        )
+
+    def since(self, before: Look) -> Look:
+        """What was counted after ``before``."""
+        return Look(
+            self.requests - before.requests,
+            self.tokens - before.tokens,
+            self.first_token_seconds - before.first_token_seconds,
+            self.verifications - before.verifications,
+            {at: count - before.kept.get(at, 0.0) for at, count in self.kept.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Round:
+    """The prompts of one task, answered once.
+
+    Attributes:
+        task: Of the prompts.
+        concurrency: Requests at a time.
+        index: Of the round.
+        seconds: From the first request to the last answer.
+        processor_seconds: Of the server's processes, meanwhile: what else a machine does is not in it.
+        counted: By the server, in these seconds.
+        said: Token ids of every answer, in the order of the prompts.
+    """
+
+    task: str
+    concurrency: int
+    index: int
+    seconds: float
+    processor_seconds: float
+    counted: Look
+    said: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Result:
+    """What was measured of one contender.
+
+    Attributes:
+        contender: Whose.
+        rounds: All that count.
+        resident_bytes: The most memory that its processes had, summed; 0 if it is not known.
+        device_bytes: Memory of accelerators at the end; ``None`` if it is not known.
+        failure: Why it has no figures; empty if it has.
+    """
+
+    contender: Contender
+    rounds: list[Round] = field(default_factory=list)
+    resident_bytes: int = 0
+    device_bytes: int | None = None
+    failure: str = ""
+
+    def of(self, concurrency: int, task: str | None = None) -> list[Round]:
+        """Its rounds with so many requests at a time, of one task or of all."""
+        return [
+            each
+            for each in self.rounds
+            if each.concurrency == concurrency and task in (None, each.task)
+        ]
+
+    def says_as(self, other: Result) -> bool:
+        """Whether every answer is the same, token by token."""
+        theirs = {(r.task, r.concurrency, r.index): r.said for r in other.rounds}
+        return all(theirs.get((r.task, r.concurrency, r.index)) == r.said for r in self.rounds)
+
+
+def tokens_per_second(
+    rounds: Sequence[Round], seconds: Callable[[Round], float] = lambda r: r.seconds
+) -> list[float]:
+    """Of each round, over its tasks; of whichever seconds."""
+    rates = []
+    for _, group in groupby(sorted(rounds, key=lambda r: r.index), key=lambda r: r.index):
+        theirs = list(group)
+        rates.append(sum(r.counted.tokens for r in theirs) / sum(map(seconds, theirs)))
+    return rates
+
+
+def ratios(
+    rounds: Sequence[Round],
+    baseline: Sequence[Round],
+    seconds: Callable[[Round], float] = lambda r: r.seconds,
+) -> list[float]:
+    """Tokens a second as multiples of the baseline's in the same round."""
+    pairs = zip(
+        tokens_per_second(rounds, seconds), tokens_per_second(baseline, seconds), strict=True
+    )
+    return [ours / theirs for ours, theirs in pairs]
+
+
+def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
+    """The same of processor seconds; nothing where a round is too short for the system's clock of them."""
+    if not all(each.processor_seconds for each in (*rounds, *baseline)):
+        return []
+    return ratios(rounds, baseline, lambda r: r.processor_seconds)
+
+
+def verifications(rounds: Iterable[Round]) -> Verifications:
+    """All of theirs."""
+    total = Verifications()
+    for each in rounds:
+        total += Verifications.from_counters(each.counted.verifications, each.counted.kept)
+    return total
+
+
+def first_token_seconds(rounds: Sequence[Round]) -> float:
+    """The mean of all requests."""
+    requests = sum(each.counted.requests for each in rounds)
+    return sum(each.counted.first_token_seconds for each in rounds) / max(requests, 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of every contender.
+
+    Attributes:
+        prompts: All of them.
+        concurrencies: Requests at a time, one after another.
+        num_rounds: That count; one more before them is for what is compiled and cached.
+        max_tokens: Longest answer.
+        temperature: 0 for the likeliest tokens.
+    """
+
+    prompts: tuple[Prompt, ...]
+    concurrencies: tuple[int, ...]
+    num_rounds: int
+    max_tokens: int
+    temperature: float
+
+    def tasks(self) -> dict[str, list[Prompt]]:
+        """Prompts by task."""
+        found: dict[str, list[Prompt]] = {}
+        for prompt in self.prompts:
+            found.setdefault(prompt.task, []).append(prompt)
+        return found
+
+
+def race(
+    target: str,
+    contenders: Sequence[Contender],
+    plan: Plan,
+    *,
+    serve_options: Sequence[str] = (),
+    one_at_a_time: bool,
+    verbose: bool = False,
+    say: Callable[[str], None],
+) -> list[Result]:
+    """Serve the target with each contender, and ask all of them the same.
+
+    Side by side, each task goes to one server after another before the next task begins, so that a
+    machine that is busy for a while is so for all of them. One server at a time, it is not.
+
+    Args:
+        target: What ``vllm serve`` takes.
+        contenders: The first is the baseline.
+        plan: What is asked.
+        serve_options: Of every server.
+        one_at_a_time: Whether a server is stopped before the next one starts.
+        verbose: Whether what the servers print is printed, as it comes.
+        say: Told of progress.
+
+    Returns:
+        One for each contender, in their order; one that failed says why, and the others go on.
+    """
+    results = [Result(contender) for contender in contenders]
+    for group in [[each] for each in results] if one_at_a_time else [results]:
+        with ExitStack() as stack:
+            running: list[tuple[Result, Server]] = []
+            for result in group:
+                server = Server(
+                    vllm_serve(target, *_OPTIONS, *serve_options, *result.contender.options),
+                    report=say,
+                    timeout=_START_SECONDS,
+                    environment=_ENVIRONMENT,
+                    verbose=verbose,
+                )
+                say(f"Starting a server: {result.contender.name}")
+                try:
+                    _check_memory([each for _, each in running])
+                    stack.enter_context(server)
+                    running.append((result, server))
+                except ServerError as error:
+                    result.failure = str(error)
+                    if hasattr(server, "log_path"):
+                        log = server.log_path.read_text(encoding="utf-8", errors="replace")
+                        result.failure = f"{refusal(log) or error} (log: {server.log_path})"
+                    say(f"         {result.failure}")
+            _ask_all(running, plan, say)
+            for result, server in running:
+                result.resident_bytes = sum(map(peak_resident_bytes, server.processes()))
+                result.device_bytes = device_bytes(server.processes())
+    return results
+
+
+def _ask_all(
+    running: Sequence[tuple[Result, Server]], plan: Plan, say: Callable[[str], None]
+) -> None:
+    for index in range(plan.num_rounds + 1):
+        for concurrency in plan.concurrencies:
+            say(
+                f"Round {index} of {plan.num_rounds}, {concurrency} at a time"
+                + ("" if index else " (not counted)")
+            )
+            for task, prompts in plan.tasks().items():
+                for result, server in running:
+                    if result.failure:
+                        continue
+                    try:
+                        found = _ask(server, task, prompts, plan, concurrency, index)
+                    except (AnswerError, ServerError, ValueError) as error:
+                        result.failure = f"{task}: {error}"
+                        say(f"         {result.contender.name}: {result.failure}")
+                        continue
+                    if index:
+                        result.rounds.append(found)
+
+
+def _ask(
+    server: Server,
+    task: str,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    concurrency: int,
+    index: int,
+) -> Round:
+    client = openai_client(server.url, server.api_key)
+    before = Look.at(server)
+    used = processor_seconds(server.processes())
+    start = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(lambda prompt: _answers(client, prompt, plan), prompts))
+    seconds = time.perf_counter() - start
+    used = processor_seconds(server.processes()) - used
+    said = tuple(tokens for each in answers for tokens in each)
+    deadline = time.monotonic() + _COUNTERS_SECONDS
+    while (counted := Look.at(server).since(before)).requests < len(said):
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"The server counts {counted.requests:.0f} of {len(said)} requests on /metrics."
+            )
+        time.sleep(0.02)
+    return Round(task, concurrency, index, seconds, used, counted, said)
+
+
+def _answers(client: OpenAI, prompt: Prompt, plan: Plan) -> list[tuple[int, ...]]:
+    """Token ids of the answer to each turn."""
+    options: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "extra_body": {"return_token_ids": True},
+    }
+    try:
+        if prompt.text is not None:
+            text = prompt.text if isinstance(prompt.text, str) else list(prompt.text)
+            completion = client.completions.create(prompt=text, **options)
+            return [_token_ids(completion.choices[0])]
+        said = []
+        messages: list[Any] = []
+        for turn in prompt.turns:
+            messages += turn
+            answer = client.chat.completions.create(messages=messages, **options)
+            said.append(_token_ids(answer.choices[0]))
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    except Exception as error:
+        # Of the HTTP library or of the client's.
+        raise AnswerError(reason(error)) from error
+    return said
+
+
+def _token_ids(choice: Any) -> tuple[int, ...]:
+    return tuple(choice.token_ids)
+
+
+def _check_memory(running: Sequence[Server]) -> None:
+    """Refuse another server where there may be no room for one as large as the largest.
+
+    Raises:
+        ServerError: With the remedy.
+    """
+    largest = max((sum(map(peak_resident_bytes, each.processes())) for each in running), default=0)
+    available = psutil.virtual_memory().available
+    if largest > available:
+        raise ServerError(
+            f"{available / 2**30:.1f} GiB of memory are left, and a server takes {largest / 2**30:.1f}: "
+            "set --one-at-a-time, or leave something out"
+        )
+
+
+def peak_resident_bytes(process: int) -> int:
+    """The most that a process had in memory, pages that it shares included; 0 where none says so."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def processor_seconds(processes: Sequence[int]) -> float:
+    """What processes have used of all cores since they began; those that have ended count nothing."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            times = psutil.Process(process).cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def device_bytes(processes: Sequence[int]) -> int | None:
+    """What processes have on NVIDIA GPUs; ``None`` where nothing is known of them."""
+    try:
+        from vllm.utils.import_utils import import_pynvml
+
+        nvml = import_pynvml()
+        nvml.nvmlInit()
+        try:
+            devices = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+            used = [
+                each.usedGpuMemory
+                for device in devices
+                for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+                if each.pid in processes
+            ]
+        finally:
+            nvml.nvmlShutdown()
+    except Exception:
+        # No driver, or one that does not tell.
+        return None
+    return sum(used) if used and None not in used else None
+
+
+def refusal(log: str) -> str:
+    """Why a server did not start, in one line of its log; empty if no line says so."""
+    lines = [re.sub(r"^\(\w+ pid=\d+\)\s*", "", line).strip() for line in log.splitlines()]
+    ours = [line for line in lines if line.startswith("vllm-diffusion: ")]
+    if ours:
+        return ours[-1]
+    # An option of vLLM's that its parser refuses.
+    usage = [line for line in lines if re.match(r"vllm[\w. ]*: error: \S", line)]
+    if usage:
+        return usage[0]
+    # The first error is the cause of those behind it.
+    for number, line in enumerate(lines):
+        if re.match(r"(?:\w+\.)*\w*(?:Error|Exception): \S", line):
+            # pydantic names the field and what is wrong with it in the next two.
+            is_whole = not re.search(r"\d+ validation errors? for \w+$", line)
+            return line if is_whole else " ".join(lines[number : number + 3])
+    return ""

@@ -1,0 +1,123 @@
+"""``vllm-diffusion drafts``: which published draft goes with a target, and how to serve both."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.cli import values
+
+if TYPE_CHECKING:
+    from vllm_diffusion.cli.checkpoint import Subcommands
+
+_FILE = Path(__file__).resolve().parents[1] / "presets.toml"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A target and the draft that was published for it.
+
+    Attributes:
+        target: Its repository.
+        draft: The draft's repository.
+        causal: Which of its layers see no row ahead.
+        window: What is known of one.
+        listed_as: What the source calls the target, where its repository is inferred from that.
+        block: Anchor and masks of a block; 0 where the sources do not say.
+        issues: What users reported.
+        options: Further options of ``vllm serve`` that its publisher gives.
+    """
+
+    target: str
+    draft: str
+    causal: str
+    window: str
+    listed_as: str = ""
+    block: int = 0
+    issues: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """What serves it, for a shell. Where the block is unknown, with the publisher's number."""
+        spec = {
+            "method": "dflash",
+            "model": self.draft,
+            "num_speculative_tokens": (self.block or _DEFAULT_BLOCK) - 1,
+        }
+        words = ["vllm", "serve", self.target, "--speculative-config", json.dumps(spec)]
+        return shlex.join([*words, *self.options])
+
+
+# Of z-lab's drafts where nothing else is said: its command line for vLLM proposes 15.
+_DEFAULT_BLOCK = 16
+
+
+def presets() -> list[Preset]:
+    """All that are known, in the order of the file."""
+    content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    general = content["general"]["issues"]
+    return [
+        Preset(
+            **entry
+            | {
+                "issues": (*entry.get("issues", ()), *general),
+                "options": tuple(entry.get("options", ())),
+            }
+        )
+        for entry in content["preset"]
+    ]
+
+
+def add_parser(subcommands: Subcommands) -> None:
+    parser = subcommands.add_parser(
+        "drafts",
+        help="list published drafts and how to serve them",
+        description="Which published DFlash draft goes with a target, what is known of it, and the command "
+        "that serves both. Nothing is fetched.",
+    )
+    parser.add_argument(
+        "target", nargs="?", type=values.text, help="a target, or the end of its name; default: all"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    known = presets()
+    if arguments.target is None:
+        width = max(len(preset.target) for preset in known)
+        for preset in known:
+            print(f"{preset.target:<{width}}  {preset.draft}")
+        return 0
+    wanted = arguments.target.lower().rstrip("/")
+    found = [p for p in known if wanted in (p.target.lower(), p.target.lower().rpartition("/")[2])]
+    if not found:
+        names = ", ".join(preset.target for preset in known)
+        raise values.UsageError(
+            f"argument target: no published draft is known for {arguments.target!r}; known targets: {names}."
+        )
+    print("\n\n".join(describe(preset) for preset in found))
+    return 0
+
+
+def describe(preset: Preset) -> str:
+    """A preset in lines, the command last."""
+    block = f"{preset.block} (num_speculative_tokens {preset.block - 1})"
+    if not preset.block:
+        block = f"not known; inferred below from z-lab's own {_DEFAULT_BLOCK}: config.json has block_size"
+    inferred = f" (inferred: listed as {preset.listed_as})" if preset.listed_as else ""
+    lines = [
+        f"target  {preset.target}{inferred}",
+        f"draft   {preset.draft}",
+        f"block   {block}",
+        f"causal  {preset.causal}",
+        f"window  {preset.window}",
+        *(f"known   {issue}" for issue in preset.issues),
+        preset.command,
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""What a benchmark asks: prompts of a file, of a data set by its name, or of the shipped tasks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.client import ask
+from vllm_diffusion.cli.values import UsageError
+
+# Seconds after which a hub that says nothing is one that cannot be reached.
+_HUB_SECONDS = 10.0
+# Held-out questions of the shipped checkpoints' tasks, and others; examples/write_tiny_tasks.py writes it.
+TINY_TASKS_FILE = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_tasks.jsonl"
+TINY_TASKS = "tiny-tasks"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on with, or a conversation.
+
+    Attributes:
+        task: What it is counted under.
+        text: To be completed, as text or token ids; ``None`` for a conversation.
+        turns: Messages before each answer that is asked for: the first turn's, then what follows the
+            first answer, and so on.
+    """
+
+    task: str
+    text: str | tuple[int, ...] | None = None
+    turns: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class HubDataSet:
+    """Where a data set is, and what of a row is asked.
+
+    Attributes:
+        repository: On the hub.
+        configuration: Of the repository, if it has several.
+        split: That is asked.
+        ask: The user's turns of a row.
+    """
+
+    repository: str
+    configuration: str | None
+    split: str
+    ask: Callable[[Mapping[str, Any]], list[str]]
+
+
+def _reasoned(question: str) -> list[str]:
+    return [
+        f"{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    ]
+
+
+HUB_DATA_SETS = {
+    "gsm8k": HubDataSet("openai/gsm8k", "main", "test", lambda row: _reasoned(row["question"])),
+    "math500": HubDataSet(
+        "HuggingFaceH4/MATH-500", None, "test", lambda row: _reasoned(row["problem"])
+    ),
+    "humaneval": HubDataSet(
+        "openai/openai_humaneval",
+        None,
+        "test",
+        lambda row: [f"Complete this Python function.\n```python\n{row['prompt']}\n```"],
+    ),
+    "mbpp": HubDataSet(
+        "google-research-datasets/mbpp",
+        "sanitized",
+        "test",
+        lambda row: [f"Write Python code. {row['prompt']}\nIt must pass:\n{row['test_list'][0]}"],
+    ),
+    "mt-bench": HubDataSet(
+        "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])
+    ),
+}
+NAMES = (TINY_TASKS, *HUB_DATA_SETS)
+
+
+def source(value: str) -> str:
+    """What ``--data`` takes: one of :data:`NAMES`, or the path of a file of JSON lines."""
+    if value not in NAMES:
+        path = values.path_of(value)
+        if values.found(path, f"a file of JSON lines, or one of {', '.join(NAMES)}").is_dir():
+            raise values.Refusal(f"{path} is a folder; it must be a file of JSON lines.")
+    return value
+
+
+def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
+    """At most ``num_prompts`` of each task of a source, drawn by ``seed``.
+
+    Args:
+        source: One of :data:`NAMES`, or the path of a file of JSON lines.
+        num_prompts: Of a task.
+        seed: Of the draw.
+
+    Raises:
+        UsageError: If the source is not there, or a line of it is no prompt.
+    """
+    if source in HUB_DATA_SETS:
+        prompts = list(hub_prompts(source))
+    else:
+        path = TINY_TASKS_FILE if source == TINY_TASKS else Path(source)
+        prompts = list(file_prompts(path))
+    if not prompts:
+        raise UsageError(f"--data {source} holds no prompt.")
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    rng = random.Random(seed)
+    return [
+        prompt
+        for theirs in by_task.values()
+        for prompt in rng.sample(theirs, min(num_prompts, len(theirs)))
+    ]
+
+
+def file_prompts(path: Path) -> Iterator[Prompt]:
+    """Each line's; a file without ``task`` is a task of its own name."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--data {path}: {getattr(error, 'strerror', None) or error}. It must be a file of JSON "
+            f"lines, or one of {', '.join(NAMES)}."
+        ) from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield prompt_of(json.loads(line), path.stem)
+        except ValueError as error:
+            raise UsageError(f"--data {path}, line {number}: {error}") from None
+
+
+def prompt_of(entry: Any, task: str) -> Prompt:
+    """A prompt of one entry of a file.
+
+    Args:
+        entry: Of JSON: an object with ``prompt`` (text or token ids to go on with), ``messages`` (a
+            conversation) or ``turns`` (what a user says, one after another), and perhaps ``task``.
+        task: Where it has none.
+
+    Raises:
+        ValueError: Naming what is wrong with it.
+    """
+    if not isinstance(entry, dict):
+        raise ValueError(f"an object is needed, not {type(entry).__name__}.")
+    kinds = [name for name in ("prompt", "messages", "turns") if name in entry]
+    if len(kinds) != 1:
+        raise ValueError("give one of prompt, messages and turns.")
+    task = entry.get("task", task)
+    if not isinstance(task, str) or not task:
+        raise ValueError(f"task={task!r} must be a name.")
+    value = entry[kinds[0]]
+    if kinds[0] == "prompt":
+        if isinstance(value, str) and value:
+            return Prompt(task, text=value)
+        if isinstance(value, list) and value and all(type(token) is int for token in value):
+            return Prompt(task, text=tuple(value))
+        raise ValueError("prompt must be a text, or a list of token ids.")
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{kinds[0]} must be a list that is not empty.")
+    if kinds[0] == "turns":
+        if not all(isinstance(turn, str) for turn in value):
+            raise ValueError("turns must be texts.")
+        return _conversation(task, value)
+    if not all(isinstance(message, dict) and "role" in message for message in value):
+        raise ValueError("messages must be objects with role and content.")
+    return Prompt(task, turns=(tuple(value),))
+
+
+def hub_prompts(name: str) -> Iterator[Prompt]:
+    """All of a data set by its name.
+
+    Raises:
+        UsageError: If ``datasets`` is not installed, or cannot load it.
+    """
+    known = HUB_DATA_SETS[name]
+    remedy = 'give a file of JSON lines with {"prompt": ...} or {"turns": [...]} as --data'
+    try:
+        rows = _hub_rows(known)
+        return iter([_conversation(name, known.ask(row)) for row in rows])
+    except ImportError:
+        raise UsageError(
+            f"--data {name} needs the package datasets: pip install datasets, or {remedy}."
+        ) from None
+    except Exception as error:
+        # Errors of the hub, of the network and of the files; all of them are the user's to know.
+        said = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UsageError(
+            f"--data {name}: {known.repository} cannot be loaded ({said}). Where no hub can be reached, "
+            f"{remedy}."
+        ) from None
+
+
+def _hub_rows(known: HubDataSet) -> Iterable[Any]:
+    """The rows of a data set, from this machine's cache where no hub answers."""
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            ask(constants.ENDPOINT, method="HEAD", timeout=_HUB_SECONDS)
+        except HTTPError:
+            # It answers: what it says of a data set is asked below.
+            pass
+        except OSError:
+            # The library would ask six times for half a minute, and print a line each time. It copies
+            # this when it is imported.
+            constants.HF_HUB_OFFLINE = True
+    from datasets import load_dataset
+
+    rows: Iterable[Any] = load_dataset(known.repository, known.configuration, split=known.split)
+    return rows
+
+
+def _conversation(task: str, turns: Iterable[str]) -> Prompt:
+    return Prompt(task, turns=tuple(({"role": "user", "content": turn},) for turn in turns))

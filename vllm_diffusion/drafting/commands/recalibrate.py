@@ -1,0 +1,240 @@
+"""``vllm-diffusion calibrate online``: drafts trained on what a server is asked, while it is asked nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.client import ServerError, read_metrics
+from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.shipped_server import end_with_signals
+from vllm_diffusion.drafting.calibration.idle_work import IdleWork, IdleWorkError
+from vllm_diffusion.drafting.commands.swap_draft import (
+    DraftClient,
+    SwapError,
+    add_server,
+    add_verifications,
+    describe,
+    wait_until_judged,
+)
+from vllm_diffusion.drafting.recording import read_recording
+from vllm_diffusion.drafting.swap.trial import PENDING
+
+if TYPE_CHECKING:
+    from vllm_diffusion.cli.checkpoint import Subcommands
+
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_POLL_SECONDS = 1.0
+_OURS = (sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate")
+_GATE = (sys.executable, "-m", "vllm_diffusion.drafting.calibration.gate")
+# Of the time that is left: training ends by itself before it is ended.
+_SHARE_OF_TRAINING = 0.7
+
+
+def add_parser(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "online",
+        help="train drafts in a server's idle time, and swap them in if they are better",
+        description="Wait until a server has nothing to do, extract and train on its recording, compare "
+        "the new draft with the served one on answers that were held out, and swap it in if it is "
+        "better; the server then puts the old one back by itself if its own counters say otherwise. "
+        "Whenever the server has work, this halts. Ctrl-C ends it.",
+        epilog="Other options are vLLM's for the extraction, such as --max-model-len 4096.",
+        allow_abbrev=False,
+    )
+    add_server(parser)
+    parser.add_argument("--target", type=values.model, required=True, help="what the server serves")
+    parser.add_argument(
+        "--recording", type=values.recording, required=True, help="where the server records"
+    )
+    parser.add_argument(
+        "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
+    )
+    positive, count = values.number(above=0), values.integer()
+    for option, read, default, meaning in (
+        ("--minutes", positive, 60.0, "of a round"),
+        ("--gib", positive, 16.0, "of memory"),
+        ("--disk-gib", positive, 4.0, "of hidden states"),
+        ("--steps", count, 2000, "of training"),
+        ("--device", values.device, "cpu", "of training"),
+        ("--exchanges", count, 200, "new ones that begin a round"),
+        ("--idle-seconds", values.number(least=0), 30.0, "without a request"),
+    ):
+        parser.add_argument(
+            option, type=read, default=default, metavar="X", help=f"{meaning} (%(default)s)"
+        )
+    add_verifications(parser)
+    parser.add_argument(
+        "--rounds", type=count, metavar="N", help="end after so many (default: go on)"
+    )
+    parser.set_defaults(run=run, vllm_options=[])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        read_recording(arguments.recording)
+    except ValueError as error:
+        raise values.UsageError(f"--recording: {error}") from None
+    end_with_signals()
+    try:
+        client = DraftClient(arguments.url, arguments.api_key)
+        _served(client)
+        rounds = _Rounds(arguments, client)
+        done = 0
+        while arguments.rounds is None or done < arguments.rounds:
+            rounds.wait()
+            rounds.run()
+            done += 1
+    except (ValueError, ServerError) as error:
+        return fail(str(error))
+    return 0
+
+
+def _served(client: DraftClient) -> Path:
+    """The folder of the draft that is served.
+
+    Raises:
+        ValueError: If it is none on this machine.
+    """
+    folder = Path(client.status()["model"])
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"The server's draft {folder} is no folder on this machine, where training starts from it; "
+            "start the server with the path of its draft."
+        )
+    return folder.absolute()
+
+
+@dataclass
+class _Rounds:
+    """One after the other.
+
+    Attributes:
+        arguments: Of the command.
+        client: Of the server.
+        until: When the newest exchange ended that a round has seen.
+    """
+
+    arguments: argparse.Namespace
+    client: DraftClient
+    until: float = 0.0
+    _times: list[float] = field(default_factory=list)
+    _sizes: list[tuple[str, int]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until the server is idle, no swap is pending, and enough was recorded."""
+        arguments = self.arguments
+        idle_since = time.monotonic()
+        told = ""
+        while True:
+            is_busy = _is_busy(arguments.url)
+            if is_busy:
+                idle_since = time.monotonic()
+            if is_busy or time.monotonic() - idle_since < arguments.idle_seconds:
+                waits = "the server has work"
+            elif _is_pending(self.client.status()):
+                waits = "a swap is pending"
+            elif self._num_new() < arguments.exchanges:
+                waits = f"fewer than {arguments.exchanges} new exchanges are recorded"
+            else:
+                self.until = self._times[-1]
+                return
+            if waits != told:
+                told = waits
+                say(f"Waiting: {waits}.")
+            time.sleep(_POLL_SECONDS)
+
+    def _num_new(self) -> int:
+        """Exchanges that no round has seen; read again where the files are others."""
+        recording = self.arguments.recording
+        sizes = []
+        for file in sorted(recording.glob("*")) if recording.is_dir() else [recording]:
+            # The oldest file of a ring goes while it is written.
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((file.name, file.stat().st_size))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            try:
+                self._times = [each.time for each in read_recording(recording).exchanges]
+            except ValueError:
+                # It was cleared meanwhile.
+                self._times = []
+        return sum(at > self.until for at in self._times)
+
+    def run(self) -> None:
+        """Extract, train, compare, swap. What fails ends the round, and the served draft stays."""
+        arguments = self.arguments
+        work = IdleWork(
+            lambda: _is_busy(arguments.url),
+            arguments.minutes * 60,
+            int(arguments.gib * 2**30),
+            say,
+        )
+        old = _served(self.client)
+        arguments.drafts.mkdir(parents=True, exist_ok=True)
+        new = arguments.drafts.absolute() / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        with tempfile.TemporaryDirectory(dir=arguments.drafts) as folder:
+            samples = Path(folder) / "samples"
+            try:
+                if not self._train(work, samples, old, new):
+                    return
+            except IdleWorkError as error:
+                say(f"The round ends, and {old} is served on: {error}")
+                shutil.rmtree(new, ignore_errors=True)
+                return
+        try:
+            status = self.client.swap(new, arguments.verifications)
+            say(f"{new} is tried by the server.")
+            print(describe(wait_until_judged(self.client, status)), flush=True)
+        except SwapError as error:
+            say(f"{new} was not taken: {error}")
+
+    def _train(self, work: IdleWork, samples: Path, old: Path, new: Path) -> bool:
+        """Whether the new draft is better than the old one, on answers that neither was trained on."""
+        arguments = self.arguments
+        words: list[str] = ["extract", arguments.target, str(arguments.recording)]
+        words += ["--draft", str(old), "--out", str(samples)]
+        words += ["--max-mib", str(max(int(arguments.disk_gib * 2**10), 1))]
+        words += arguments.vllm_options
+        say(work.run("extraction", [*_OURS, *words]).strip().splitlines()[-1])
+        words = ["train", str(samples), "--out", str(new), "--from", str(old)]
+        words += ["--target", arguments.target, "--steps", str(arguments.steps)]
+        words += ["--device", arguments.device]
+        words += ["--minutes", str(work.seconds_left / 60 * _SHARE_OF_TRAINING)]
+        say(work.run("training", [*_OURS, *words]).strip().splitlines()[-1])
+        printed = work.run(
+            "comparison", [*_GATE, str(samples), arguments.target, str(new), str(old)]
+        )
+        found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+        say(
+            f"On held-out answers: {found['new']:.2f} tokens a verification, and {found['old']:.2f} of the "
+            f"served draft; {work.spent / 60:.1f} minutes."
+        )
+        if not found["is_better"]:
+            say(f"That is not better: {old} is served on.")
+            shutil.rmtree(new)
+        return bool(found["is_better"])
+
+
+def _is_pending(status: dict[str, Any]) -> bool:
+    swap = status["swap"]
+    return swap is not None and swap["state"] == PENDING
+
+
+def _is_busy(url: str) -> bool:
+    """Whether a server has requests, by its own gauges.
+
+    Raises:
+        ServerError: If it is not there any more.
+    """
+    return any(sample.value for sample in read_metrics(url) if sample.name in _GAUGES)

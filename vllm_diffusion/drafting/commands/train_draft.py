@@ -1,0 +1,165 @@
+"""``vllm-diffusion calibrate train``: a draft trained on extracted hidden states."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.drafting.calibration.train_settings import TrainSettings
+
+if TYPE_CHECKING:
+    from vllm_diffusion.cli.checkpoint import Subcommands
+    from vllm_diffusion.drafting.calibration.train import Progress
+
+# Settings of a training that are options: what each means, and what reads it.
+_SETTINGS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "batch_size": ("samples a step", values.integer()),
+    "anchors": ("blocks of each sample", values.integer()),
+    "learning_rate": ("at its highest", values.number(above=0)),
+    "revealed_share": (
+        "share of the blocks of which some is revealed, for drafts of several passes",
+        values.number(least=0, most=1),
+    ),
+    "report_every": ("steps between two lines of progress", values.integer()),
+    "seed": ("of blocks, masks and random weights", values.seed),
+}
+
+
+def add_parser(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "train",
+        help="train a draft on extracted hidden states",
+        description="Train a draft, from another one's weights or from random ones, on what `calibrate "
+        "extract` wrote. Nothing is saved until it is complete.",
+    )
+    parser.add_argument("samples", type=values.samples, help="a folder of `calibrate extract`")
+    parser.add_argument(
+        "--out", type=values.new_folder, required=True, help="a new folder, for the draft"
+    )
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--from", dest="first", type=values.draft, help="a draft to start from")
+    start.add_argument(
+        "--layers",
+        type=values.integer(),
+        metavar="N",
+        help="start from random weights, with so many layers",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=values.integer(2),
+        metavar="N",
+        help="of a new draft: an anchor and masks",
+    )
+    parser.add_argument(
+        "--mask-token-id",
+        type=values.integer(0),
+        metavar="ID",
+        help="of a new draft: a token that no text has",
+    )
+    parser.add_argument(
+        "--target",
+        type=values.model,
+        help="default: the one that the samples were extracted from",
+    )
+    parser.add_argument(
+        "--steps",
+        type=values.integer(),
+        default=2000,
+        metavar="N",
+        help="of the optimizer (%(default)s)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=values.number(above=0),
+        metavar="X",
+        help="end then though steps are left",
+    )
+    defaults = {each.name: each.default for each in dataclasses.fields(TrainSettings)}
+    for name, (meaning, read) in _SETTINGS.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=read,
+            default=defaults[name],
+            metavar="N" if isinstance(defaults[name], int) else "X",
+            help=f"{meaning} (%(default)s)",
+        )
+    parser.add_argument(
+        "--device", type=values.device, default="cpu", help="cpu, cuda or cuda:N (%(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    is_new = arguments.first is None
+    for name in ("block_size", "mask_token_id"):
+        option = "--" + name.replace("_", "-")
+        if is_new and getattr(arguments, name) is None:
+            raise values.UsageError(
+                f"{option} is needed for a new draft; give it, or start --from one."
+            )
+        if not is_new and getattr(arguments, name) is not None:
+            raise values.UsageError(
+                f"{option} is of a new draft, and --from has its own; leave it out."
+            )
+    try:
+        names = ("steps", "minutes", *_SETTINGS)
+        settings = TrainSettings(**{name: getattr(arguments, name) for name in names})
+
+        import torch
+
+        from vllm_diffusion.drafting.calibration import calibrate
+        from vllm_diffusion.drafting.calibration.samples import read_extraction
+        from vllm_diffusion.drafting.reference import ReferenceDraft, draft_config
+
+        if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(
+                f"--device {arguments.device}: torch finds no such GPU; set it to cpu."
+            )
+        extraction = read_extraction(arguments.samples)
+        draft = None if is_new else calibrate.load_first_draft(arguments.first)
+        ends = calibrate.load_ends(arguments.target or extraction.target)
+        if draft is None:
+            torch.manual_seed(settings.seed)
+            draft = ReferenceDraft(
+                draft_config(
+                    ends.config,
+                    num_layers=arguments.layers,
+                    block_size=arguments.block_size,
+                    mask_token_id=arguments.mask_token_id,
+                    target_layer_ids=extraction.target_layer_ids,
+                )
+            )
+        calibrate.calibrate(
+            arguments.samples,
+            ends,
+            draft,
+            arguments.out,
+            settings,
+            device=arguments.device,
+            report=_reporter(),
+        )
+    except ValueError as error:
+        return fail(str(error))
+    print(f"The draft is in {arguments.out}, a picture of its training in training.svg there.")
+    return 0
+
+
+def _reporter() -> Callable[[Progress], None]:
+    start = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        line = f"step {progress.step}, {(time.monotonic() - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
+        if progress.acceptance_by_position:
+            shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
+            line += (
+                f"; held out: {progress.accepted:.2f} of {len(progress.acceptance_by_position)} "
+                f"accepted, by position {shares}"
+            )
+        say(line)
+
+    return report

@@ -1,0 +1,223 @@
+"""Whether a draft on disk may take the place of the one that a running server has.
+
+What a server captured and allocated for its draft stays: so the new one must be of the same make, and
+fit the target as a draft must at the start. Nothing of the server changes here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.drafting.check import (
+    ARCHITECTURE,
+    STOCK_ARCHITECTURE,
+    check_pair,
+    set_window,
+)
+from vllm_diffusion.drafting.draft_settings import draft_settings
+from vllm_diffusion.drafting.reference import ReferenceDraft, reach_of_layer
+from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
+from vllm_diffusion.weights.update import UNHARMED, ExpectedTensors, WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_RESTART = "restart the server with it"
+# What a layer of vLLM's is built from.
+_OF_MODEL = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "vocab_size",
+    "target_hidden_size",
+    "is_neox_style",
+    "logit_scale",
+)
+_OF_DFLASH = (
+    "mask_token_id",
+    "target_layer_ids",
+    "attention_sink_bias",
+    "attention_value_scale",
+    "use_aux_hidden_state",
+)
+# Where vLLM's own default is not that of transformers.
+_DEFAULT_THETA = 1000000
+
+
+class DraftTensors(TensorRules):
+    """Names and shapes of a draft's tensors in z-lab's layout, without embedding and head."""
+
+    def shapes(self, config: Any) -> dict[str, Shape]:
+        """As :class:`TensorRules` has it."""
+        with torch.device("meta"):
+            tensors = ReferenceDraft(config).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_replaceable(vllm_config: VllmConfig) -> None:
+    """Refuse a server whose draft cannot be replaced while it runs.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if spec is None:
+        raise ValueError(
+            "The server has no draft to replace; start it with one (--speculative-config)."
+        )
+    if spec.method != "dflash":
+        raise ValueError(
+            f"--speculative-config: a draft of method {spec.method!r} cannot be replaced while the "
+            'server runs, only one of "dflash"; restart the server with the new one.'
+        )
+    (architecture,) = spec.draft_model_config.architectures
+    if architecture not in (ARCHITECTURE, STOCK_ARCHITECTURE):
+        raise ValueError(
+            f"--speculative-config: a draft of architecture {architecture} cannot be replaced while the "
+            f"server runs, only {STOCK_ARCHITECTURE} and {ARCHITECTURE}; restart the server with the "
+            "new one."
+        )
+    if spec.draft_model_config.quantization is not None:
+        raise ValueError(
+            "--speculative-config: the draft is quantised, and its layers rewrite what they load; "
+            "restart the server with the new one."
+        )
+    for option, size in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+    ):
+        if size > 1:
+            raise ValueError(
+                f"{option} {size}: a draft is replaced on a server of one stage and one engine; "
+                "restart the server with the new one."
+            )
+
+
+def read_new_draft(folder: Path, vllm_config: VllmConfig) -> dict[str, Tensor]:
+    """The tensors of a draft that may take the place of the served one, in host memory.
+
+    Args:
+        folder: In z-lab's layout: ``config.json`` and safetensors files.
+        vllm_config: Of the server.
+
+    Raises:
+        ValueError: Naming the file, the field or the tensor, and the remedy.
+    """
+    update = check_new_draft(folder, vllm_config)
+    tensors = dict(update.tensors())
+    # A file that was rewritten while it was read is neither draft.
+    update.check(is_whole=True)
+    return tensors
+
+
+def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
+    """As :func:`read_new_draft`, without keeping its tensors.
+
+    Returns:
+        What is to be loaded.
+
+    Raises:
+        ValueError: As there.
+    """
+    check_replaceable(vllm_config)
+    config = _read_config(folder)
+    spec = vllm_config.speculative_config
+    where = f"config.json of the draft {folder}"
+    if (folder / "mask_embedding.pt").exists():
+        raise ValueError(
+            f"{folder / 'mask_embedding.pt'}: a mask embedding of its own is not replaced while the "
+            f"server runs; {_RESTART}."
+        )
+    check_pair(config, folder, spec.target_model_config, spec.num_speculative_tokens)
+    settings = draft_settings(vllm_config)
+    served = spec.draft_model_config
+    (served_as,) = served.architectures
+    # Ours serves both.
+    known = {served_as, STOCK_ARCHITECTURE} if served_as == ARCHITECTURE else {served_as}
+    if config.architectures is None or not set(config.architectures) & known:
+        raise ValueError(
+            f"{where}: architectures={config.architectures!r}, but the server runs {served_as}; "
+            f"{_RESTART}, or set architectures to it if that is what was trained."
+        )
+    if settings.window is not None:
+        set_window(config, settings.window)
+    _check_same(config, served.hf_config, where)
+    try:
+        expected = ExpectedTensors(config, DraftTensors(), None)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: the layout is not known here ({error}); {_RESTART}.") from None
+    update = WeightUpdate(expected)
+    update.add(folder)
+    if missing := update.missing:
+        raise ValueError(
+            f"{missing[0]} is not in {folder}, and {len(missing) - 1} more tensors; copy or train the "
+            f"draft again. {UNHARMED.capitalize()}."
+        )
+    return update
+
+
+def _read_config(folder: Path) -> Any:
+    from vllm.transformers_utils.config import get_config
+
+    path = folder / "config.json"
+    problem = why_not_folder(folder)
+    if problem is None and why_not_file(path):
+        problem = "has no config.json"
+    if not folder.is_absolute():
+        problem = "is not absolute"
+    if problem is not None:
+        raise ValueError(
+            f"model={str(folder)!r} {problem}; it must be the absolute path of a draft's folder that the "
+            f"server can read, with config.json. {UNHARMED.capitalize()}."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it is no object")
+        if content.get("quantization_config"):
+            raise TypeError(
+                "quantization_config: a quantised draft is not taken while a server runs"
+            )
+        return get_config(str(folder), trust_remote_code=False)
+    # Whatever transformers makes of fields that are not what they should be.
+    except Exception as error:
+        raise ValueError(
+            f"{path} is no configuration of a draft ({error}); copy or train the draft again. "
+            f"{UNHARMED.capitalize()}."
+        ) from None
+
+
+def _check_same(new: Any, served: Any, where: str) -> None:
+    """Refuse another make: names, shapes and graphs of the served draft stay."""
+    expected = _make(served)
+    for name, value in _make(new).items():
+        if value != expected[name]:
+            raise ValueError(
+                f"{where}: {name}={value!r}, but the served draft has {expected[name]!r}; train a draft "
+                f"of the same make, or {_RESTART}. {UNHARMED.capitalize()}."
+            )
+
+
+def _make(config: Any) -> dict[str, Any]:
+    options = getattr(config, "dflash_config", None) or {}
+    make = {name: getattr(config, name, None) for name in _OF_MODEL}
+    make |= {f"dflash_config.{name}": options.get(name) for name in _OF_DFLASH}
+    if make["dflash_config.mask_token_id"] is None:
+        make["dflash_config.mask_token_id"] = getattr(config, "mask_token_id", None)
+    rotation = dict(getattr(config, "rope_parameters", None) or {})
+    make["rope_parameters"] = {"rope_theta": _DEFAULT_THETA} | rotation
+    reaches = [reach_of_layer(config, layer) for layer in range(config.num_hidden_layers)]
+    make["layer_types and windows"] = [tuple(reach) for reach in reaches]
+    return make

@@ -1,0 +1,121 @@
+"""The draft of a running worker: other weights in the same memory, and the old ones back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.drafting.swap.new_draft import check_replaceable, read_new_draft
+
+# What an update may do with the weights that the last one replaced.
+RESTORE, DROP = "restore", "drop"
+# Projections of the context's keys and values of all layers, which vLLM builds of the loaded layers.
+_FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
+# The target's, and no part of a draft.
+_EMBEDDING = "embed_tokens."
+
+
+class ServedDraft:
+    """A DFlash draft that a worker has.
+
+    An update is planned, and then carried out: a new draft is read and checked before anything stands
+    still for it, and its loading is a copy from the host's memory. What it replaces stays there until
+    it is put back or dropped. A captured graph sees all of it, since every tensor stays where it is.
+    """
+
+    def __init__(self, draft: Any, vllm_config: Any) -> None:
+        """Take on a draft.
+
+        Args:
+            draft: vLLM's ``DFlashQwen3ForCausalLM`` or ours.
+            vllm_config: Of the worker.
+
+        Raises:
+            ValueError: If it cannot be replaced.
+        """
+        check_replaceable(vllm_config)
+        self._model = draft.model
+        for name, is_own in (
+            ("a mask embedding", self._model.has_separate_mask_embedding),
+            ("an embedding", getattr(draft, "has_own_embed_tokens", False)),
+            ("an output head", getattr(draft, "has_own_lm_head", False)),
+        ):
+            if is_own:
+                raise ValueError(
+                    f"The served draft has {name} of its own, and is not replaced while the server "
+                    "runs; restart the server with the new one."
+                )
+        self._vllm_config = vllm_config
+        self._planned: dict[str, Tensor] | str | None = None
+        self._replaced: dict[str, Tensor] | None = None
+
+    def forget_plan(self) -> None:
+        """Plan nothing."""
+        self._planned = None
+
+    def plan_load(self, folder: Path) -> None:
+        """Read a draft, to be loaded.
+
+        Raises:
+            ValueError: Naming what does not fit; nothing is planned.
+        """
+        self._planned = read_new_draft(folder, self._vllm_config)
+
+    def plan_replaced(self, what: str) -> None:
+        """Put back what the last load replaced, or drop it.
+
+        Args:
+            what: :data:`RESTORE` or :data:`DROP`.
+
+        Raises:
+            ValueError: If there is nothing.
+        """
+        if self._replaced is None:
+            raise ValueError(
+                "update_info.replaced: no draft was replaced, so none can be put back."
+            )
+        self._planned = what
+
+    @torch.no_grad()
+    def carry_out(self) -> None:
+        """Do what is planned, if anything is; a load that fails leaves the old weights."""
+        planned, self._planned = self._planned, None
+        if isinstance(planned, dict):
+            self._replaced = {
+                name: tensor.to("cpu", copy=True) for name, tensor in self._weights().items()
+            }
+            try:
+                self._model.load_weights(planned.items())
+                self._rebuild()
+            except BaseException:
+                self._copy(self._replaced)
+                raise
+        elif planned is not None:
+            if planned == RESTORE and self._replaced is not None:
+                self._copy(self._replaced)
+            self._replaced = None
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {
+            name: parameter.data
+            for name, parameter in self._model.named_parameters()
+            if not name.startswith(_EMBEDDING)
+        }
+
+    def _copy(self, values: Mapping[str, Tensor]) -> None:
+        for name, weight in self._weights().items():
+            weight.copy_(values[name])
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Have vLLM derive its buffers anew, and put their values where they were."""
+        before = {name: getattr(self._model, name) for name in _FUSED}
+        self._model._build_fused_kv_buffers()
+        for name, buffer in before.items():
+            if buffer is not None:
+                buffer.copy_(getattr(self._model, name))
+                setattr(self._model, name, buffer)

@@ -1,0 +1,32 @@
+"""What the models of masked families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+
+from vllm_diffusion.runner.downcasts import counted_downcasts
+from vllm_diffusion.runner.model_state import BlockDiffusionModelState
+from vllm_diffusion.weights.adapters import worker
+from vllm_diffusion.weights.adapters.worker import Adaptable
+
+
+class MaskedModel(Adaptable):
+    """In front of the class of vLLM that has the layers."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
+        worker.install()
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load them as vLLM's class does."""
+        with counted_downcasts():
+            return super().load_weights(weights)  # type: ignore[misc]
+
+    @staticmethod
+    def get_model_state_cls() -> type[BlockDiffusionModelState]:
+        """The state whose canvases are tokens."""
+        return BlockDiffusionModelState

@@ -1,0 +1,340 @@
+"""What any block-diffusion model needs of the model runner; nothing here knows an architecture.
+
+A model names it in ``get_model_state_cls()``, or a subclass that embeds canvases in its own way. What
+its canvases are is in the :class:`CanvasSpec` that start-up chose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_pp_group
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_diffusion.attention.backend import bind_canvas
+from vllm_diffusion.canvas.cuda_graphs import (
+    BYTES_OF_A_GRAPH,
+    MAX_CANVASES,
+    MAX_EXACT,
+    Capture,
+    cuda_capture,
+)
+from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.requests.params import (
+    constraining_fields,
+    end_token_ids,
+    parse_canvas_params,
+)
+from vllm_diffusion.runner import runner_seam
+from vllm_diffusion.sampling.output_head import OutputHead, head_of
+from vllm_diffusion.sampling.sampler import DiffusionSampler
+from vllm_diffusion.startup.compilation import compile_backend, launch_backend
+from vllm_diffusion.startup.plugin_settings import commits_in_place, fuses_encode, plugin_settings
+from vllm_diffusion.weights.kernels import describe_kernels
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class BlockDiffusionModelState(ModelState):
+    """Canvases, causal rows and the sampler of a block-diffusion model."""
+
+    # A canvas's rows are all draft tokens; there is no extra token per step.
+    num_new_sampled_tokens_per_step: int = 0
+    supports_prompt_embeds: ClassVar[bool] = False
+    # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has it:
+    # on the pipeline stages with the sampler and with the embedding.
+    soft_embeds: Tensor | None = None
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        runner_seam.install()
+        self.is_first_stage: bool = get_pp_group().is_first_rank
+        self.is_last_stage: bool = get_pp_group().is_last_rank
+        # On the last stage.
+        self.sampler: DiffusionSampler | None = None
+        self.settings = plugin_settings(vllm_config)
+        self.vocab_size: int = self.model_config.get_vocab_size()
+        spec: CanvasSpec | None = getattr(self.model_config, "canvas_spec", None)
+        if spec is None:
+            raise ValueError(
+                f"{type(model).__name__} has no start-up checks of vllm-diffusion, which choose its "
+                "scheduler: under another one it would be served wrongly. Register a "
+                "BlockDiffusionEngineConfig for its architecture (families/registry.py)."
+            )
+        self.spec = spec
+        self.canvas_length = spec.length
+        self.slots = CanvasSlots(self.max_num_reqs, spec, self.vocab_size, device)
+        self._slot_of_request: dict[str, int] = {}
+        self.pass_rows = PassRows(self.slots, self.max_num_tokens, launch_backend(vllm_config))
+        self._spans = torch.zeros(self.max_num_tokens, 2, dtype=torch.int32, device=device)
+        # While vLLM measures what graphs take: only the largest of each is captured.
+        self.captures_sample = False
+        self._log_who_serves()
+
+    # What a family says of itself.
+
+    def output_head(self) -> OutputHead:
+        """The projection onto the vocabulary."""
+        return head_of(self.model, never_drawn=self.spec.never_drawn)
+
+    def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
+        """Keep what self-conditioning needs of this step, if the head has an embedding.
+
+        Args:
+            soft_embeds: [num_rows, hidden_size], float32: embeddings by probability.
+            slot: [num_rows], int64.
+            position: [num_rows], int64.
+        """
+        raise NotImplementedError
+
+    def row_spans(self, input_batch: InputBatch) -> Tensor | None:
+        """[num_tokens, 2], int32: the span that each causal row attends in both directions."""
+        n = input_batch.num_tokens_after_padding
+        return self.spec.layout.row_spans(input_batch.positions[:n], self._spans[:n])
+
+    # What the model runner calls.
+
+    def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
+        ours = DiffusionSampler(
+            sampler,
+            self.slots,
+            self.pass_rows,
+            head=self.output_head(),
+            store_soft_embeds=self.store_soft_embeds,
+            vocab_size=self.vocab_size,
+            max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
+            max_logprobs=self.model_config.max_logprobs,
+            converge_at_end=self.settings.converge_at_end,
+            emits_when_done=not commits_in_place(self.vllm_config),
+            compile_backend=compile_backend(self.vllm_config),
+        )
+        self.sampler = ours
+        return ours, None
+
+    def capture_inner_cudagraphs(self, *batch_layout: Any) -> None:
+        """Called by the runner when it has captured the backbone."""
+        from vllm.distributed.parallel_state import graph_capture
+
+        most = self.most_captured()
+        try:
+            # What captures allocate from here on they take from one another.
+            torch.accelerator.empty_cache()
+            with graph_capture(device=self.device):
+                self.capture_graphs(cuda_capture(), most)
+            # What the calls before each capture allocated is no part of a graph.
+            torch.accelerator.empty_cache()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Capturing {self._captured_parts()} as CUDA graphs failed; start with "
+                f"--enforce-eager to serve without graphs. The cause: {error}"
+            ) from error
+        if self.captures_sample:
+            return
+        logger.info_once(
+            "CUDA graphs: %s for 1 to %d canvases, with other sampling settings for 1 to %d, the "
+            "backbone for passes of %s rows; narrow canvases and larger passes launch kernels one by "
+            "one. vLLM reports their memory below.",
+            self._captured_parts(),
+            most,
+            min(most, MAX_EXACT),
+            # What is logged once is remembered, which a list cannot be.
+            tuple(self.vllm_config.compilation_config.cudagraph_capture_sizes or ()),
+        )
+
+    def _captured_parts(self) -> str:
+        """What :meth:`capture_graphs` captures, in words."""
+        parts = []
+        if self.is_first_stage and self.soft_embeds is not None:
+            parts.append("embedding with self-conditioning")
+        if self.is_last_stage:
+            parts.append("sampling")
+        return " and ".join(parts) or "nothing but the backbone"
+
+    def most_captured(self) -> int:
+        """Canvases of the largest graph."""
+        return min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
+
+    def bytes_of_other_graphs(self) -> int:
+        """What the driver keeps of graphs that are captured, and are none of a sample.
+
+        Their tensors are those of the largest one.
+        """
+        most = self.most_captured()
+        sizes = 2 * (most - 1) + min(most, MAX_EXACT) - 1
+        return sizes * BYTES_OF_A_GRAPH
+
+    def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
+        """Capture what a step does besides the backbone.
+
+        Args:
+            capture: Makes a graph of a call.
+            max_canvases: Captured are 1 to that many whole canvases; of a sample, that many alone.
+        """
+        if self.sampler is None:
+            return
+        hidden = torch.zeros(
+            max_canvases * self.canvas_length,
+            self.model_config.get_hidden_size(),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.sampler.capture(capture, self.captured_counts(max_canvases), hidden)
+
+    def captured_counts(self, most: int) -> range:
+        """Numbers of canvases that are captured, the largest first."""
+        return range(most, most - 1 if self.captures_sample else 0, -1)
+
+    def drop_graphs(self) -> None:
+        """Give up what was captured."""
+        if self.sampler is not None:
+            self.sampler.drop_graphs()
+
+    def _log_who_serves(self) -> None:
+        """One line, so that nobody has to guess whether stock or this package serves."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        backends = {
+            f"{backend.__module__}.{backend.__qualname__}"
+            for backend in (getattr(layer, "attn_backend", None) for layer in layers)
+            if backend is not None
+        }
+        scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
+        order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
+        encode = "fused with the next canvas" if fuses_encode(self.vllm_config) else "separate"
+        logger.info_once(
+            "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s "
+            "(%s, encode %s)",
+            type(self.model).__name__,
+            DiffusionSampler.__name__,
+            ", ".join(sorted(backends)),
+            scheduler.rpartition(".")[2],
+            order,
+            encode,
+        )
+        if self.vllm_config.quant_config is not None:
+            logger.info_once("quantised layers: %s", describe_kernels(self.model))
+
+    def get_supported_generation_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        self._slot_of_request[new_req_data.req_id] = req_index
+        sampling_params = new_req_data.sampling_params
+        params = parse_canvas_params(
+            sampling_params.extra_args if sampling_params else None,
+            spec=self.spec,
+            vocab_size=self.vocab_size,
+            logprob_token_ids=sampling_params.logprob_token_ids if sampling_params else None,
+        )
+        # A request that was preempted comes back with what it generated as part of its prefill.
+        known = new_req_data.prefill_token_ids
+        num_given = self.spec.num_given(len(known))
+        self.slots.add_request(
+            req_index,
+            NewRequest(
+                params,
+                # The scheduler has chosen one for who brings none; vLLM's warm-up has none.
+                seed=(sampling_params and sampling_params.seed) or 0,
+                prompt_len=new_req_data.prompt_len,
+                num_generated=len(known) - new_req_data.prompt_len,
+                given=known[len(known) - num_given :],
+                end_tokens=end_token_ids(sampling_params) if sampling_params else (),
+                is_constrained=bool(sampling_params and constraining_fields(sampling_params)),
+            ),
+        )
+
+    def remove_request(self, req_id: str) -> None:
+        slot = self._slot_of_request.pop(req_id, None)
+        if slot is not None:
+            self.slots.remove_request(slot)
+            if self.sampler is not None:
+                self.sampler.remove_request(slot)
+
+    def apply_staged_writes(self) -> None:
+        self.slots.apply_staged_writes()
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> Tensor | None:
+        return None
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Put the pass's token ids into the batch; pipeline stages behind the first take hidden states."""
+        if self.is_first_stage:
+            self._fill_ids(input_batch, req_states)
+        return {}
+
+    def _fill_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
+        self.pass_rows.fill_ids(
+            input_batch, req_states.all_token_ids.gpu, req_states.num_computed_tokens.gpu
+        )
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        return {}
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            num_reqs = input_batch.num_reqs_after_padding
+            num_tokens = input_batch.num_tokens_after_padding
+        else:
+            num_reqs = input_batch.num_reqs
+            num_tokens = input_batch.num_tokens
+        places = self.pass_rows
+        places.lay_out(input_batch)
+        attn_metadata = build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_start_loc_gpu=input_batch.query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
+            max_query_len=int(input_batch.num_scheduled_tokens.max()),
+            seq_lens=input_batch.seq_lens,
+            # A captured graph is replayed at any length.
+            max_seq_len=(
+                self.max_model_len
+                if for_capture
+                else int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().max())
+            ),
+            block_tables=block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
+            for_cudagraph_capture=for_capture,
+            causal=places.causal_flags[:num_reqs],
+        )
+        return bind_canvas(
+            attn_metadata,
+            places.causal_rows[:num_reqs],
+            self.row_spans(input_batch),
+            self.settings.window_anchor,
+        )

@@ -1,0 +1,386 @@
+"""What a LoRA adapter must be to be served: read from its files, before any of it is loaded.
+
+vLLM's loader drops what it finds no module for, and says of the rest what does not fit in words about
+its own modules, some of it when the first request asks for the adapter. Here each tensor has a rule,
+from the names and shapes of the checkpoint's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_diffusion.weights.regular_files import why_not_folder
+from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
+from vllm_diffusion.weights.weight_files import (
+    StoredTensor,
+    file_problem,
+    largest_magnitude,
+    stored_tensors,
+)
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = ("F32", "F16", "BF16")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight$")
+_GIVE = "give the folder that PEFT's save_pretrained wrote"
+_AGAIN = "copy the adapter again"
+_NAMED = 3
+# A part of a module's name, and why an adapter of it is refused.
+UNREACHED = {
+    **dict.fromkeys(
+        ("embed_tokens", "word_embeddings", "lm_head", "diffusion_head"),
+        "the vocabulary is read in tiles, from the checkpoint's own matrix; train it without "
+        "embeddings and head",
+    ),
+    **dict.fromkeys(
+        ("vision_tower", "embed_vision"),
+        "images are read with the checkpoint's own weights; train it on the language model alone",
+    ),
+}
+# Modules that vLLM holds in one, which --lora-target-modules takes for one.
+_TOGETHER = (
+    {"qkv_proj", "q_proj", "k_proj", "v_proj"},
+    {"gate_up_proj", "gate_proj", "up_proj"},
+)
+# What PEFT may say of an adapter that is more than pairs of matrices, or other.
+_UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+# Initial values by these names leave the checkpoint's weights as they are; those by others do not.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+class Module(NamedTuple):
+    """What an adapter's pair of matrices belongs to.
+
+    Attributes:
+        out_features: Of the module.
+        in_features: Of the module.
+        number: Of modules that PEFT keeps as one pair, side by side: experts.
+    """
+
+    out_features: int
+    in_features: int
+    number: int = 1
+
+
+class _MisfitError(Exception):
+    """What is wrong with an adapter, and the remedy."""
+
+
+@dataclass(frozen=True)
+class AdapterRules:
+    """What the checkpoint and the server's options let an adapter be.
+
+    Attributes:
+        modules: By published name, as PEFT keeps it.
+        max_rank: ``--max-lora-rank``.
+        target_modules: ``--lora-target-modules``; ``None`` for all.
+        no_experts: Why experts are not adapted here, with the remedy; empty where they are.
+        largest: The largest number of the dtype in which adapters are served.
+    """
+
+    modules: Mapping[str, Module]
+    max_rank: int
+    target_modules: tuple[str, ...] | None = None
+    no_experts: str = ""
+    largest: float = torch.finfo(torch.float32).max
+    # By folder: what its files were when they were read, and what was wrong with them.
+    _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
+    # By name and folder: what the files were when they were first loaded so.
+    _loaded: dict[tuple[str, Path], object] = field(default_factory=dict, repr=False)
+    # By path or name: where the adapter is.
+    _fetched: dict[str, Path] = field(default_factory=dict, repr=False)
+
+    @property
+    def endings(self) -> set[str]:
+        """Of the modules' names, as vLLM tells them apart: from ``experts`` on, or the last part."""
+        return {
+            name[name.index(".experts") + 1 :] if ".experts" in name else name.rpartition(".")[2]
+            for name in self.modules
+        }
+
+    def check_loading(self, name: str, path: str) -> None:
+        """Refuse an adapter that does not fit, or whose name and folder stood for other files before.
+
+        vLLM finds cached prompts of an adapter by both, and so would read keys and values of the old one.
+
+        Args:
+            name: Under which it is to be served.
+            path: As of :meth:`check`.
+
+        Raises:
+            ValueError: As :meth:`check`.
+        """
+        folder = self.check(path)
+        now = self._seen[folder][0]
+        if self._loaded.setdefault((name, folder), now) != now:
+            raise ValueError(
+                f"LoRA adapter {folder}: its files have changed since it was loaded as {name!r}, and prompts "
+                "may be cached of what it was; load it under another name, or from another folder."
+            )
+
+    def check(self, path: str) -> Path:
+        """Refuse an adapter that does not fit; one that is in a repository is fetched first.
+
+        Files that are what they were when they were last read are not read again.
+
+        Args:
+            path: Of its folder, or the name of a repository.
+
+        Returns:
+            Its folder on this machine.
+
+        Raises:
+            ValueError: Naming the folder, what is wrong with it and what to do.
+        """
+        folder = self._folder(path)
+        now = [_signature(folder / name) for name in (_CONFIG, _WEIGHTS)]
+        then, problem = self._seen.get(folder, (None, None))
+        if then != now:
+            problem = self._problem(folder)
+            self._seen[folder] = (now, problem)
+        if problem is not None:
+            raise ValueError(f"LoRA adapter {folder}: {problem}.")
+        return folder
+
+    def _folder(self, path: str) -> Path:
+        """A repository is asked for once: what it holds may change while its adapter is served."""
+        folder = self._fetched.get(path)
+        # These rules may have come here from another machine.
+        if folder is None or not os.path.exists(folder):
+            folder = self._fetched[path] = local_folder(path)
+        return folder
+
+    def _problem(self, folder: Path) -> str | None:
+        try:
+            config = _read_config(folder)
+            pairs = _read_pairs(folder)
+            self._check_names(pairs)
+            for name, pair in pairs.items():
+                self._check_pair(name, pair, config)
+        except _MisfitError as error:
+            return str(error)
+        return None
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            for part, why in UNREACHED.items():
+                if part in name.split("."):
+                    raise _MisfitError(f"it adapts {name}, but {why}")
+        if unknown := [name for name in names if name not in self.modules]:
+            raise _MisfitError(
+                f"it adapts {_listed(unknown)}, which this model has not; serve it with the model "
+                "that it was trained on"
+            )
+        experts = {name for name in names if ".experts" in name}
+        if experts and self.no_experts:
+            raise _MisfitError(f"it adapts {min(experts)}, but {self.no_experts}")
+        if left_out := [name for name in names if not self._is_target(name)]:
+            raise _MisfitError(
+                f"it adapts {_listed(left_out)}, which --lora-target-modules leaves out; name its "
+                "modules there, or leave the option out"
+            )
+        layers = {name.partition(".experts")[0] + ".experts" for name in experts}
+        of_layers = [
+            name for name in self.modules if name.partition(".experts")[0] + ".experts" in layers
+        ]
+        if missing := [name for name in of_layers if name not in experts]:
+            raise _MisfitError(
+                f"it adapts experts of a layer and has nothing for {_listed(missing)}; train it on all "
+                "of a layer's experts and on each of their matrices (target_parameters "
+                "experts.gate_up_proj and experts.down_proj)"
+            )
+
+    def _is_target(self, name: str) -> bool:
+        if self.target_modules is None:
+            return True
+        end = "experts" if ".experts" in name else name.rpartition(".")[2]
+        ends = {end}.union(*(group for group in _TOGETHER if end in group))
+        return not ends.isdisjoint(self.target_modules)
+
+    def _check_pair(self, name: str, pair: dict[str, StoredTensor], config: Any) -> None:
+        for half in "AB":
+            if half not in pair:
+                raise _MisfitError(f"{name} has no lora_{half}; {_AGAIN}")
+        rank, scaling = config.get_rank_and_scaling(name)
+        if rank > self.max_rank:
+            raise _MisfitError(
+                f"its rank {rank} is above --max-lora-rank {self.max_rank}; start the server with a "
+                "larger one"
+            )
+        module = self.modules[name]
+        expected = {
+            "A": (rank * module.number, module.in_features),
+            "B": (module.out_features, rank * module.number),
+        }
+        for half, shape in expected.items():
+            tensor = pair[half]
+            if tensor.shape != shape or tensor.dtype not in _FLOATS:
+                raise _MisfitError(
+                    f"{name}.lora_{half} is {tensor.dtype} {list(tensor.shape)}, but by this model "
+                    f"and {_CONFIG} it must be {' or '.join(_FLOATS)} {list(shape)}; serve it with "
+                    "the model that it was trained on"
+                )
+            # vLLM multiplies the second matrix by the scaling.
+            magnitude = largest_magnitude(tensor) * (scaling if half == "B" else 1)
+            # Of no number NaN is at most.
+            if not magnitude <= self.largest:
+                raise _MisfitError(
+                    f"{name}.lora_{half}, scaled by lora_alpha and r, holds numbers that are not finite in the "
+                    "served dtype; train the adapter again"
+                )
+
+
+def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
+    """By published name, everything of a checkpoint that an adapter may be of.
+
+    Args:
+        rules: Of its tensors.
+        config: transformers' configuration of it.
+    """
+    shapes = rules.shapes(config)
+    modules = {}
+    for tensor, shape in (shapes if rules.has_fused_experts else split_experts(shapes)).items():
+        for name in rules.all_names(tensor):
+            stem, _, end = name.rpartition(".")
+            if end == "weight" and len(shape) == 2:
+                modules[stem] = Module(*shape)
+            elif stem.endswith(".experts") and len(shape) == 3:
+                # PEFT wraps a module once for each parameter: this one first.
+                inner = ".base_layer" if end == "gate_up_proj" else ""
+                modules[stem + inner] = Module(*shape[1:], number=shape[0])
+    return {
+        name: module
+        for name, module in modules.items()
+        if UNREACHED.keys().isdisjoint(name.split("."))
+    }
+
+
+def local_folder(path: str) -> Path:
+    """Where an adapter is on this machine; by the name of a repository vLLM finds or fetches it.
+
+    Raises:
+        ValueError: If it is the name of none that could be fetched.
+    """
+    folder = Path(os.path.expanduser(path))
+    if os.path.exists(folder) or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
+        return folder
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    try:
+        fetched = Path(get_adapter_absolute_path(path))
+    except OSError as error:
+        # Its first line; what follows is about the machine's network.
+        why = f": {str(error).partition(chr(10))[0].rstrip('.')}"
+    else:
+        if fetched.is_absolute():
+            return fetched
+        why = ", for the reason that is in the log"
+    raise ValueError(
+        f"LoRA adapter {path}: there is no such folder, and no repository of this name could be fetched{why}; "
+        f"{_GIVE}, or the name of a repository that holds one."
+    )
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _read_config(folder: Path) -> Any:
+    """vLLM's reading of an adapter's configuration, which was checked."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if not os.path.exists(folder):
+        raise _MisfitError(f"there is no such folder; {_GIVE}")
+    if problem := why_not_folder(folder):
+        raise _MisfitError(f"it {problem}; {_GIVE}")
+    path = folder / _CONFIG
+    if not path.is_file():
+        raise _MisfitError(f"it has no {_CONFIG}; {_GIVE}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _MisfitError(f"{_CONFIG} is not valid JSON ({error}); {_AGAIN}") from None
+    if not isinstance(config, dict):
+        raise _MisfitError(f"{_CONFIG} must hold a JSON object; {_AGAIN}")
+
+    def check(key: str, fits: bool, what: str) -> None:
+        if not fits:
+            raise _MisfitError(f"{_CONFIG}: {key}={config.get(key)!r} must be {what}")
+
+    def is_positive(value: Any, *kinds: type) -> bool:
+        # JSON's 1e400 is read as infinity.
+        return type(value) in kinds and 0 < value < math.inf
+
+    check("peft_type", config.get("peft_type") == "LORA", '"LORA", the kind that is served')
+    check("r", is_positive(config.get("r"), int), "an integer of at least 1")
+    check(
+        "lora_alpha", is_positive(config.get("lora_alpha"), int, float), "a finite number above 0"
+    )
+    for key, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
+        pattern = config.get(key) or {}
+        is_right = isinstance(pattern, dict) and all(
+            is_positive(value, *kinds) for value in pattern.values()
+        )
+        check(key, is_right, "an object of finite numbers above 0")
+    check("bias", config.get("bias", "none") == "none", '"none": biases are not adapted')
+    for key in _UNSUPPORTED:
+        check(key, not config.get(key), "left out, false or empty: it is not served")
+    start = config.get("init_lora_weights", True)
+    check(
+        "init_lora_weights",
+        not isinstance(start, str) or start.lower() in _PLAIN_STARTS,
+        "one that leaves the model's own weights as they are; convert the adapter with PEFT's "
+        "path_initial_model_for_weight_conversion",
+    )
+    return PEFTHelper.from_dict({"target_modules": [], **config})
+
+
+def _read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
+    """By module, its tensors ``"A"`` and ``"B"``."""
+    path = folder / _WEIGHTS
+    if not path.is_file():
+        raise _MisfitError(f"it has no {_WEIGHTS}; {_GIVE}")
+    if problem := file_problem(path):
+        raise _MisfitError(f"{_WEIGHTS} {problem}; {_AGAIN}")
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for tensor in stored_tensors([path]):
+        if not tensor.name.isprintable():
+            raise _MisfitError(f"{_WEIGHTS} holds a tensor named {tensor.name!r}; {_AGAIN}")
+        match = _TENSOR.match(tensor.name)
+        if match is None:
+            raise _MisfitError(
+                f"{_WEIGHTS} holds {tensor.name}, which is no matrix of a LoRA adapter; train it "
+                "without modules_to_save, embeddings, biases and DoRA"
+            )
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    if not pairs:
+        raise _MisfitError(f"{_WEIGHTS} holds no tensors; {_AGAIN}")
+    return pairs
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more modules" if rest > 0 else "")

@@ -1,0 +1,106 @@
+"""LoRA adapters in a worker: vLLM's manager, which checks an adapter before it reads its weights."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.v1.worker import lora_model_runner_mixin
+
+from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.weights.adapters.rules import AdapterRules
+
+
+class Adaptable:
+    """What a model says of its adapters.
+
+    Attributes:
+        embedding_modules: None: the vocabulary is streamed through the checkpoint's own matrices.
+        adapter_manager: Puts adapters on its layers.
+        adapter_weights: How it reads one.
+    """
+
+    embedding_modules: ClassVar[dict[str, str]] = {}
+    adapter_manager: ClassVar[type[LRUCacheLoRAModelManager]] = LRUCacheLoRAModelManager
+    adapter_weights: ClassVar[type[LoRAModel]] = LoRAModel
+
+
+def install() -> None:
+    """Have vLLM's model runner make our manager for diffusion models. Safe to call twice.
+
+    It makes one when it has made the model.
+    """
+    replace(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", _checking_where_there_are_rules)
+    # The runner collects a pass's adapters in a set. Where one was unloaded and loaded again while requests
+    # ran, two of one name are in a pass: vLLM takes them for one, and rows of the other have none.
+    replace(LoRARequest, "__eq__", lambda stock: _is_same_adapter)
+    replace(LoRARequest, "__hash__", lambda stock: _adapter_hash)
+
+
+def _is_same_adapter(self: LoRARequest, other: object) -> bool:
+    return isinstance(other, LoRARequest) and _identity(self) == _identity(other)
+
+
+def _adapter_hash(self: LoRARequest) -> int:
+    return hash(_identity(self))
+
+
+def _identity(adapter: LoRARequest) -> tuple[str, int]:
+    return adapter.lora_name, adapter.lora_int_id
+
+
+def _checking_where_there_are_rules(stock: Any) -> Any:
+    def make_manager(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        has_rules = getattr(vllm_config.model_config, "adapter_rules", None) is not None
+        return (CheckingAdapterManager if has_rules else stock)(vllm_config, *args, **kwargs)
+
+    return make_manager
+
+
+class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
+    """The adapters of one worker."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, *args: Any) -> None:
+        super().__init__(vllm_config, device, *args)
+        self._rules: AdapterRules = vllm_config.model_config.adapter_rules
+
+    def create_lora_manager(self, model: nn.Module, vllm_config: VllmConfig) -> Any:
+        self._manager_cls = model.adapter_manager
+        self._lora_model_cls = model.adapter_weights
+        adapted = super().create_lora_manager(model, vllm_config)
+        manager = self._adapter_manager
+        # vLLM refuses what this stage has no module for; that another one has it is known from the rules.
+        manager.supported_lora_modules += self._rules.endings
+        _route_by_adapters(adapted, manager.modules)
+        return adapted
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        """As vLLM's.
+
+        Raises:
+            ValueError: If the adapter does not fit; nothing of it is loaded then.
+        """
+        checked = copy(lora_request)
+        checked.lora_path = str(self._rules.check(lora_request.lora_path))
+        return super()._load_adapter(checked)
+
+
+def _route_by_adapters(model: nn.Module, adapted: dict[str, BaseLayerWithLoRA]) -> None:
+    """Have experts whose router is theirs to call (SDAR-MoE's) call the one that has adapters.
+
+    vLLM looks for the second name of a layer among what it has put in place of the experts meanwhile, and
+    leaves them the layer without adapters.
+    """
+    layer_of = {id(layer.base_layer): layer for layer in adapted.values()}
+    for module in model.modules():
+        if isinstance(module, MoERunner) and id(module.gate) in layer_of:
+            module.gate = layer_of[id(module.gate)]

@@ -1,0 +1,197 @@
+"""Refuse a checkpoint whose tensors are not those that its config describes, before it is loaded.
+
+vLLM's loader notices some of this while it loads, in words about its own modules, and for quantised
+checkpoints it does not notice tensors that are missing. Here every tensor has a rule: a name, a
+shape and the kinds of numbers that it may hold, from ``transformers``' model and the format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_diffusion.weights.formats import (
+    FLOATS,
+    GROUP_SIZE,
+    Format,
+    Spec,
+    ignored_entries,
+    matches,
+)
+from vllm_diffusion.weights.read_config import read_format
+from vllm_diffusion.weights.tensor_rules import (
+    Shape,
+    TensorRules,
+    has_split_experts,
+    split_experts,
+)
+from vllm_diffusion.weights.weight_files import StoredTensor, stored_tensors
+
+# Scales of the KV cache may be there or not; without them vLLM uses 1.
+_OPTIONAL_ENDS = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")
+# Row-parallel modules: tensor parallelism cuts their rows' groups.
+_CUT_ACROSS_INPUT = ("o_proj", "down_proj", "attention.dense")
+_NAMED = 3
+
+
+def check_checkpoint(
+    model: str, config: Any, rules: TensorRules, quantization: dict[str, Any] | None, tp: int
+) -> None:
+    """Compare a local checkpoint's tensors with its config; nothing for one that is not local.
+
+    Args:
+        model: The checkpoint's folder.
+        config: transformers' configuration of it.
+        rules: Names and shapes of its tensors.
+        quantization: Its quantization config, or ``None``.
+        tp: Ranks of tensor parallelism.
+
+    Raises:
+        ValueError: Naming the tensor, its file and what is wrong, in a sentence.
+    """
+    directory = Path(model)
+    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if not files:
+        return
+    shapes = rules.shapes(config)
+    stored = _by_canonical_name(stored_tensors(files), rules)
+    if has_split_experts(stored):
+        shapes = split_experts(shapes)
+    quantized = None
+    if quantization is not None:
+        quantized = read_format(quantization)
+        _check_ignored(quantization, shapes, rules)
+        if quantized is None:
+            return
+        _check_groups(quantized, shapes, rules, tp)
+    _check_tensors(stored, expected_specs(shapes, quantized, rules), rules, files[0])
+
+
+def expected_specs(
+    shapes: dict[str, Shape], quantized: Format | None, rules: TensorRules
+) -> dict[str, Spec]:
+    """Canonical name to what the tensor must be, for every tensor of the checkpoint."""
+    specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
+    if quantized is None:
+        return specs
+    for name, shape in rules.linear_modules(shapes).items():
+        if quantized.quantizes(rules.all_names(name)):
+            del specs[f"{name}.weight"]
+            specs |= {f"{name}.{end}": spec for end, spec in quantized.tensors(shape).items()}
+    return specs
+
+
+def check_new_weights(config: Any, rules: TensorRules, quantization: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint whose weights vLLM cannot load a second time.
+
+    Its loader of experts' activation scales looks at the scale that is there, and there is none
+    while a layer is loaded again.
+
+    Args:
+        config: transformers' configuration of the checkpoint.
+        rules: Names and shapes of its tensors.
+        quantization: Its quantization config, or ``None``.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    if quantization is None or quantization.get("quant_method") != "compressed-tensors":
+        return
+    specs = expected_specs(split_experts(rules.shapes(config)), read_format(quantization), rules)
+    if any(".experts." in name and name.endswith(".input_scale") for name in specs):
+        raise ValueError(
+            "--weight-transfer-config: vLLM cannot load the activation scales of experts into a running "
+            "server (compressed-tensors FP8 with static activations); serve a checkpoint with dynamic "
+            "activation scales, or leave it out."
+        )
+
+
+def _by_canonical_name(tensors: list[StoredTensor], rules: TensorRules) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        name = rules.canonical_name(tensor.name)
+        if name in found:
+            other = found[name]
+            raise ValueError(
+                f"{tensor.name} in {tensor.file} and {other.name} in {other.file} are the same "
+                "tensor of the model; keep one of them."
+            )
+        found[name] = tensor
+    return found
+
+
+def _check_tensors(
+    stored: dict[str, StoredTensor], specs: dict[str, Spec], rules: TensorRules, file: Path
+) -> None:
+    missing = [name for name in specs if name not in stored and rules.copy_of(name) not in stored]
+    if missing:
+        raise ValueError(
+            f"{listed(missing)} should be in {file.parent}, by its config.json, but "
+            f"{'is' if len(missing) == 1 else 'are'} not; copy or download the checkpoint again, "
+            "or correct quantization_config."
+        )
+    unexpected = [
+        tensor
+        for name, tensor in stored.items()
+        if name not in specs and not name.endswith(_OPTIONAL_ENDS) and name != "lm_head.weight"
+    ]
+    if unexpected:
+        raise ValueError(
+            f"{listed([tensor.name for tensor in unexpected])} in {unexpected[0].file} "
+            "belongs to no module that config.json describes; correct quantization_config (its "
+            "ignore list says which modules are not quantised)."
+        )
+    for name, (dtypes, shapes) in specs.items():
+        if name not in stored:
+            continue
+        tensor = stored[name]
+        if tensor.dtype not in dtypes or tensor.shape not in shapes:
+            raise ValueError(
+                f"{tensor.name} in {tensor.file} is {tensor.dtype} {list(tensor.shape)}, but by "
+                f"config.json it must be {' or '.join(dtypes)} "
+                f"{' or '.join(str(list(shape)) for shape in shapes)}; quantise or download the "
+                "checkpoint again."
+            )
+
+
+def listed(names: list[str]) -> str:
+    """The first of these tensors, and how many there are besides."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
+
+
+def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape], rules: TensorRules) -> None:
+    method = str(settings.get("quant_method", ""))
+    names = rules.module_names(shapes) | rules.module_names(split_experts(shapes))
+    unmatched = [
+        entry
+        for entry in ignored_entries(settings)
+        if not any(matches(method, entry, (name,)) for name in names)
+    ]
+    if unmatched:
+        raise ValueError(
+            f"{listed(unmatched)} in the ignore list of quantization_config in config.json "
+            "matches no module of the model; correct the name, or take it out."
+        )
+
+
+def _check_groups(quantized: Format, shapes: dict[str, Shape], rules: TensorRules, tp: int) -> None:
+    if not quantized.is_fp4:
+        return
+    for name, (_, in_size) in rules.linear_modules(shapes).items():
+        if not quantized.quantizes(rules.all_names(name)):
+            continue
+        ranks = tp if name.endswith(_CUT_ACROSS_INPUT) and ".layers." in name else 1
+        if "vision_tower" in name or "self_conditioning" in name:
+            ranks = 1
+        if in_size % (GROUP_SIZE * ranks) != 0:
+            on_ranks = f" over {ranks} ranks" if ranks > 1 else ""
+            raise ValueError(
+                f"{name} reads {in_size} numbers{on_ranks}, which NVFP4's groups of {GROUP_SIZE} "
+                "do not divide; "
+                + (
+                    "lower --tensor-parallel-size."
+                    if in_size % GROUP_SIZE == 0
+                    else "leave the module unquantised."
+                )
+            )

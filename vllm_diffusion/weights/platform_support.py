@@ -1,0 +1,42 @@
+"""Whether this machine can run a format at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_diffusion.weights.read_config import read_format
+
+# vLLM's weight-only FP4 kernel for GPUs without FP4 units.
+_FIRST_CAPABILITY = (7, 5)
+
+
+def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
+    """Refuse FP4 where it can be neither run nor emulated.
+
+    Raises:
+        ValueError: Naming the checkpoint, the platform and what can be served instead.
+    """
+    quantized = None if quantization is None else read_format(quantization)
+    if quantized is None or not quantized.is_fp4:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_rocm() or _is_ours(current_platform):
+        return
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability()
+        if capability is not None and (capability.major, capability.minor) >= _FIRST_CAPABILITY:
+            return
+        have = f"compute capability {capability.major}.{capability.minor}" if capability else "none"
+        reason = f"an NVIDIA GPU needs compute capability 7.5, this one has {have}"
+    else:
+        reason = f"vLLM has no kernel for it on {current_platform.device_name or 'this platform'}"
+    raise ValueError(
+        f"The weights of {model} are NVFP4 ({quantized.name}), which this machine can neither run "
+        f"nor emulate: {reason}. Serve the FP8 or BF16 checkpoint here, or use the ordinary vLLM "
+        "wheel without an accelerator, where FP4 is emulated."
+    )
+
+
+def _is_ours(platform: Any) -> bool:
+    return type(platform).__name__ == "DiffusionCpuPlatform"

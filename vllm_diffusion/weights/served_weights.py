@@ -1,0 +1,145 @@
+"""Weights that hold numbers which are not finite: whether an engine has them, and what is refused then.
+
+The transfer ``safetensors`` refuses them before it writes. vLLM's own transfers write in place, so that
+theirs are looked at when an update finishes; until good ones come, the engine refuses requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
+
+_MARK = "requests are refused until good weights have come"
+
+
+@dataclass
+class _Bad:
+    """Bad weights of an engine.
+
+    Attributes:
+        reason: A sentence for clients.
+        is_sent: Whether an update has brought something since they were found.
+    """
+
+    reason: str
+    is_sent: bool = False
+
+
+# By the instance of vLLM's configuration, which an engine and its workers share.
+_bad: dict[str, _Bad] = {}
+
+
+def why_refused(vllm_config: Any) -> str | None:
+    """Why an engine refuses requests, as this process knows; ``None`` if it does not."""
+    found = _bad.get(vllm_config.instance_id) if _bad else None
+    return None if found is None else found.reason
+
+
+def observe_call(vllm_config: Any, method: Any, error: BaseException | None) -> None:
+    """Take in, where workers are processes of their own, what a call to all of them came to.
+
+    Args:
+        vllm_config: Of the engine.
+        method: That was called.
+        error: That it ended in; ``None`` if every worker answered.
+    """
+    if method not in ("update_weights", "finish_weight_update"):
+        return
+    engine = vllm_config.instance_id
+    if error is not None:
+        if _MARK in str(error):
+            _bad[engine] = _Bad(f"the served weights are not finite; {_MARK}")
+    elif engine in _bad:
+        if method == "update_weights":
+            _bad[engine].is_sent = True
+        elif _bad[engine].is_sent:
+            del _bad[engine]
+
+
+def check_transfers() -> None:
+    """Have vLLM's transfers check what they wrote into a model of ours. Safe to call twice."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    registry = WeightTransferEngineFactory._registry
+    for name, load in list(registry.items()):
+        if name != WEIGHT_TRANSFER and not hasattr(load, "checks_weights"):
+            registry[name] = _checking(load)
+
+
+def _checking(load: Callable[[], Any]) -> Callable[[], Any]:
+    def load_checking() -> Any:
+        stock = load()
+        return type(stock.__name__, (_CheckedTransfer, stock), {})
+
+    load_checking.checks_weights = True  # type: ignore[attr-defined]
+    return load_checking
+
+
+class _CheckedTransfer:
+    """In front of a transfer of vLLM's that writes in place."""
+
+    vllm_config: Any
+    model: nn.Module
+    _default_model: nn.Module
+    # Whether the update has finished with bad weights. vLLM's worker then takes it for one that goes on.
+    _is_over = False
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the transfer's; what is sent after bad weights begins an update of its own."""
+        if self._is_over:
+            self._is_over = False
+            super().start_weight_update()  # type: ignore[misc]
+        super().update_weights(update_info)  # type: ignore[misc]
+
+    def finish_weight_update(self) -> None:
+        """As the transfer's, and look at the weights that are there now.
+
+        Raises:
+            ValueError: Naming the parameter; called again, this only closes the update.
+        """
+        if self._is_over:
+            self._is_over = False
+            return
+        super().finish_weight_update()  # type: ignore[misc]
+        is_ours = getattr(self.vllm_config.model_config, "tensor_rules", None) is not None
+        if not is_ours or self.model is not self._default_model:
+            return
+        engine = self.vllm_config.instance_id
+        name = _not_finite(self.model)
+        if name is None:
+            _bad.pop(engine, None)
+            return
+        _bad[engine] = _Bad(f"the served weights are not finite ({name}); {_MARK}")
+        self._is_over = True
+        raise ValueError(
+            f"{name} holds numbers that are not finite, and they are written already; {_MARK}: send them, and "
+            "finish."
+        )
+
+
+@torch.no_grad()
+def _not_finite(model: nn.Module) -> str | None:
+    """The name of a parameter that holds NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter.data):
+            return name
+    return None
+
+
+def _is_finite(values: Tensor) -> bool:
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    if values.dtype == torch.float8_e4m3fn:
+        # Its two NaNs are its largest byte, read with a sign and without.
+        bits = values.view(torch.uint8)
+        return int(bits.max()) < 0xFF and int(bits.view(torch.int8).max()) < 0x7F
+    if values.element_size() < 2:
+        values = values.float()
+    least, most = torch.aminmax(values)
+    return bool(torch.isfinite(least) & torch.isfinite(most))

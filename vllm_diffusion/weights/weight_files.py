@@ -1,0 +1,189 @@
+"""Refuse damaged or missing weight files of a local checkpoint before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
+
+INDEX = "model.safetensors.index.json"
+# Bytes that are looked at together.
+_CHUNK_BYTES = 2**24
+# A file starts with the length of its header.
+_LENGTH_BYTES = 8
+_ADVICE = "copy or download the checkpoint again."
+# By safetensors' name.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file's header describes it; ``dtype`` is safetensors' name.
+
+    Attributes:
+        begin: Where its bytes begin in the file.
+        end: Where they end.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
+    """Every tensor of these files, from headers that :func:`check_weight_file` accepted."""
+    tensors = []
+    for path in files:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(header_bytes))
+        data = _LENGTH_BYTES + header_bytes
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = (data + offset for offset in entry["data_offsets"])
+                shape = tuple(entry["shape"])
+                tensors.append(StoredTensor(name, path, entry["dtype"], shape, begin, end))
+    return tensors
+
+
+def read_tensor(tensor: StoredTensor) -> Tensor:
+    """Its values, in memory of their own: a mapped file that is cut short would end the process.
+
+    Raises:
+        ValueError: If the file has become shorter than its header says.
+    """
+    data = bytearray(tensor.end - tensor.begin)
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        if file.readinto(data) != len(data):
+            raise ValueError(f"{tensor.file} was cut short while it was read.")
+    dtype = _DTYPES[tensor.dtype]
+    if not data:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+
+
+def largest_magnitude(tensor: StoredTensor) -> float:
+    """The largest magnitude among a tensor's values; NaN or infinity if one of them is.
+
+    Values of a kind that has neither (packed FP4) are not read, and give 0.
+
+    Raises:
+        ValueError: If the file has become shorter than its header says.
+    """
+    dtype = _DTYPES[tensor.dtype]
+    size = tensor.end - tensor.begin
+    if not size or not dtype.is_floating_point:
+        return 0.0
+    largest = torch.zeros((), dtype=torch.float64)
+    buffer = bytearray(min(size, _CHUNK_BYTES))
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        for begin in range(0, size, len(buffer)):
+            chunk = memoryview(buffer)[: size - begin]
+            if file.readinto(chunk) != len(chunk):
+                raise ValueError(f"{tensor.file} was cut short while it was read.")
+            # Both propagate NaN.
+            largest = torch.maximum(largest, _largest(torch.frombuffer(chunk, dtype=dtype)))
+    return float(largest)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest magnitude, float64, without a copy of the values."""
+    if values.dtype != torch.float8_e4m3fn:
+        least, most = torch.aminmax(values)
+        return torch.maximum(-least.double(), most.double())
+    # Read as integers its bits are ordered as magnitudes are, with the sign bit before them: the largest
+    # signed byte is a positive value's if there is any, the largest unsigned one a negative value's.
+    bits = values.view(torch.uint8)
+    positive, negative = bits.view(torch.int8).max().clamp(min=0), bits.max()
+    magnitudes = torch.stack(
+        [positive.to(torch.uint8), negative & 127 if negative > 127 else negative * 0]
+    )
+    return magnitudes.max().view(torch.float8_e4m3fn).double()
+
+
+def check_weight_files(model: str) -> None:
+    """Read the header of each safetensors file; nothing for a checkpoint that is not local.
+
+    Raises:
+        ValueError: Naming the file, what is wrong with it and what to do.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        return
+    index = directory / INDEX
+    if index.is_file():
+        for name in sorted(_shards(index)):
+            if not (directory / name).is_file():
+                raise ValueError(f"{index} names {name}, which is not there; {_ADVICE}")
+    for path in sorted(directory.glob("*.safetensors")):
+        check_weight_file(path)
+
+
+def check_regular_files(directory: Path) -> None:
+    """Refuse a folder of a checkpoint in which reading a file may never end; nothing without a folder.
+
+    Raises:
+        ValueError: Naming the folder, the file and what to do.
+    """
+    if directory.is_dir() and (problem := why_not_folder(directory)):
+        raise ValueError(f"{directory} {problem}; {_ADVICE}")
+
+
+def check_weight_file(path: Path) -> None:
+    """Read the header of a safetensors file.
+
+    Raises:
+        ValueError: Naming the file, what is wrong with it and what to do.
+    """
+    problem = file_problem(path)
+    if problem is not None:
+        raise ValueError(f"{path} {problem}; {_ADVICE}")
+
+
+def _shards(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
+
+
+def file_problem(path: Path) -> str | None:
+    """Why the file cannot be read as safetensors; ``None`` if its header and size agree."""
+    if problem := why_not_file(path):
+        return problem
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or header_bytes > size - _LENGTH_BYTES:
+            return f"is truncated or not a safetensors file ({size} bytes)"
+        try:
+            header = json.loads(file.read(header_bytes))
+            ends = [
+                tensor["data_offsets"][1]
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return "has a damaged safetensors header"
+    expected = _LENGTH_BYTES + header_bytes + max(ends, default=0)
+    if size != expected:
+        return f"holds {size} bytes, but its header describes {expected}"
+    return None

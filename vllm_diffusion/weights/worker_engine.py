@@ -1,0 +1,192 @@
+"""The worker's side of the weight transfer ``safetensors``: files that trainer and server both see.
+
+vLLM's own transfers move tensors between GPUs. This one needs none; with files in memory
+(``/dev/shm``) it costs a copy. It is transactional, as those are not: an update is checked while it is
+sent, and loaded when it is finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from vllm_diffusion.drafting.swap.served_draft import DROP, RESTORE, ServedDraft
+from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.update import UNHARMED, ExpectedTensors, WeightUpdate
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass
+class SafetensorsInitInfo(WeightTransferInitInfo):
+    """Nothing is agreed upon beforehand."""
+
+
+@dataclass
+class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
+    """A part of an update, or all of it.
+
+    Attributes:
+        path: Of a safetensors file, or of a folder of them, as the server sees it. What it holds is
+            named as in a checkpoint, and stays there until the update is finished. Of a draft it is
+            the folder of a whole one.
+        replaced: In place of a path, what becomes of the draft that the last update of the draft
+            replaced, and the worker keeps: "restore" or "drop".
+    """
+
+    path: str = ""
+    replaced: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no path.
+
+        Raises:
+            ValueError: Naming the field.
+        """
+        if self.replaced in (RESTORE, DROP) and self.path == "":
+            return
+        if self.replaced != "":
+            raise ValueError(
+                f"update_info.replaced={self.replaced!r} must be {RESTORE!r} or {DROP!r}, and path left "
+                f"out; {UNHARMED}."
+            )
+        if not isinstance(self.path, str) or not Path(self.path).is_absolute():
+            raise ValueError(
+                f"update_info.path={self.path!r} must be the absolute path of a safetensors file, or "
+                f"of a folder of them; {UNHARMED}."
+            )
+
+
+class SafetensorsWeightTransferEngine(
+    WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]
+):
+    """Loads what a trainer wrote.
+
+    Attributes:
+        weights_are_lost: Set by a worker that discarded the weights: the next update must be whole.
+    """
+
+    init_info_cls = SafetensorsInitInfo
+    update_info_cls = SafetensorsUpdateInfo
+    supports_draft_weight_update = True
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        """As vLLM makes its own."""
+        super().__init__(config, vllm_config, device, model)
+        self.weights_are_lost = False
+        self._expected: ExpectedTensors | None = None
+        self._update: WeightUpdate | None = None
+        self._draft: ServedDraft | None = None
+        # Where layers rewrite what they load, they are loaded again as wholes.
+        self._reloads_layers = vllm_config.quant_config is not None or device.type != "cpu"
+
+    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
+        """A trainer that begins anew: what one before it sent, and did not finish, is forgotten."""
+        if self._draft is not None:
+            self._draft.forget_plan()
+        if self._update is not None:
+            self._update = self._new_update()
+
+    def start_weight_update(self) -> None:
+        """Begin with nothing sent; what an update that failed had sent is forgotten.
+
+        Raises:
+            ValueError: If the model is none that is updated.
+        """
+        if not self._is_of_draft:
+            self._update = self._new_update()
+            return
+        if self._draft is None:
+            self._draft = ServedDraft(self.model, self.vllm_config)
+        self._draft.forget_plan()
+
+    @property
+    def _is_of_draft(self) -> bool:
+        # vLLM's start_draft_weight_update names the draft for as long as its update lasts.
+        return self.model is not self._default_model
+
+    def _new_update(self) -> WeightUpdate:
+        if self._expected is None:
+            rules: TensorRules | None = getattr(self.model_config, "tensor_rules", None)
+            if rules is None:
+                raise ValueError(
+                    'weight_transfer_config: backend "safetensors" updates the diffusion models of '
+                    f"vllm-diffusion, and {type(self.model).__name__} is none of them; of other models "
+                    "it updates a DFlash draft (start_draft_weight_update)."
+                )
+            self._expected = ExpectedTensors(
+                self.model_config.hf_config,
+                rules,
+                self.model_config.model_arch_config.quantization_config,
+            )
+        return WeightUpdate(self._expected)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Check a part of an update and keep where it is.
+
+        Args:
+            update_info: Of :class:`SafetensorsUpdateInfo`.
+
+        Raises:
+            ValueError: Naming the field, the file or the tensor; the update is over, and nothing of
+                it is loaded.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
+        """See :meth:`update_weights`."""
+        if self._is_of_draft:
+            assert self._draft is not None
+            if update_info.replaced:
+                self._draft.plan_replaced(update_info.replaced)
+            else:
+                self._draft.plan_load(Path(update_info.path))
+            return
+        if update_info.replaced:
+            raise ValueError(
+                "update_info.replaced is of updates of a draft (start_draft_weight_update); "
+                f"{UNHARMED}."
+            )
+        assert self._update is not None
+        self._update.add(Path(update_info.path))
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Load what was sent, if anything was.
+
+        Raises:
+            ValueError: If a file has changed or a tensor is missing; the update goes on.
+        """
+        if self._is_of_draft:
+            assert self._draft is not None
+            self._draft.carry_out()
+            return
+        update = self._update
+        assert update is not None
+        if update.is_empty:
+            self._update = None
+            return
+        update.check(is_whole=self._reloads_layers or self.weights_are_lost)
+        if self._reloads_layers:
+            initialize_layerwise_reload(self.model)
+        self.model.load_weights(update.tensors())
+        if self._reloads_layers:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._update = None
+        self.weights_are_lost = False
+
+    def shutdown(self) -> None:
+        """Nothing is held but names."""
