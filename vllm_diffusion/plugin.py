@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES, REFUSED, Family
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.hooks.upstream import INSTALL
 from vllm_diffusion.startup.environment import environment_flags
 
@@ -18,8 +19,6 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 # vLLM's own for every other model.
 _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
-
-_DRAFT = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
 
 _WEIGHT_TRANSFER_WORKER = "vllm_diffusion.weights.worker_engine:SafetensorsWeightTransferEngine"
 _WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.weights.trainer_engine:SafetensorsTrainerEngine"
@@ -36,13 +35,17 @@ def register() -> None:
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+        from vllm_diffusion.requests.require_key import guard_adapters
         from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
+
+        BlockDiffusionEngineConfig.guard_server = staticmethod(guard_adapters)
+        BlockDiffusionEngineConfig.install_api = staticmethod(_install_api)
     except Exception as error:
         # Where nothing can check, stock's class serves unnoticed unless this is said aloud.
         _log(logging.ERROR, "any diffusion checkpoint", error)
         return
+    _register_extensions()
     shared_failure = _register_shared()
-    _register_draft()
     for family in (*FAMILIES, *REFUSED):
         entry, failure = _engine_config(family, BlockDiffusionEngineConfig), shared_failure
         # First, so that every later failure is told by our checks.
@@ -88,17 +91,26 @@ def _register_shared() -> Exception | None:
     return None
 
 
-def _register_draft() -> None:
-    """Our draft for autoregressive targets; where it cannot be, vLLM's own are served all the same."""
-    try:
-        from vllm.model_executor.models import ModelRegistry
+def _install_api() -> None:
+    """Put in place what an API process needs for canvases."""
+    from vllm_diffusion.live import delivery, http
+    from vllm_diffusion.requests import read_together, refused_fields, refused_streams
 
-        from vllm_diffusion.drafting import check
+    for module in (refused_fields, refused_streams, read_together, delivery, http):
+        module.install()
 
-        ModelRegistry.register_model(check.ARCHITECTURE, _DRAFT)
-        check.install()
-    except Exception as error:
-        _log(logging.ERROR, "multi-pass drafts", error)
+
+def _register_extensions() -> None:
+    """Register rooms that diffusion models do not need; without one, vLLM's own serves in its place.
+
+    They come first: what one of them registers, such as a worker's weight transfer that knows of
+    drafts, is not registered again.
+    """
+    for entry in own_entry_points("vllm_diffusion.extensions"):
+        try:
+            entry.load()()
+        except Exception as error:
+            _log(logging.ERROR, entry.name, error)
 
 
 def _register_weight_transfer() -> None:

@@ -62,10 +62,9 @@ SDAR_CANVAS_LENGTH = 8
 ORDERS = {"sync": "--no-async-scheduling", "async": "--async-scheduling"}
 COUNTERS = ("vllm_diffusion:passes_by_kind_total", "vllm_diffusion:denoise_steps_per_canvas_sum")
 # Where tests hold what is refused, besides requests.
-REFUSAL_TESTS = ("tests/unit", "tests/integration/test_bad_startup.py")
-SLOW_REFUSAL_TESTS = (
-    "tests/integration/test_serve_options.py",
-    "tests/integration/families/test_bad_input.py",
+REFUSAL_TESTS = (
+    *("tests/unit/startup", "tests/unit/requests", "tests/unit/families"),
+    *("tests/integration/test_bad_startup.py", "tests/integration/families/test_bad_input.py"),
 )
 _VARIABLE = (
     (re.compile(r"(/[\w.@+-]+){2,}"), "<path>"),
@@ -88,7 +87,7 @@ def reproducible(request: Request, number: int, family: str) -> Request:
     body = request.body
     if request.kind != "hostile" and request.path in (COMPLETIONS, CHAT):
         body = {"seed": number, **body, "return_token_ids": True}
-    if request.kind == "valid" and family == "SDAR":
+    if request.kind == "valid" and family == "SDAR" and "vllm_xargs" in body:
         xargs = body["vllm_xargs"].items()
         body["vllm_xargs"] = {name: value for name, value in xargs if name not in NOT_OF_SDAR}
     return dataclasses.replace(request, body=body, leaves_after=None)
@@ -235,10 +234,11 @@ class RaisedMessages:
 def record_refusals() -> list[str]:
     """Messages that tests expect to be raised, sorted."""
     plugin = RaisedMessages()
-    paths = [*REFUSAL_TESTS, *SLOW_REFUSAL_TESTS]
     # Captured output of tests would be printed among the recording's own.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        code = pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *paths], [plugin])
+        code = pytest.main(
+            ["-q", "-m", "not slow", "-p", "no:cacheprovider", *REFUSAL_TESTS], [plugin]
+        )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"the tests that raise ended with {code}")
     return sorted(plugin.messages)
@@ -289,15 +289,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(compare(before, after) > 0)
     if chosen.write is None:
         parser.error("--write FILE, or --compare BEFORE AFTER")
+    makers = {
+        "requests": lambda folder: record_requests(chosen.requests, folder),
+        "commands": record_commands,
+        "refusals": lambda folder: record_refusals(),
+    }
     recording: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        if "requests" in chosen.parts:
-            recording["requests"] = record_requests(chosen.requests, Path(folder))
-        if "commands" in chosen.parts:
-            recording["commands"] = record_commands(Path(folder))
-        if "refusals" in chosen.parts:
-            recording["refusals"] = record_refusals()
-        chosen.write.write_text(json.dumps(recording, indent=0), encoding="utf-8")
+        for part in chosen.parts:
+            recording[part] = makers[part](Path(folder))
+            # After each part, since one takes minutes.
+            chosen.write.write_text(json.dumps(recording, indent=0), encoding="utf-8")
     return 0
 
 

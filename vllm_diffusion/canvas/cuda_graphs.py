@@ -1,4 +1,4 @@
-"""CUDA graphs of a pass: which sizes vLLM captures of the model, and our own around it.
+"""CUDA graphs around the backbone; which sizes vLLM captures of it, start-up chooses.
 
 A step that replays graphs launches a handful of them: one embeds the canvases with their
 self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that asks for more of
@@ -8,67 +8,16 @@ the sampler than the plain step, or holds a narrower canvas, runs the same funct
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-# Beyond this many canvases a launch costs nothing beside the work it starts.
-MAX_CANVASES = 64
-# Up to here every count has a graph of the backbone; above, every fourth, and the runner pads.
-MAX_EXACT = 8
 # What the driver keeps of a graph besides its tensors; vLLM counts at least as much of its own.
 BYTES_OF_A_GRAPH = 2**20
 
 # (function, its inputs) -> what replays the call on those inputs and returns the same tensors.
 Capture = Callable[[Callable[..., Any], tuple[Tensor, ...]], Callable[[], Any]]
-
-
-def canvas_counts(most: int) -> list[int]:
-    """Numbers of canvases that get a graph of the backbone, ascending, up to ``most``."""
-    most = min(most, MAX_CANVASES)
-    counts = {*range(1, min(most, MAX_EXACT) + 1), *range(MAX_EXACT, most + 1, 4), most}
-    return sorted(counts)
-
-
-def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Rows of the passes that vLLM is to capture.
-
-    Whole canvases of 1 to ``max_num_seqs`` requests, and up to twice as many where finished canvases
-    are encoded in the same pass. Short prompts take the smallest of them.
-
-    Args:
-        canvas_length: Rows of a canvas.
-        max_num_seqs: Requests that run at once.
-        max_num_batched_tokens: Rows of the largest pass.
-    """
-    counts = canvas_counts(2 * max_num_seqs)
-    return [n * canvas_length for n in counts if n * canvas_length <= max_num_batched_tokens]
-
-
-def choose_capture_sizes(vllm_config: VllmConfig) -> None:
-    """Have vLLM capture whole canvases, where the operator says nothing of sizes.
-
-    By itself it stops at 512 rows (1,024 on SM100), which is two canvases of 256.
-    """
-    from vllm.platforms import current_platform
-
-    compilation = vllm_config.compilation_config
-    if (
-        current_platform.is_cpu()
-        or compilation.cudagraph_capture_sizes is not None
-        or compilation.max_cudagraph_capture_size is not None
-    ):
-        return
-    scheduler = vllm_config.scheduler_config
-    compilation.cudagraph_capture_sizes = capture_sizes(
-        vllm_config.diffusion_config.canvas_length,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-    )
 
 
 class GraphedFunction:

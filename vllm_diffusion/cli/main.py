@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from vllm_diffusion.cli import chat, checkpoint, demo, doctor, serve_page
 from vllm_diffusion.cli.values import Parser, UsageError
-from vllm_diffusion.drafting.commands import bench_drafts, calibrate, drafts, swap_draft
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.bytecode import compile_once
 
 
@@ -21,17 +21,8 @@ def build_parser() -> Parser:
         "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (
-        demo,
-        chat,
-        serve_page,
-        checkpoint,
-        drafts,
-        bench_drafts,
-        calibrate,
-        swap_draft,
-        doctor,
-    ):
+    registered = [entry.load() for entry in own_entry_points("vllm_diffusion.commands")]
+    for module in (demo, chat, serve_page, checkpoint, *registered, doctor):
         module.add_parser(subcommands)
     return parser
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
+
 _RUNNER = "vllm.v1.worker.gpu."
 
 
@@ -21,9 +23,7 @@ def register() -> None:
     """Put them in place. Safe to call twice."""
     from vllm.triton_utils import dispatcher
 
-    from vllm_diffusion.cpu import sampling_kernels as cpu_sampling
-    from vllm_diffusion.drafting.cpu import draft_inputs as cpu_draft_inputs
-    from vllm_diffusion.drafting.cpu import verification as cpu_verification
+    from vllm_diffusion.cpu import sampling_kernels
 
     overrides: dict[str, Callable[..., None]] = {
         _RUNNER + "buffer_utils._apply_write_kernel": apply_write,
@@ -34,10 +34,10 @@ def register() -> None:
         _RUNNER + "input_batch._combine_sampled_and_draft_tokens_kernel": combine_tokens,
         _RUNNER + "input_batch._post_update_kernel": post_update,
         _RUNNER + "input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
-        **cpu_sampling.OVERRIDES,
-        **cpu_verification.OVERRIDES,
-        **cpu_draft_inputs.OVERRIDES,
+        **sampling_kernels.OVERRIDES,
     }
+    for entry in own_entry_points("vllm_diffusion.cpu_kernels"):
+        overrides |= entry.load()
     new = {name: impl for name, impl in overrides.items() if name not in dispatcher._registry}
     if new:
         dispatcher.register_kernels(new)

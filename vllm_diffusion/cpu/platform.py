@@ -19,14 +19,14 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
+from vllm_diffusion.startup.host_memory import kv_cache_bytes
+
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-# KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE says otherwise. vLLM's
-# default, 92 % of the machine's memory, suits a machine that does nothing else.
-DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
 # Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
 DEFAULT_BLOCK_SIZE = 16
 ATTENTION = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
@@ -158,13 +158,10 @@ class DiffusionCpuPlatform(CpuPlatform):
 
             check_checkpoint_fits(model_config)
 
-        check_verification(vllm_config)
+        for entry in own_entry_points("vllm_diffusion.cpu_checks"):
+            entry.load()(vllm_config)
         if vllm_config.diffusion_config is None:
             check_cache(vllm_config)
-        if vllm_config.kv_transfer_config is not None:
-            from vllm_diffusion.drafting.cpu.hidden_states import use_cpu_connector
-
-            use_cpu_connector(vllm_config.kv_transfer_config)
         parallel_config = vllm_config.parallel_config
         is_staged = parallel_config.pipeline_parallel_size > 1
         if (
@@ -224,61 +221,3 @@ def check_cache(vllm_config: VllmConfig) -> None:
                 f"{option} {dtype} is not a format that attention reads on the CPU platform of "
                 f"vllm-diffusion; leave it out, or set it to {' or '.join(known)}."
             )
-
-
-# Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.
-# vLLM finds out when weights are loaded.
-READ_HIDDEN_STATES = ("dflash", "dspark", "eagle3", "extract_hidden_states")
-KEEP_HIDDEN_STATES = ("gemma4", "gemma4_text")
-
-
-def check_verification(vllm_config: VllmConfig) -> None:
-    """Refuse what the CPU's verification of drafts (``cpu_verification``) does not do.
-
-    Raises:
-        ValueError: Naming the option and the remedy.
-    """
-    spec = vllm_config.speculative_config
-    if spec is None:
-        return
-    if spec.rejection_sample_method == "fly":
-        raise ValueError(
-            '--speculative-config: rejection_sample_method "fly" accepts what the model would not say, '
-            'and does not run on the CPU platform of vllm-diffusion; leave it out, or set it to "block".'
-        )
-    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
-    if is_staged and not vllm_config.scheduler_config.async_scheduling:
-        # vLLM's synchronous scheduler is told of the drafts of a step before it knows what that step said, and
-        # asks the first stage for fewer tokens than it verifies.
-        raise ValueError(
-            "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
-            "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
-        )
-    if is_staged and spec.method == "draft_model":
-        # Its first layers lie in a stage that never drafts.
-        raise ValueError(
-            "--pipeline-parallel-size with --speculative-config: vLLM cuts a draft of method draft_model into "
-            "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
-            '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
-        )
-    model_type = vllm_config.model_config.hf_text_config.model_type
-    if is_staged and spec.method in READ_HIDDEN_STATES and model_type in KEEP_HIDDEN_STATES:
-        raise ValueError(
-            f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
-            "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
-            'use --tensor-parallel-size, or set "method" to "ngram".'
-        )
-    if vllm_config.watermark_config is not None:
-        raise ValueError(
-            "--watermark-config with --speculative-config does not run on the CPU platform of "
-            "vllm-diffusion; leave one of them out."
-        )
-
-
-def kv_cache_bytes(cache_config: CacheConfig) -> int:
-    """Bytes of the KV cache on one rank."""
-    kv_cache_space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if kv_cache_space:
-        return int(kv_cache_space) * 1024**3
-    chosen: int | None = cache_config.kv_cache_memory_bytes
-    return DEFAULT_KV_CACHE_BYTES if chosen is None else chosen

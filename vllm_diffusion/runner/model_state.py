@@ -24,8 +24,6 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_diffusion.attention.backend import bind_canvas
 from vllm_diffusion.canvas.cuda_graphs import (
     BYTES_OF_A_GRAPH,
-    MAX_CANVASES,
-    MAX_EXACT,
     Capture,
     cuda_capture,
 )
@@ -40,6 +38,7 @@ from vllm_diffusion.requests.params import (
 from vllm_diffusion.runner import runner_seam
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
+from vllm_diffusion.startup.capture_sizes import MAX_CANVASES, MAX_EXACT
 from vllm_diffusion.startup.compilation import compile_backend, launch_backend
 from vllm_diffusion.startup.plugin_settings import commits_in_place, fuses_encode, plugin_settings
 from vllm_diffusion.weights.kernels import describe_kernels

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from vllm_diffusion.canvas.constraints import CanvasConstraints
-from vllm_diffusion.canvas.cuda_graphs import MAX_EXACT, Capture, GraphedFunction
+from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotStatistics, StepOutput, temperatures
@@ -38,6 +38,7 @@ from vllm_diffusion.sampling.vocabulary_stream import (
     rows_in_float32,
     sample_rows,
 )
+from vllm_diffusion.startup.capture_sizes import MAX_EXACT
 
 # Log-probabilities that graphs report; a server that allows more has none of them.
 MAX_GRAPHED_LOGPROBS = 32

@@ -14,17 +14,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from vllm_diffusion.canvas.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.layouts import CanvasLayout
-from vllm_diffusion.live import delivery, http
-from vllm_diffusion.requests import read_together, refused_fields, refused_streams, require_key
 from vllm_diffusion.startup import request_capacity
 from vllm_diffusion.startup.accelerators import is_vllm_cpu_build
 from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.attention import check_layout, choose_attention
+from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
 from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.media_budget import choose_media
@@ -78,6 +76,11 @@ class BlockDiffusionEngineConfig:
     registration_failure: ClassVar[Exception | None] = None
     # Whether vLLM has a class of its own for the architecture; ``None`` before registration.
     is_in_vllm: ClassVar[bool | None] = None
+
+    # Pieces of rooms above this one, which the plugin puts here: what guards a server's paths, and
+    # what an API process needs for canvases. Each is safe to call twice.
+    guard_server: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+    install_api: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
     # What a family says of itself.
 
@@ -162,7 +165,7 @@ class BlockDiffusionEngineConfig:
         _check_upstream(cls.registration_failure)
         _check_platform()
         check_regular_files(Path(vllm_config.model_config.model))
-        require_key.guard_adapters()
+        cls.guard_server()
         await_engine_at_shutdown()
         if cls.is_in_vllm:
             logger.info(
@@ -203,11 +206,7 @@ class BlockDiffusionEngineConfig:
                 "limit.",
                 most,
             )
-        refused_fields.install()
-        refused_streams.install()
-        read_together.install()
-        delivery.install()
-        http.install()
+        cls.install_api()
 
     @classmethod
     def _check_skipping(cls, vllm_config: VllmConfig) -> None:

@@ -285,7 +285,7 @@ def _memory(vllm_config: VllmConfig) -> Memory:
     if current_platform.is_cpu():
         import psutil
 
-        from vllm_diffusion.cpu.platform import kv_cache_bytes
+        from vllm_diffusion.startup.host_memory import kv_cache_bytes
 
         # Engines on this machine share it.
         num_engines = max(vllm_config.parallel_config.data_parallel_size_local, 1)

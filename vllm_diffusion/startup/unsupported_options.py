@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_SCHEDULERS = "vllm_diffusion.scheduling.canvas_scheduler"
+
+
 def check_options(vllm_config: VllmConfig) -> None:
     """Refuse what would fail later, or would be ignored in silence.
 
@@ -30,8 +33,6 @@ def check_options(vllm_config: VllmConfig) -> None:
 
 def _values(vllm_config: VllmConfig) -> dict[str, Any]:
     """What the sentences name."""
-    from vllm_diffusion.attention.backend import CanvasAttentionBackend
-
     scheduler = vllm_config.scheduler_config
     return {
         "canvas_length": _canvas_length(vllm_config),
@@ -47,7 +48,7 @@ def _values(vllm_config: VllmConfig) -> dict[str, Any]:
         "runner": vllm_config.model_config.runner_type,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "weight_transfer": getattr(vllm_config.weight_transfer_config, "backend", None),
-        "kv_cache_dtypes": " or ".join(CanvasAttentionBackend.supported_kv_cache_dtypes),
+        "kv_cache_dtypes": " or ".join(_cache_dtypes(vllm_config)),
     }
 
 
@@ -63,12 +64,10 @@ def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
         return False
-    from vllm_diffusion.scheduling.canvas_scheduler import CanvasScheduling, canvas_scheduler
-
     chosen: Any = scheduler_config.get_scheduler_cls()
-    if isinstance(chosen, type):
-        return not issubclass(chosen, CanvasScheduling)
-    return chosen is not canvas_scheduler
+    # A factory of ours, or a class that is made of one of ours.
+    classes = chosen.__mro__ if isinstance(chosen, type) else (chosen,)
+    return all(each.__module__ != _SCHEDULERS for each in classes)
 
 
 def _quantises_while_loading(vllm_config: VllmConfig) -> bool:
@@ -78,11 +77,15 @@ def _quantises_while_loading(vllm_config: VllmConfig) -> bool:
 
 
 def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
-    from vllm_diffusion.attention.backend import CanvasAttentionBackend
+    return vllm_config.cache_config.cache_dtype not in _cache_dtypes(vllm_config)
 
-    is_ours = vllm_config.attention_config.backend.name == "CUSTOM"
-    formats = CanvasAttentionBackend.supported_kv_cache_dtypes
-    return is_ours and vllm_config.cache_config.cache_dtype not in formats
+
+def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Formats of the KV cache that our attention reads; that of others is theirs to check."""
+    backend = vllm_config.attention_config.backend
+    if backend.name != "CUSTOM":
+        return (vllm_config.cache_config.cache_dtype,)
+    return tuple(backend.get_class().supported_kv_cache_dtypes)
 
 
 def _images(vllm_config: VllmConfig, setting: str) -> bool:

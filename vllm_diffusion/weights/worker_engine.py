@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from vllm_diffusion.drafting.swap.served_draft import DROP, RESTORE, ServedDraft
 from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.transfer import FATES
 from vllm_diffusion.weights.update import UNHARMED, ExpectedTensors, WeightUpdate
 
 logger = init_logger(f"vllm.{__name__}")
@@ -44,7 +44,7 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
             named as in a checkpoint, and stays there until the update is finished. Of a draft it is
             the folder of a whole one.
         replaced: In place of a path, what becomes of the draft that the last update of the draft
-            replaced, and the worker keeps: "restore" or "drop".
+            replaced, and the worker keeps: one of ``FATES``.
     """
 
     path: str = ""
@@ -56,12 +56,12 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
         Raises:
             ValueError: Naming the field.
         """
-        if self.replaced in (RESTORE, DROP) and self.path == "":
+        if self.replaced in FATES and self.path == "":
             return
         if self.replaced != "":
             raise ValueError(
-                f"update_info.replaced={self.replaced!r} must be {RESTORE!r} or {DROP!r}, and path left "
-                f"out; {UNHARMED}."
+                f"update_info.replaced={self.replaced!r} must be {' or '.join(map(repr, FATES))}, and path "
+                f"left out; {UNHARMED}."
             )
         if not isinstance(self.path, str) or not Path(self.path).is_absolute():
             raise ValueError(
@@ -81,7 +81,6 @@ class SafetensorsWeightTransferEngine(
 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
-    supports_draft_weight_update = True
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         """As vLLM makes its own."""
@@ -89,14 +88,11 @@ class SafetensorsWeightTransferEngine(
         self.weights_are_lost = False
         self._expected: ExpectedTensors | None = None
         self._update: WeightUpdate | None = None
-        self._draft: ServedDraft | None = None
         # Where layers rewrite what they load, they are loaded again as wholes.
         self._reloads_layers = vllm_config.quant_config is not None or device.type != "cpu"
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         """A trainer that begins anew: what one before it sent, and did not finish, is forgotten."""
-        if self._draft is not None:
-            self._draft.forget_plan()
         if self._update is not None:
             self._update = self._new_update()
 
@@ -106,17 +102,7 @@ class SafetensorsWeightTransferEngine(
         Raises:
             ValueError: If the model is none that is updated.
         """
-        if not self._is_of_draft:
-            self._update = self._new_update()
-            return
-        if self._draft is None:
-            self._draft = ServedDraft(self.model, self.vllm_config)
-        self._draft.forget_plan()
-
-    @property
-    def _is_of_draft(self) -> bool:
-        # vLLM's start_draft_weight_update names the draft for as long as its update lasts.
-        return self.model is not self._default_model
+        self._update = self._new_update()
 
     def _new_update(self) -> WeightUpdate:
         if self._expected is None:
@@ -148,13 +134,6 @@ class SafetensorsWeightTransferEngine(
 
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         """See :meth:`update_weights`."""
-        if self._is_of_draft:
-            assert self._draft is not None
-            if update_info.replaced:
-                self._draft.plan_replaced(update_info.replaced)
-            else:
-                self._draft.plan_load(Path(update_info.path))
-            return
         if update_info.replaced:
             raise ValueError(
                 "update_info.replaced is of updates of a draft (start_draft_weight_update); "
@@ -170,10 +149,6 @@ class SafetensorsWeightTransferEngine(
         Raises:
             ValueError: If a file has changed or a tensor is missing; the update goes on.
         """
-        if self._is_of_draft:
-            assert self._draft is not None
-            self._draft.carry_out()
-            return
         update = self._update
         assert update is not None
         if update.is_empty:

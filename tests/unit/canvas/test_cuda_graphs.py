@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.graphs import emulated_capture
-from vllm_diffusion.canvas.cuda_graphs import (
+from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
+from vllm_diffusion.startup.capture_sizes import (
     MAX_CANVASES,
-    GraphedFunction,
     capture_sizes,
     choose_capture_sizes,
 )

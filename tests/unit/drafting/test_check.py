@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
-from vllm_diffusion.cpu.platform import check_cache, check_verification
+from vllm_diffusion.cpu.platform import check_cache
 from vllm_diffusion.drafting.check import (
     ARCHITECTURE,
     SCHEDULER,
     STOCK_ARCHITECTURE,
     check_draft,
 )
+from vllm_diffusion.drafting.cpu.check import check_verification
 from vllm_diffusion.drafting.recording import Ring
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Imports a module that was never compiled, here and in a child; says what the doctor says of it.
 SCRIPT = """
 import subprocess, sys

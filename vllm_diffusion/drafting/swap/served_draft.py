@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_diffusion.drafting.swap.new_draft import check_replaceable, read_new_draft
+from vllm_diffusion.weights.transfer import RESTORE
 
-# What an update may do with the weights that the last one replaced.
-RESTORE, DROP = "restore", "drop"
 # Projections of the context's keys and values of all layers, which vLLM builds of the loaded layers.
 _FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 # The target's, and no part of a draft.

@@ -1,0 +1,69 @@
+"""What is checked and chosen of drafts where the CPU platform serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.
+# vLLM finds out when weights are loaded.
+READ_HIDDEN_STATES = ("dflash", "dspark", "eagle3", "extract_hidden_states")
+KEEP_HIDDEN_STATES = ("gemma4", "gemma4_text")
+
+
+def check_verification(vllm_config: VllmConfig) -> None:
+    """Refuse what the CPU's verification of drafts (``verification.py``) does not do.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    spec = vllm_config.speculative_config
+    if spec is None:
+        return
+    if spec.rejection_sample_method == "fly":
+        raise ValueError(
+            '--speculative-config: rejection_sample_method "fly" accepts what the model would not say, '
+            'and does not run on the CPU platform of vllm-diffusion; leave it out, or set it to "block".'
+        )
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if is_staged and not vllm_config.scheduler_config.async_scheduling:
+        # vLLM's synchronous scheduler is told of the drafts of a step before it knows what that step said, and
+        # asks the first stage for fewer tokens than it verifies.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
+            "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
+        )
+    if is_staged and spec.method == "draft_model":
+        # Its first layers lie in a stage that never drafts.
+        raise ValueError(
+            "--pipeline-parallel-size with --speculative-config: vLLM cuts a draft of method draft_model into "
+            "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
+            '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
+        )
+    model_type = vllm_config.model_config.hf_text_config.model_type
+    if is_staged and spec.method in READ_HIDDEN_STATES and model_type in KEEP_HIDDEN_STATES:
+        raise ValueError(
+            f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
+            "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
+            'use --tensor-parallel-size, or set "method" to "ngram".'
+        )
+    if vllm_config.watermark_config is not None:
+        raise ValueError(
+            "--watermark-config with --speculative-config does not run on the CPU platform of "
+            "vllm-diffusion; leave one of them out."
+        )
+
+
+def check_drafts(vllm_config: VllmConfig) -> None:
+    """Refuse drafts that the CPU does not run, and choose how hidden states are extracted.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    check_verification(vllm_config)
+    if vllm_config.kv_transfer_config is not None:
+        from vllm_diffusion.drafting.cpu.hidden_states import use_cpu_connector
+
+        use_cpu_connector(vllm_config.kv_transfer_config)
