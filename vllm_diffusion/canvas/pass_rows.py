@@ -76,6 +76,7 @@ class PassRows:
     sampler that is a canvas of one row.
 
     Attributes:
+        slots: The canvases.
         causal_rows: [R], int32, leading causal rows of each request; padding requests have none. Rows
             of a canvas that is denoised attend in both directions; those of prompts and of finished
             canvases are causal, apart from their spans.
@@ -104,7 +105,7 @@ class PassRows:
             compile_backend: Backend of ``torch.compile``, which makes one or two launches of each
                 function; ``None`` runs its operations one by one.
         """
-        self._slots, self._layout = slots, slots.spec.layout
+        self.slots, self._layout = slots, slots.spec.layout
         R, N, device = slots.num_slots, max_rows, slots.device
         # Compiled for the largest pass, so that it is compiled once; else as long as the pass is.
         self._most = None if compile_backend is None else N
@@ -145,7 +146,7 @@ class PassRows:
 
     def lay_out(self, input_batch: InputBatch) -> None:
         """Take the batch of a pass, before anything of it is launched."""
-        n, num_slots = input_batch.num_reqs, self._slots.num_slots
+        n, num_slots = input_batch.num_reqs, self.slots.num_slots
         self.slots_np = input_batch.idx_mapping_np[:n].astype(np.int64)
         num_canvas = np.diff(input_batch.cu_num_logits_np[: n + 1]).astype(np.int64)
         is_over = (
@@ -199,7 +200,7 @@ class PassRows:
         offset: Tensor,
     ) -> None:
         """What the host knows, for requests and for rows; every argument is filled."""
-        numbers, slots, layout = self._numbers, self._slots, self._layout
+        numbers, slots, layout = self._numbers, self.slots, self._layout
         R = slots.num_slots
         query_lens = numbers.query_start[1:] - numbers.query_start[:-1]
         num_bidirectional = layout.num_bidirectional(
@@ -244,7 +245,7 @@ class PassRows:
         self._fill(whole, all_token_ids, num_computed)
 
     def _fill_ids(self, ids: Tensor, all_token_ids: Tensor, num_computed: Tensor) -> None:
-        numbers, canvas = self._numbers, self._slots.canvas
+        numbers, canvas = self._numbers, self.slots.canvas
         row = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         R, C = canvas.shape
         request = torch.searchsorted(numbers.query_start[1:], row, right=True).clamp(max=R - 1)
@@ -266,7 +267,7 @@ class PassRows:
         return EngineRows(*(values[:n] for values in selected))
 
     def _by_request(self, tokens: Tensor, num_emitted: Tensor, num_finished: Tensor) -> EngineRows:
-        numbers, R = self._numbers, self._slots.num_slots
+        numbers, R = self._numbers, self.slots.num_slots
         slot = numbers.slot[:R].long()
         return EngineRows(
             tokens[slot].to(torch.int32),

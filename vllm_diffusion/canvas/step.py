@@ -21,24 +21,10 @@ from torch import Tensor
 from attention_kernels.noise import Purpose
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+from vllm_diffusion.decoding.statistics import SlotStatistics
 from vllm_diffusion.startup.compilation import compiled
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
-
-
-class SlotStatistics(NamedTuple):
-    """What a pass found at each position of each slot, [R, C], and [R, C, K] of ``choices``.
-
-    As :class:`StepInputs` says. A slot without rows in the pass has what an earlier pass left there,
-    and nothing reads it.
-    """
-
-    argmax: Tensor
-    candidate: Tensor
-    entropy: Tensor
-    drawn_confidence: Tensor
-    confidence: Tensor | None = None
-    choices: Tensor | None = None
 
 
 class SlotPass(NamedTuple):

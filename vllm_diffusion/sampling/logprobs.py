@@ -1,11 +1,10 @@
-"""Log-probabilities of canvas rows, from logits that were kept, and where they wait."""
+"""Log-probabilities of canvas rows, from logits that were kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
@@ -102,21 +101,6 @@ def row_logprobs(
     )
 
 
-def merge_held(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> LogprobsTensors:
-    """Log-probabilities of the tokens that a pass leaves at its rows' positions.
-
-    Args:
-        held: Of the tokens that stood there before the pass.
-        drawn: Of the tokens that it drew.
-        keeps: [num_rows], bool: rows whose position the step did not write.
-    """
-    return LogprobsTensors(
-        torch.where(keeps[:, None], held.logprob_token_ids, drawn.logprob_token_ids),
-        torch.where(keeps[:, None], held.logprobs, drawn.logprobs),
-        torch.where(keeps, held.selected_token_ranks, drawn.selected_token_ranks),
-    )
-
-
 def _summary(
     logits: Tensor, first_id: int, wanted: Tensor, request: LogprobsRequest
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,96 +157,3 @@ def _columns(
         torch.where(has_own, torch.where(valid, asked, 0), ids),
         torch.where(has_own, torch.where(valid, asked_scores, _IMPOSSIBLE), scores),
     )
-
-
-class LogprobsStash:
-    """Log-probabilities wait here between the step that decided a token and the pass that emits it.
-
-    Every pass returns rows for every request of the batch, decided or not, because only the
-    device knows which requests emit; the engine takes as many as a request emitted.
-    """
-
-    def __init__(self, num_slots: int, canvas_length: int, device: torch.device) -> None:
-        self._shape = (num_slots, canvas_length)
-        self._device = device
-        self._width = 0
-        self._ids = torch.empty(0)
-        self._logprobs = torch.empty(0)
-        self._ranks = torch.empty(0)
-
-    def _grow(self, width: int) -> None:
-        if width <= self._width:
-            return
-        R, C = self._shape
-        ids = torch.zeros(R, C, width, dtype=torch.int64, device=self._device)
-        logprobs = torch.full(
-            (R, C, width), float("-inf"), dtype=torch.float32, device=self._device
-        )
-        if self._width:
-            ids[..., : self._width] = self._ids
-            logprobs[..., : self._width] = self._logprobs
-        else:
-            self._ranks = torch.zeros(R, C, dtype=torch.int64, device=self._device)
-        self._ids, self._logprobs, self._width = ids, logprobs, width
-
-    def exchange(
-        self,
-        computed: LogprobsTensors,
-        row_slots: Tensor,
-        row_positions: Tensor,
-        is_decided: Tensor,
-        emitted: Tensor,
-        starts: np.ndarray,
-    ) -> LogprobsTensors:
-        """Stash what this pass computed, and return what each row's request may emit now.
-
-        Args:
-            computed: This pass's log-probabilities, in row order.
-            row_slots: [num_rows], int64.
-            row_positions: [num_rows], int64.
-            is_decided: [num_rows], bool: rows whose log-probabilities were computed before.
-            emitted: [num_emitted], int64: the rows in the order in which they are emitted.
-            starts: [num_reqs + 1], where each request's are among them.
-        """
-        ids, logprobs, ranks = (
-            computed.logprob_token_ids,
-            computed.logprobs,
-            computed.selected_token_ranks,
-        )
-        width = ids.shape[1]
-        self._grow(width)
-        stashed_ids = self._ids[row_slots, row_positions]
-        stashed_logprobs = self._logprobs[row_slots, row_positions]
-        stashed_ranks = self._ranks[row_slots, row_positions]
-        pad = self._width - width
-        ids = torch.nn.functional.pad(ids, (0, pad))
-        logprobs = torch.nn.functional.pad(logprobs, (0, pad), value=float("-inf"))
-        ids = torch.where(is_decided[:, None], stashed_ids, ids)
-        logprobs = torch.where(is_decided[:, None], stashed_logprobs, logprobs)
-        ranks = torch.where(is_decided, stashed_ranks, ranks)
-        self._ids[row_slots, row_positions] = ids
-        self._logprobs[row_slots, row_positions] = logprobs
-        self._ranks[row_slots, row_positions] = ranks
-        return LogprobsTensors(
-            logprob_token_ids=ids[emitted],
-            logprobs=logprobs[emitted],
-            selected_token_ranks=ranks[emitted],
-            cu_num_generated_tokens=starts[:-1].tolist(),
-        )
-
-    def begin(self, computed: LogprobsTensors, row: Tensor, slot: Tensor, begins: Tensor) -> None:
-        """Stash the log-probabilities of first tokens of canvases.
-
-        Args:
-            computed: Of a pass.
-            row: [n], int64: rows in it.
-            slot: [n], int64, each once.
-            begins: [n], bool: which of them do begin.
-        """
-        pad = self._width - computed.logprobs.shape[1]
-        ids = torch.nn.functional.pad(computed.logprob_token_ids[row], (0, pad))
-        logprobs = torch.nn.functional.pad(computed.logprobs[row], (0, pad), value=float("-inf"))
-        ranks = computed.selected_token_ranks[row]
-        self._ids[slot, 0] = torch.where(begins[:, None], ids, self._ids[slot, 0])
-        self._logprobs[slot, 0] = torch.where(begins[:, None], logprobs, self._logprobs[slot, 0])
-        self._ranks[slot, 0] = torch.where(begins, ranks, self._ranks[slot, 0])

@@ -1,4 +1,4 @@
-"""What requests ask of the logits themselves, laid out for the rows of a batch.
+"""Adjustments of logits that requests ask for, laid out for the rows of a batch.
 
 ``allowed_token_ids``, ``logit_bias``, ``min_tokens``, the penalties and the constraints of the
 scheduler change every distribution of a row: the candidate's, the argmax, the entropy and the
@@ -59,12 +59,12 @@ class _OffsetTable:
 
 @dataclass(frozen=True)
 class _Offsets:
-    """Of one request: which rows of the table are added to its logits; -1 for none.
+    """Rows of the offset table that are added to one request's logits; -1 for none.
 
     Attributes:
-        always: From ``min_length`` on.
-        early: Before it.
-        readable: What a read-only canvas is asked about, as part of what it reports.
+        always: The row from ``min_length`` on.
+        early: The row before it.
+        readable: The row of the ids that a read-only canvas is asked about, as part of what it reports.
         min_length: Tokens of prompt and answer.
     """
 
@@ -74,12 +74,12 @@ class _Offsets:
     min_length: int
 
     def rows(self) -> set[int]:
-        """All of them."""
+        """Row numbers, without -1."""
         return {self.always, self.early, self.readable} - {-1}
 
 
-class Adjusting(NamedTuple):
-    """What a batch asks of logits, known on the host; the tables of nothing else are read.
+class UsedAdjustments(NamedTuple):
+    """Adjustments that a batch uses, known on the host; no other tables are read.
 
     Attributes:
         offsets: Some request has a bias, allowed tokens or a least number of tokens.
@@ -95,7 +95,7 @@ class Adjusting(NamedTuple):
 
 
 class RowAdjustments:
-    """Of all slots; :meth:`bind` gives those of some rows."""
+    """Adjustments of all slots; :meth:`bind` gives those of some rows."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class RowAdjustments:
     def add_request(
         self, slot: int, sampling_params: Any, readable: tuple[int, ...] | None = None
     ) -> None:
-        """Take what a new owner of ``slot`` asks for.
+        """Take the adjustments that a new owner of ``slot`` asks for.
 
         Args:
             slot: Its row in every state.
@@ -207,14 +207,14 @@ class RowAdjustments:
         for held, given in zip(self._penalties, values, strict=True):
             held.copy_(given.gpu[:num_slots])
 
-    def asked_by(self, slots: np.ndarray, num_masks: int | None) -> Adjusting | None:
-        """What some slots ask for; ``None`` if they ask for nothing.
+    def used_by(self, slots: np.ndarray, num_masks: int | None) -> UsedAdjustments | None:
+        """Find the adjustments that some slots use; ``None`` if they use none.
 
         Args:
             slots: [num_reqs], those that have rows.
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
-        found = Adjusting(
+        found = UsedAdjustments(
             not self._offsets.keys().isdisjoint(slots.tolist()),
             not self._penalised.isdisjoint(slots.tolist()),
             num_masks is not None,
@@ -222,48 +222,48 @@ class RowAdjustments:
         )
         return found if any(found[:3]) else None
 
-    def everything(self) -> Adjusting:
-        """What a batch may ask for, for a graph of any."""
-        return Adjusting(True, True, True, len(self._constraints.masks))
+    def all_used(self) -> UsedAdjustments:
+        """Adjustments that any batch may use, for a graph that serves each."""
+        return UsedAdjustments(True, True, True, len(self._constraints.masks))
 
     def bind(
-        self, asked: Adjusting, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
+        self, used: UsedAdjustments, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
     ) -> LogitAdjustments:
-        """Those of some rows.
+        """Bind adjustments to some rows.
 
         Args:
-            asked: What of them.
+            used: Adjustments that the pass uses.
             rows: Which rows of the pass: [num_rows].
             slot: [num_rows], int64, theirs.
             drawn_at: [num_rows], int64: where in its sequence the token stands that each row draws.
         """
         adjustments = self.none(len(slot))
-        if asked.offsets:
+        if used.offsets:
             always, early, _, min_length, _ = self._numbers
             adjustments = adjustments._replace(
                 offset_idx=torch.where(drawn_at < min_length[slot], early[slot], always[slot]),
                 offsets=self.offsets,
             )
-        if asked.penalties:
+        if used.penalties:
             adjustments = adjustments._replace(
                 penalty_idx=self._numbers[4][slot],
                 prompt_mask=self._state.prompt_bin_mask,
                 output_counts=self._state.output_bin_counts,
             )
-        if asked.pins:
+        if used.pins:
             adjustments = adjustments._replace(
                 pin=self._constraints.pin(rows),
                 mask_idx=self._constraints.mask_idx(rows),
-                masks=self._constraints.masks[: asked.num_masks],
+                masks=self._constraints.masks[: used.num_masks],
             )
         return adjustments
 
     def has_readable(self, slots: np.ndarray) -> bool:
-        """Whether some slots are asked about a few ids alone."""
+        """Report whether some read-only slots are asked about a few ids alone."""
         return any(own.readable >= 0 for slot in slots if (own := self._offsets.get(int(slot))))
 
     def bind_readable(self, slot: Tensor) -> LogitAdjustments:
-        """What read-only canvases are asked about, which is part of what they report.
+        """Bind the ids that read-only canvases are asked about, a part of what they report.
 
         Args:
             slot: [num_rows], int64, of the rows that are reported.
@@ -273,7 +273,7 @@ class RowAdjustments:
         )
 
     def none(self, num_rows: int) -> LogitAdjustments:
-        """Rows that ask for nothing."""
+        """Adjustments of rows that ask for nothing."""
         nobody = torch.full((num_rows,), -1, dtype=torch.int32, device=self._device)
         repetition, frequency, presence = self._penalties
         state = self._state

@@ -77,14 +77,14 @@ class RowRequests:
         adjustments: Of the logits; ``None`` if nobody asks for any.
         filtered: Rows with filters; ``None`` if there are none.
         reported: Rows with log-probabilities; ``None`` if there are none.
-        num_choices: Likeliest tokens that the decoding rule looks at, of every row.
+        num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
     """
 
     draws: RowDraws
     adjustments: LogitAdjustments | None = None
     filtered: FilteredRows | None = None
     reported: ReportedRows | None = None
-    num_choices: int = 0
+    num_likeliest: int = 0
 
     def within(self, chunk: slice) -> RowRequests:
         """Of some of the rows."""
@@ -93,7 +93,7 @@ class RowRequests:
             None if self.adjustments is None else self.adjustments.rows(chunk),
             None if self.filtered is None else self.filtered.within(chunk),
             None if self.reported is None else self.reported.within(chunk),
-            self.num_choices,
+            self.num_likeliest,
         )
 
     def kept(self) -> np.ndarray:

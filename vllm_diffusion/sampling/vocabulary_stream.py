@@ -69,7 +69,7 @@ class RowResults:
             probability; ``None`` for a model without self-conditioning.
         logprobs: What the batch wants to know; ``None`` if nothing.
         held_logprobs: The same of the tokens that the rows held; ``None`` if nobody asks.
-        choices: [num_rows, num_choices], int64, the likeliest tokens, the likeliest first; ``None`` if
+        choices: [num_rows, num_likeliest], int64, the likeliest tokens, the likeliest first; ``None`` if
             the rule looks at none.
     """
 
@@ -144,8 +144,8 @@ class _RowGroup:
         self.draws = requests.draws
         self.adjustments = requests.adjustments
         self.choices: RunningChoices | None = None
-        if requests.num_choices > 0:
-            self.choices = RunningChoices(len(rows), requests.num_choices, rows.device)
+        if requests.num_likeliest > 0:
+            self.choices = RunningChoices(len(rows), requests.num_likeliest, rows.device)
         self.kept: KeptRows | None = None
         if requests.filtered is not None or requests.reported is not None:
             self.kept = KeptRows(requests.filtered, requests.reported, rows.device)
