@@ -102,7 +102,9 @@ def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]
         slots: The canvases.
         requested: [R], float32, of the requests.
     """
-    return slots.spec.rule.temperatures(slots.settings, slots.step, slots.max_steps, requested)
+    return slots.spec.rule.temperatures(
+        slots.requested.settings, slots.step, slots.requested.max_steps, requested
+    )
 
 
 class CanvasStep:
@@ -151,7 +153,7 @@ class CanvasStep:
 
         decision = self._decide(statistics, slot_pass, position)
         done = denoised & self._may_end(decision, slot_pass, position)
-        done = done & (decision.done | (slots.step + 1 >= slots.max_steps))
+        done = done & (decision.done | (slots.step + 1 >= slots.requested.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
         layout = self._spec.layout
         num_final = layout.num_final(slots.canvas, statistics.candidate, slot_pass.num_rows)
@@ -164,7 +166,7 @@ class CanvasStep:
         output = StepOutput(
             tokens=layout.emitted(result, slots.num_given),
             num_emitted=torch.where(
-                emitted | (done & slots.read_only), num_final - slots.num_given, 0
+                emitted | (done & slots.requested.read_only), num_final - slots.num_given, 0
             ),
             num_finished=torch.where(finished, num_final, 0),
             denoised=denoised,
@@ -179,7 +181,7 @@ class CanvasStep:
         canvas = self._next_input(decision, kept, slot_pass, position)
         canvas = torch.where(done[:, None], result, canvas)
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
-        phase = torch.where(done & ~slots.read_only, _COMMITTING, slots.phase)
+        phase = torch.where(done & ~slots.requested.read_only, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, emitted, decision)
         self._begin(emitted, statistics, slot_pass, committed, num_final, position)
         return output
@@ -199,13 +201,13 @@ class CanvasStep:
                 previous_result=slots.previous_result,
                 valid=position < slot_pass.num_rows[:, None],
                 fixed=slots.pinned | (position < slots.num_given[:, None]),
-                end_tokens=slots.end_tokens if self._converge_at_end else None,
+                end_tokens=slots.requested.end_tokens if self._converge_at_end else None,
                 step=slots.step,
-                max_steps=slots.max_steps,
+                max_steps=slots.requested.max_steps,
                 confidence=statistics.confidence,
                 choices=statistics.choices,
             ),
-            slots.settings,
+            slots.requested.settings,
             slots.rule_memory,
         )
 
@@ -242,7 +244,7 @@ class CanvasStep:
             decision.tokens,
             slots.noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
         )
-        canvas = torch.where(slots.pinned, slots.seed_canvas, canvas)
+        canvas = torch.where(slots.pinned, slots.requested.seed_canvas, canvas)
         return torch.where(position < slots.num_given[:, None], slots.canvas, canvas)
 
     def _write(

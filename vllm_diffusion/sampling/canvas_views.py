@@ -38,7 +38,7 @@ class CanvasViewConnector:
 
     def begin_pass(self) -> None:
         """Remember the canvases as the pass finds them, where one is read."""
-        self._began_from = self._slots.canvas.clone() if self._slots.viewed else None
+        self._began_from = self._slots.canvas.clone() if self._slots.features.viewed else None
 
     def keep(self, output: StepOutput) -> None:
         """Remember what the sampler did in this pass."""
@@ -49,12 +49,14 @@ class CanvasViewConnector:
 
     def prepare_output(self, input_batch: InputBatch) -> PendingViews | None:
         """The views of this pass, on the device; ``None`` if nobody reads one."""
-        if not self._slots.viewed:
+        if not self._slots.features.viewed:
             return None
         num_reqs = input_batch.num_reqs
         slots = input_batch.idx_mapping_np[:num_reqs]
         has_canvas = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]) > 0
-        chosen = [i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.viewed]
+        chosen = [
+            i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.features.viewed
+        ]
         if not chosen:
             return None
         assert self._output is not None
@@ -64,7 +66,7 @@ class CanvasViewConnector:
             self._output,
             self._began_from,
             self._num_rows,
-            self._slots.max_steps,
+            self._slots.requested.max_steps,
             self._entropy,
             slot,
         )

@@ -61,7 +61,7 @@ class ConstraintTensors:
         Returns:
             How many of ``masks`` are used.
         """
-        places, starts = self._pass_rows, self._pass_rows.starts
+        places, starts = self._pass_rows, self._pass_rows.requests.starts
         rows = np.full((places.num_rows, 3), -1, dtype=np.int32)
         num_valid, free_from, free_to = of_slots = np.zeros(
             tuple(places.of_constraints.shape), dtype=np.int32
@@ -75,7 +75,7 @@ class ConstraintTensors:
             i = index.get(req_id)
             if i is None:
                 continue
-            slot = int(places.slots_np[i])
+            slot = int(places.requests.slots[i])
             start, end = int(starts[i]), int(starts[i + 1])
             first = start + constraint.num_given
             frontier = min(first + len(constraint.pinned), end)

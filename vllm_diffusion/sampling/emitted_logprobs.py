@@ -77,7 +77,7 @@ class EmittedLogprobs:
         spec = self._slots.spec
         is_decided = ~step.decided[slot, position]
         if spec.mask_token_id is None:
-            return is_decided & self._slots.maps_steps[slot]
+            return is_decided & self._slots.requested.maps_steps[slot]
         unwritten = step.decided_step[slot, position] == 0
         is_given = spec.layout.is_given(unwritten, position, self._pinned[slot, position])
         return is_decided & ~is_given & ~is_seed
@@ -92,20 +92,14 @@ class EmittedLogprobs:
         Returns:
             [num_emitted], int64, which rows, and [num_reqs + 1], where each request's are among them.
         """
-        num_rows, seeding = np.diff(self._pass_rows.starts), self._seeding()
+        requests = self._pass_rows.requests
+        num_rows, seeding = requests.num_rows, requests.seeding
         canvas_rows = async_tensor_h2d(
             np.flatnonzero(~np.repeat(seeding, num_rows)), device=slot.device
         )
         # The known tokens that a canvas begins with are not emitted.
         emitted = (canvas_rows + step.num_given[slot[canvas_rows]]).clamp(max=len(slot) - 1)
         return emitted, np.concatenate([[0], np.cumsum(num_rows * ~seeding)])
-
-    def _seeding(self) -> np.ndarray:
-        """[num_reqs], bool: requests whose row in the pass is no canvas's."""
-        seeding = self._pass_rows.seeding
-        if seeding is None:
-            return np.zeros(len(self._pass_rows.starts) - 1, dtype=bool)
-        return seeding
 
     def _begin_canvases(self, drawn: LogprobsTensors, step: StepOutput, slot: Tensor) -> None:
         """Keep the log-probabilities of tokens with which canvases begin behind committed ones.
@@ -116,11 +110,11 @@ class EmittedLogprobs:
             slot: [num_rows], int64, of each row.
         """
         assert self._committed is not None
-        starts = self._pass_rows.starts
-        num_rows = np.diff(starts)
-        has_canvas = (num_rows > 0) & ~self._seeding()
+        requests = self._pass_rows.requests
+        has_canvas = (requests.num_rows > 0) & ~requests.seeding
         first, count = async_tensor_h2d(
-            np.stack([starts[:-1][has_canvas], num_rows[has_canvas]]), device=slot.device
+            np.stack([requests.starts[:-1][has_canvas], requests.num_rows[has_canvas]]),
+            device=slot.device,
         )
         owner = slot[first]
         row = self._slots.spec.layout.seed_row(first, count, step.num_finished[owner])

@@ -121,12 +121,12 @@ class PassSettings:
         Args:
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
-        slots_np = self._pass_rows.slots_np
-        has_rows = np.diff(self._pass_rows.starts) > 0
+        requests = self._pass_rows.requests
+        has_filter = np.logical_or.reduce(self.settings.used_filters(requests.slots))
         return UsedSettings(
-            self.adjustments.used_by(slots_np[has_rows], num_masks),
-            self._rows_of(np.logical_or.reduce(self.settings.used_filters(slots_np))),
-            self._rows_of(self.settings.wants_logprobs(slots_np)),
+            self.adjustments.used_by(requests.slots[requests.num_rows > 0], num_masks),
+            requests.rows_of(has_filter),
+            requests.rows_of(self.settings.wants_logprobs(requests.slots)),
         )
 
     def holds_given(self) -> bool:
@@ -134,16 +134,18 @@ class PassSettings:
 
         A masked model emits them as they are. Without a mask the likeliest tokens are emitted.
         """
-        is_masked = self._slots.spec.mask_token_id is not None
-        return is_masked and bool(self._slots.brings_canvas_np[self._pass_rows.slots_np].any())
+        if self._slots.spec.mask_token_id is None:
+            return False
+        slots = self._pass_rows.requests.slots.tolist()
+        return not self._slots.features.brings_canvas.isdisjoint(slots)
 
     def names_logprob_ids(self) -> bool:
         """Report whether a request of the pass names the ids whose log-probabilities it wants."""
-        return self.settings.names_logprob_ids(self._pass_rows.slots_np)
+        return self.settings.names_logprob_ids(self._pass_rows.requests.slots)
 
     def num_top(self) -> int:
         """Most likeliest tokens that a request of the pass wants reported; 0 for none."""
-        return self.settings.num_top(self._pass_rows.slots_np)
+        return self.settings.num_top(self._pass_rows.requests.slots)
 
     # Rows.
 
@@ -200,7 +202,7 @@ class PassSettings:
             slot: [n], int64, of the rows.
         """
         judged, _ = temperatures(self._slots, self.settings.temperature)
-        is_plain = self._slots.read_only
+        is_plain = self._slots.requested.read_only
         if self._slots.spec.layout.reports_unscaled(self._reports_raw):
             is_plain = torch.ones_like(is_plain)
         return torch.where(is_plain[slot], 1.0, judged[slot])
@@ -244,8 +246,8 @@ class PassSettings:
             adjustments = self.adjustments_of(some, used.adjusted)
         filtered = reported = None
         if used.filtered is not None:
-            slot = self._slots_of(used.filtered)
-            filters = self.settings.filters_of(slot, self._pass_rows.slots_np)
+            slot = self._pass_rows.slots_of(used.filtered)
+            filters = self.settings.filters_of(slot, self._pass_rows.requests.slots)
             filtered = FilteredRows(used.filtered, filters)
         if used.reported is not None:
             reported = self._reported(used.reported, adjustments)
@@ -264,7 +266,7 @@ class PassSettings:
             index: [n], int64: which rows of the pass.
             adjustments: Adjustments of all rows.
         """
-        slots_np, slot = self._pass_rows.slots_np, self._slots_of(index)
+        slots_np, slot = self._pass_rows.requests.slots, self._pass_rows.slots_of(index)
         held = None
         if self.holds_given():
             on_device = async_tensor_h2d(index, device=slot.device)
@@ -282,23 +284,3 @@ class PassSettings:
             adjustments,
             self.reported_temperature(slot),
         )
-
-    def _rows_of(self, chosen: np.ndarray) -> np.ndarray | None:
-        """[n], int64, ascending: rows of some requests of the pass.
-
-        Args:
-            chosen: [num_reqs], bool.
-
-        Returns:
-            ``None`` where there are no such requests or they are still at their prompts.
-        """
-        if not chosen.any():
-            return None
-        index = np.flatnonzero(np.repeat(chosen, np.diff(self._pass_rows.starts)))
-        return index if index.size > 0 else None
-
-    def _slots_of(self, index: np.ndarray) -> Tensor:
-        """[n], int64, on the device: slots of rows of the pass."""
-        places = self._pass_rows
-        slots = np.repeat(places.slots_np, np.diff(places.starts))[index]
-        return async_tensor_h2d(slots, device=self._slots.device)

@@ -104,7 +104,7 @@ class DiffusionSampler:
     def add_request(self, slot: int, sampling_params: Any) -> None:
         """Stage the settings of ``slot``'s new owner, which the model state has seen before."""
         self.settings.add_request(slot, sampling_params)
-        readable = self.slots.allowed_ids.get(slot)
+        readable = self.slots.features.allowed_ids.get(slot)
         self.adjustments.add_request(slot, sampling_params, readable)
 
     def remove_request(self, slot: int) -> None:
