@@ -1,8 +1,8 @@
 """CUDA graphs of a pass: which sizes vLLM captures of the model, and our own around it.
 
 A step that replays graphs launches a handful of them: one embeds the canvases with their
-self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that asks for more of
-the sampler than the plain step, or holds a narrower canvas, runs the same functions without a graph.
+self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that uses more settings
+than the plain step has, or holds a narrower canvas, runs the same functions without a graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
 
 
 def choose_capture_sizes(vllm_config: VllmConfig) -> None:
-    """Have vLLM capture whole canvases, where the operator says nothing of sizes.
+    """Have vLLM capture whole canvases, where the operator sets no sizes.
 
     By itself it stops at 512 rows (1,024 on SM100), which is two canvases of 256.
     """
@@ -95,7 +95,7 @@ class GraphedFunction:
         return replay()
 
     def is_captured(self, *inputs: Tensor) -> bool:
-        """Whether a call with inputs of these shapes replays a graph."""
+        """Report whether a call with inputs of these shapes replays a graph."""
         return tuple(x.shape for x in inputs) in self._graphs
 
     def capture(self, capture: Capture, *inputs: Tensor) -> None:
@@ -114,7 +114,7 @@ class GraphedFunction:
 
 
 def cuda_capture() -> Capture:
-    """Captures calls as CUDA graphs on the current stream, which no other graph was captured on.
+    """Capture calls as CUDA graphs on the current stream, which no other graph was captured on.
 
     Empty the allocator's cache before and after. The graphs share a memory pool of their own, so that none writes over what the backbone's return;
     they run one after another, and what one returns is used before the next.

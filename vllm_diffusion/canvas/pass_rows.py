@@ -308,11 +308,10 @@ class PassRows:
             all_token_ids: [R, max_model_len], int32: known tokens of each slot.
             num_computed: [R], int32: how many of them each slot had before the pass.
         """
-        ids = input_batch.input_ids
-        count = self._most or input_batch.num_tokens
-        # The runner's own tensor, of which the batch has the beginning.
-        whole = ids.as_strided((count,), (1,), ids.storage_offset())
-        self._fill(whole, all_token_ids, num_computed)
+        ids = input_batch.input_ids[: input_batch.num_tokens]
+        if self._most is not None:
+            ids = _lengthened(ids, self._most)
+        self._fill(ids, all_token_ids, num_computed)
 
     def _fill_ids(self, ids: Tensor, all_token_ids: Tensor, num_computed: Tensor) -> None:
         numbers, canvas = self._numbers, self.slots.canvas
@@ -348,3 +347,15 @@ class PassRows:
             num_emitted[slot],
             numbers.num_canvas[:R] - num_finished[slot],
         )
+
+
+def _lengthened(ids: Tensor, length: int) -> Tensor:
+    """[length], the beginning of the runner's token ids, of which a batch has a shorter one.
+
+    The runner hands out its buffer in no other way, and a compiled function takes one length.
+
+    Args:
+        ids: [num_tokens], int32, of the batch.
+        length: Of the result, at most the buffer's.
+    """
+    return ids.as_strided((length,), (1,), ids.storage_offset())

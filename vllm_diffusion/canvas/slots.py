@@ -179,7 +179,7 @@ class CanvasSlots:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.phase.device
 
     def add_request(self, slot: int, request: NewRequest) -> None:
@@ -266,7 +266,7 @@ class CanvasSlots:
         )
 
     def _brings_canvas(self, row: NewRequest) -> bool:
-        """Whether a new owner's next canvas is its first one, and it brings what that starts from."""
+        """True if the request's next canvas is its first one, and it brings what that starts from."""
         return row.params.seed_canvas is not None and self._num_canvases(row) == 0
 
     def _num_canvases(self, row: NewRequest) -> int:

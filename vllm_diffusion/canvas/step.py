@@ -28,7 +28,7 @@ _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
 
 class SlotPass(NamedTuple):
-    """What is particular to a pass.
+    """Inputs of the decision that are particular to a pass.
 
     Attributes:
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
@@ -37,7 +37,7 @@ class SlotPass(NamedTuple):
             canvas begins.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
             step; 0 where no step may be the last yet, -1 without a constraint.
-        free_from: [R], int32, first position that becomes noise whatever the rule says.
+        free_from: [R], int32, first position that becomes noise whatever the rule decides.
         free_to: [R], int32, the position after the last such one.
     """
 
@@ -66,7 +66,7 @@ class SlotPass(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What the engine is told, and whoever watches the canvases.
+    """Outcome of a pass by slot, for the engine and for clients that watch.
 
     Attributes:
         tokens: [R, C], int64: what a canvas would emit, from its first position that is no known
@@ -74,7 +74,7 @@ class StepOutput(NamedTuple):
         num_emitted: [R], int32, how many of them are emitted now; 0 for most.
         num_finished: [R], int32, canvas rows whose keys and values are final with this pass.
         denoised: [R], bool, canvases that took a step in this pass.
-        done: [R], bool, those of them for which it was the last.
+        done: [R], bool, canvases of these for which it was the last step.
         step: [R], int32, steps that they have taken, this one among them.
         num_given: [R], int32, their leading positions that are known tokens.
         kept: [R, C], bool, positions that enter the next step, or are committed, as they are.
@@ -189,7 +189,7 @@ class CanvasStep:
     def _decide(
         self, statistics: SlotStatistics, slot_pass: SlotPass, position: Tensor
     ) -> StepDecision:
-        """What the rule says."""
+        """Ask the rule."""
         slots = self._slots
         return self._spec.rule.decide(
             StepInputs(

@@ -12,7 +12,7 @@ _IMPOSSIBLE = float("-inf")
 
 
 class RunningChoices:
-    """Of the tiles that rows have seen, for rules that look beyond the likeliest token."""
+    """The likeliest tokens of the tiles so far, for rules that look beyond the likeliest one."""
 
     def __init__(self, num_rows: int, num_likeliest: int, device: torch.device) -> None:
         self._scores = torch.full((num_rows, num_likeliest), _IMPOSSIBLE, device=device)
@@ -36,7 +36,7 @@ class RunningChoices:
         self._keep(torch.cat(scores, dim=-1), torch.cat(ids, dim=-1))
 
     def _keep(self, scores: Tensor, ids: Tensor) -> None:
-        """The best of some, of which equal ones are in ascending order of ids."""
+        """Keep the best scores; equal ones come in ascending order of ids."""
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         num_likeliest = self._ids.shape[1]
         self._scores = scores[:, :num_likeliest]

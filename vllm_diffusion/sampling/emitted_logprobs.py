@@ -138,8 +138,8 @@ def _merge(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> Logp
     """Combine log-probabilities into those of the tokens that a pass leaves at its rows' positions.
 
     Args:
-        held: Of the tokens that stood there before the pass.
-        drawn: Of the tokens that it drew.
+        held: Log-probabilities of the tokens that stood there before the pass.
+        drawn: Log-probabilities of the tokens that it drew.
         keeps: [num_rows], bool: rows whose position the step did not write.
     """
     return LogprobsTensors(
@@ -150,7 +150,7 @@ def _merge(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> Logp
 
 
 class LogprobsStash:
-    """Log-probabilities wait here between the step that decided a token and the pass that emits it.
+    """Log-probabilities that wait between the step that decided a token and the pass that emits it.
 
     Every pass returns rows for every request of the batch, decided or not, because only the
     device knows which requests emit; the engine takes as many as a request emitted.
@@ -228,10 +228,10 @@ class LogprobsStash:
         """Stash the log-probabilities of first tokens of canvases.
 
         Args:
-            computed: Of a pass.
-            row: [n], int64: rows in it.
+            computed: Log-probabilities of a pass.
+            row: [n], int64: rows of the pass.
             slot: [n], int64, each once.
-            begins: [n], bool: which of them do begin.
+            begins: [n], bool: slots whose canvas does begin.
         """
         pad = self._width - computed.logprobs.shape[1]
         ids = torch.nn.functional.pad(computed.logprob_token_ids[row], (0, pad))

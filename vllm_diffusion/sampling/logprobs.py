@@ -16,7 +16,7 @@ _IMPOSSIBLE = float("-inf")
 
 
 class LogprobsRequest(NamedTuple):
-    """What a batch wants to know of its rows.
+    """Log-probabilities that a batch wants of its rows.
 
     Attributes:
         num_top: Likeliest tokens of each row, 0 for none.
@@ -37,11 +37,11 @@ class LogprobsRequest(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Of what is reported: the row's own token, and others."""
+        """Tokens that are reported of a row: its own, and others."""
         return 1 + max(self.num_top, self.token_ids.shape[1])
 
     def rows(self, some: slice | Tensor) -> LogprobsRequest:
-        """Of some of the rows."""
+        """The request of some of the rows."""
         return self._replace(
             token_ids=self.token_ids[some],
             num_token_ids=self.num_token_ids[some],
@@ -57,19 +57,19 @@ def row_logprobs(
     head: OutputHead,
     rows_at_once: int,
 ) -> LogprobsTensors:
-    """Scores and ranks of each row's token, and of the others that were asked for.
+    """Scores and ranks of each row's token, and of the other tokens that its request wants.
 
     Args:
         rows: This rank's ids.
         divisor: [num_rows], float32: of the distribution that is reported.
         selected: [num_rows], int64, each row's token.
-        request: What is wanted.
+        request: Log-probabilities that are wanted.
         head: Combines the ranks.
         rows_at_once: Rows that are in float32 at the same time.
 
     Returns:
-        Columns: the row's token, then the ids asked for or the likeliest ones; what a row has
-        none of is id 0 at minus infinity.
+        Columns: the row's token, then the ids that its request names or the likeliest
+        ones, and id 0 at minus infinity where a row has fewer.
     """
     parts = [slice(start, start + rows_at_once) for start in range(0, len(selected), rows_at_once)]
 
@@ -104,13 +104,13 @@ def row_logprobs(
 def _summary(
     logits: Tensor, first_id: int, wanted: Tensor, request: LogprobsRequest
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of this rank's ids of some rows.
+    """Summarise this rank's logits of some rows.
 
     Args:
         logits: [num_rows, num_ids], float32.
         first_id: The first of the ids.
-        wanted: [num_rows, n], int64: ids whose scores are asked for.
-        request: What else is wanted.
+        wanted: [num_rows, n], int64: ids whose scores are wanted.
+        request: What else is reported.
 
     Returns:
         [num_rows], the logarithm of the sum of exponentials; [num_rows, n], scores of ``wanted``,
@@ -139,9 +139,9 @@ def _summary(
 
 
 def _columns(
-    request: LogprobsRequest, top_ids: Tensor, top_scores: Tensor, asked_scores: Tensor
+    request: LogprobsRequest, top_ids: Tensor, top_scores: Tensor, named_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids and scores beside a row's own token: those it asks for, or its likeliest."""
+    """Ids and scores beside a row's own token: the ids that its request names, or the likeliest."""
     num_columns = request.num_columns - 1
     pad = (0, num_columns - request.num_top)
     ids = torch.nn.functional.pad(top_ids[:, : request.num_top], pad)
@@ -149,11 +149,11 @@ def _columns(
     if request.token_ids.shape[1] == 0:
         return ids, scores
     pad = (0, num_columns - request.token_ids.shape[1])
-    asked = torch.nn.functional.pad(request.token_ids, pad)
-    asked_scores = torch.nn.functional.pad(asked_scores, pad, value=_IMPOSSIBLE)
+    named = torch.nn.functional.pad(request.token_ids, pad)
+    named_scores = torch.nn.functional.pad(named_scores, pad, value=_IMPOSSIBLE)
     has_own = request.num_token_ids[:, None] > 0
     valid = torch.arange(num_columns, device=ids.device) < request.num_token_ids[:, None]
     return (
-        torch.where(has_own, torch.where(valid, asked, 0), ids),
-        torch.where(has_own, torch.where(valid, asked_scores, _IMPOSSIBLE), scores),
+        torch.where(has_own, torch.where(valid, named, 0), ids),
+        torch.where(has_own, torch.where(valid, named_scores, _IMPOSSIBLE), scores),
     )

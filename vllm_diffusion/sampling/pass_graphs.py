@@ -30,7 +30,7 @@ MAX_GRAPHED_LOGPROBS = 32
 
 
 class PassGraphs:
-    """What is launched for a pass: :attr:`plain_step`, or :meth:`sample` and then :attr:`decide`.
+    """Launches of a pass: :attr:`plain_step`, or :meth:`sample` and then :attr:`decide`.
 
     Attributes:
         plain_step: ([num_rows, hidden_size] rows) -> :class:`StepOutput`: a pass in which no request

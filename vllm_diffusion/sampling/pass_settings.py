@@ -37,7 +37,7 @@ class UsedSettings:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pass uses temperatures and seeds only."""
+        """True if the pass uses temperatures and seeds only."""
         return self.adjusted is None and self.filtered is None and self.reported is None
 
 

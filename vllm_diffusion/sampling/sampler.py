@@ -4,8 +4,8 @@ The runner's calls, in their order, with what each of them needs:
 
 1. ``add_request`` and ``remove_request`` of the model state, then of the sampler, for requests that
    come and go, and ``apply_staged_writes`` of both: settings and first canvases are on the device.
-2. ``prepare_attn`` of the model state: :meth:`PassRows.lay_out` says where the rows of the pass are.
-   Whatever follows reads it.
+2. ``prepare_attn`` of the model state: :meth:`PassRows.lay_out` places the rows of the pass.
+   All that follows reads them.
 3. ``prepare_inputs`` of the model state, which fills in canvases, and the forward pass.
 4. :meth:`DiffusionSampler.select_rows`: hidden rows of the pass that are sampled.
 5. :meth:`DiffusionSampler.__call__`: statistics of the rows, the rule's decision, committed tokens.
@@ -30,7 +30,7 @@ from vllm_diffusion.canvas.cuda_graphs import Capture
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
-from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
+from vllm_diffusion.sampling.canvas_view_connector import CanvasViewConnector
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.emitted_logprobs import EmittedLogprobs
 from vllm_diffusion.sampling.logprobs import LogprobsRequest

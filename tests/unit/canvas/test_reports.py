@@ -13,7 +13,7 @@ from vllm_diffusion.canvas.canvas_view import pack, unpack
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput
-from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
+from vllm_diffusion.sampling.canvas_view_connector import CanvasViewConnector
 
 pytestmark = pytest.mark.engine
 

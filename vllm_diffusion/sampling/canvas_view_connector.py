@@ -1,4 +1,4 @@
-"""Canvases that somebody watches, or that a constraint reads, leave the device with a pass's outputs.
+"""Canvases that a client watches or a constraint reads, on their way off the device with a pass's outputs.
 
 vLLM's model runner has a connector for outputs beside tokens: it asks it for a pass's tensors, has
 them copied on its output stream, and hands what was copied to the scheduler. vLLM's own serves
@@ -41,14 +41,14 @@ class CanvasViewConnector:
         self._began_from = self._slots.canvas.clone() if self._slots.features.viewed else None
 
     def keep(self, output: StepOutput) -> None:
-        """Remember what the sampler did in this pass."""
+        """Remember the outcome of the pass, by slot."""
         self._output = output
 
     def begin_step(self, metadata: None) -> None:
-        """Nothing: whose canvases are read is known with the requests."""
+        """Do nothing: requests themselves say whose canvases are read."""
 
     def prepare_output(self, input_batch: InputBatch) -> PendingViews | None:
-        """The views of this pass, on the device; ``None`` if nobody reads one."""
+        """The views of this pass, on the device; ``None`` if none is read."""
         if not self._slots.features.viewed:
             return None
         num_reqs = input_batch.num_reqs
@@ -73,7 +73,7 @@ class CanvasViewConnector:
         return PendingViews([input_batch.req_ids[i] for i in chosen], views)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the connector holds nothing."""
 
 
 class PendingViews:
@@ -85,10 +85,10 @@ class PendingViews:
         self._copied: np.ndarray | None = None
 
     def enqueue_cpu_copy(self, num_sampled: Any, num_rejected: Any) -> None:
-        """Called on the stream of output copies."""
+        """Copy the views, on the stream of output copies."""
         self._copied = self._views.to("cpu", non_blocking=True).numpy()
 
     def process_output(self) -> dict[str, np.ndarray]:
-        """Called when the copies are done: rows for ``canvas_view.unpack``, by request."""
+        """Return rows for ``canvas_view.unpack`` by request; the copies are done."""
         assert self._copied is not None
         return dict(zip(self._req_ids, self._copied, strict=True))
