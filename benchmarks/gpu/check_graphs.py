@@ -43,7 +43,7 @@ def run_steps(server: Server, canvases: int, passes: list[tuple[Tensor, ...]]) -
     server.begin(canvases)
     found = {}
     for i, inputs in enumerate(passes):
-        output = server.sampler.plain_step(*inputs)._asdict()
+        output = server.sampler.graphs.plain_step(*inputs)._asdict()
         found |= {f"{name} of step {i}": value.clone() for name, value in output.items()}
     return found | server.state()
 
@@ -103,7 +103,7 @@ def main() -> int:
         eager, eager_ms = {}, {}
         for n in counts:
             eager[n] = run_steps(server, n, passes[n])
-            step = server.sampler.plain_step
+            step = server.sampler.graphs.plain_step
             eager_ms[n] = milliseconds(lambda n=n, step=step: step(*passes[n][0]), repeats=5)[0]
         server.capture(max(counts))
         for n in counts:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.layouts import FreeCanvas
@@ -82,19 +83,8 @@ class Server:
             ),
             logprobs_mode="raw_logprobs",
         )
-        self.sampler = DiffusionSampler(
-            stock,
-            self.slots,
-            self.pass_rows,
-            head=head,
-            store_soft_embeds=self._store,
-            vocab_size=sizes.vocab,
-            max_rows=sizes.slots * sizes.canvas,
-            max_logprobs=20,
-            converge_at_end=False,
-            emits_when_done=True,
-            compile_backend=compiler,
-        )
+        step = CanvasStep(self.slots, compile_backend=compiler)
+        self.sampler = DiffusionSampler(stock, self.pass_rows, step, head, self._store, 20)
         self.pass_rows.of_slots.seed.copy_(torch.arange(sizes.slots) + 40)
 
     def _store(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
@@ -133,7 +123,7 @@ class Server:
         )
 
     def inputs(self, canvases: int) -> tuple[Tensor, ...]:
-        """Of ``sampler.plain_step``, for the pass that :meth:`begin` laid out: random hidden rows."""
+        """Of ``sampler.graphs.plain_step``, for the pass that :meth:`begin` laid out: random hidden rows."""
         return (self.random(canvases * self.sizes.canvas, self.sizes.hidden),)
 
     def state(self) -> dict[str, Tensor]:

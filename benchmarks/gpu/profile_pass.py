@@ -82,7 +82,7 @@ def main() -> int:
             server.begin(n)
             layers = attention(options.toy, n)
             parts = {
-                "sampler": lambda n=n: server.sampler.plain_step(*passes[n]),
+                "sampler": lambda n=n: server.sampler.graphs.plain_step(*passes[n]),
                 "attention": layers,
             }
             for part, call in parts.items():

@@ -143,7 +143,7 @@ def test_a_start_captures_once(engine):
             ("_plain_step", 4),
             ("_reported_rows", 1),
         ]
-        assert not engine.runner.sampler.plain_step.is_captured(torch.empty(4 * CANVAS, 128))
+        assert not engine.runner.sampler.graphs.plain_step.is_captured(torch.empty(4 * CANVAS, 128))
         sampled = len(captured)
         captured.clear()
         assert capture_model(engine.runner, profile_only=False) == 5

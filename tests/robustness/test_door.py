@@ -55,8 +55,8 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     slots.add_request(1, NewRequest(params))
     slots.apply_staged_writes()
     for name, value in params.settings.items():
-        assert_held(float(value), slots.settings[name][1].item())
-    assert 1 <= slots.max_steps[1] <= 48
+        assert_held(float(value), slots.requested.settings[name][1].item())
+    assert 1 <= slots.requested.max_steps[1] <= 48
 
 
 @given(st.dictionaries(st.sampled_from(("max_denoising_steps", *IN_SLOTS)), numbers, max_size=3))
@@ -86,7 +86,11 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     slots.add_request(1, NewRequest(CanvasParams()))
     slots.apply_staged_writes()
     for name, value in options.items():
-        held = slots.max_steps if name == "max_denoising_steps" else slots.settings[name]
+        held = (
+            slots.requested.max_steps
+            if name == "max_denoising_steps"
+            else slots.requested.settings[name]
+        )
         assert_held(float(value), held[1].item())
 
 

@@ -91,7 +91,7 @@ class TracedEngine:
                     this.head.project(rows, slice(0, len(this.head.weight))), 0, this.head.softcap
                 )
                 logits = projected.scaled(torch.ones(len(rows)))
-                bounds = this.pass_rows.starts
+                bounds = this.pass_rows.requests.starts
                 for i, req_id in enumerate(input_batch.req_ids):
                     low, high = int(bounds[i]), int(bounds[i + 1])
                     if low == high:

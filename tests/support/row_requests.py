@@ -147,10 +147,10 @@ def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:
     """Of requests with so many canvas rows each, in slots 0, 1, ..., at positions 0, 1, ..."""
     adjustments.apply_staged_writes()
     slot = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    asked = adjustments.asked_by(np.arange(len(rows)), None)
-    assert asked is not None
+    used = adjustments.used_by(np.arange(len(rows)), None)
+    assert used is not None
     n = len(slot)
-    return adjustments.bind(asked, slice(n), slot, torch.arange(n))
+    return adjustments.bind(used, slice(n), slot, torch.arange(n))
 
 
 def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:

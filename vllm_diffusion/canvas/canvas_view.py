@@ -1,4 +1,4 @@
-"""What a pass did to a canvas, as one row of integers that a worker sends to the scheduler."""
+"""The outcome of a pass for a canvas, as one row of integers that a worker sends to the scheduler."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def pack(
     entropy: Tensor,
     slot: Tensor,
 ) -> Tensor:
-    """Rows for :func:`unpack`, of some slots.
+    """Pack the canvases of some slots into rows for :func:`unpack`.
 
     Args:
-        output: Of the pass.
+        output: Outcome of the pass.
         began_from: [R, C], int64, the canvases before it.
         num_rows: [R], int32, canvas rows of each slot in it.
         max_steps: [R], int32.
@@ -89,7 +89,7 @@ def pack(
 
 
 def unpack(row: np.ndarray) -> CanvasView:
-    """One row of :func:`pack`, on the host."""
+    """Unpack one row of :func:`pack`, [7 + 5 * C] int32, on the host."""
     denoised, done, step, max_steps, num_rows, num_given, num_emitted = row[:_NUMBERS].tolist()
     began_from, tokens, kept, decided_step, entropy = row[_NUMBERS:].reshape(5, -1)
     # The tokens begin with the first that is not known; the rest begins with the canvas.

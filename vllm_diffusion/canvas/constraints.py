@@ -1,4 +1,4 @@
-"""What the scheduler tells the sampler of canvases that are held to a grammar or a list of words."""
+"""Constraints of canvases that are held to a grammar or a list of words, from scheduler to sampler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 @dataclass(frozen=True)
 class CanvasConstraint:
-    """What holds for one request's canvas in one pass.
+    """The constraint of one request's canvas in one pass.
 
     Positions are counted from the first that is no known token.
 

@@ -1,8 +1,8 @@
 """CUDA graphs around the backbone; which sizes vLLM captures of it, start-up chooses.
 
 A step that replays graphs launches a handful of them: one embeds the canvases with their
-self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that asks for more of
-the sampler than the plain step, or holds a narrower canvas, runs the same functions without a graph.
+self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that uses more settings
+than the plain step has, or holds a narrower canvas, runs the same functions without a graph.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GraphedFunction:
         return replay()
 
     def is_captured(self, *inputs: Tensor) -> bool:
-        """Whether a call with inputs of these shapes replays a graph."""
+        """Report whether a call with inputs of these shapes replays a graph."""
         return tuple(x.shape for x in inputs) in self._graphs
 
     def capture(self, capture: Capture, *inputs: Tensor) -> None:
@@ -63,7 +63,7 @@ class GraphedFunction:
 
 
 def cuda_capture() -> Capture:
-    """Captures calls as CUDA graphs on the current stream, which no other graph was captured on.
+    """Capture calls as CUDA graphs on the current stream, which no other graph was captured on.
 
     Empty the allocator's cache before and after. The graphs share a memory pool of their own, so that none writes over what the backbone's return;
     they run one after another, and what one returns is used before the next.

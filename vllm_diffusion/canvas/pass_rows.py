@@ -1,9 +1,14 @@
-"""Where the rows of a pass are, at addresses that never change.
+"""Places of the rows of a pass, at addresses that never change.
 
-The host knows it, but for what only the device does: which canvases are being committed. One copy takes
-the host's part to the device, and one function makes of it what attention, the embedding and the sampler
-read, so that graphs of them need no inputs of their own. R is the number of slots, C the canvas length,
-N the most rows of a pass.
+The host knows them, but for which canvases are being committed, which only the device knows. One copy
+takes the host's part to the device, and one function makes of it what attention, the embedding and the
+sampler read, so that graphs of them need no inputs of their own.
+
+:meth:`PassRows.lay_out` runs in ``prepare_attn`` of the model state, before anything of a pass is
+launched: the runner calls it before ``prepare_inputs``, the forward pass and the sampler, which read
+what it laid out.
+
+R is the number of slots, C the canvas length, N the most rows of a pass.
 """
 
 from __future__ import annotations
@@ -23,10 +28,12 @@ from vllm_diffusion.startup.compilation import compiled
 
 
 class _Numbers(NamedTuple):
-    """What the host knows, as it makes it and on the device; of requests in their order, or of slots.
+    """Numbers that the host knows of requests, in the batch's order, or of slots.
+
+    The host makes them as NumPy arrays; on the device they are tensors.
 
     Attributes:
-        slot: [R + 1], int32 as what follows, of each request.
+        slot: [R + 1], int32 as all of them, the slot of each request.
         query_start: [R + 1], the first row of each request in the pass, and behind the last one the
             number of rows.
         row_start: [R + 1], the same among the rows that are sampled.
@@ -54,7 +61,7 @@ class _Numbers(NamedTuple):
 
 
 class EngineRows(NamedTuple):
-    """What the engine is told of each request; new tensors, since it copies them in its own time.
+    """Outcome of a pass for the engine, by request; new tensors, since it copies them in its own time.
 
     Attributes:
         tokens: [num_reqs, C], int32.
@@ -68,31 +75,80 @@ class EngineRows(NamedTuple):
     num_rejected: Tensor
 
 
+class CausalRows(NamedTuple):
+    """Leading rows of each request that attend causally; a padding request has none.
+
+    Rows of a canvas that is denoised attend in both directions; those of prompts and of finished
+    canvases are causal, apart from their spans.
+
+    Attributes:
+        num_rows: [R], int32.
+        flags: [R], int32, the same as a flag, for back ends that know only those: for them the
+            scheduler never has a request do both in one pass.
+    """
+
+    num_rows: Tensor
+    flags: Tensor
+
+
+class PassRequests(NamedTuple):
+    """Requests of a pass in the batch's order, on the host.
+
+    Attributes:
+        slots: [num_reqs], int64.
+        starts: [num_reqs + 1], int64: the first row of each request among those sampled, and behind the
+            last one the number of rows.
+        seeding: [num_reqs], bool: requests of which one row is sampled that is no canvas's.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    seeding: np.ndarray
+
+    @staticmethod
+    def none() -> PassRequests:
+        """A pass without requests."""
+        return PassRequests(
+            np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=bool)
+        )
+
+    @property
+    def num_rows(self) -> np.ndarray:
+        """[num_reqs], int64: sampled rows of each request."""
+        return np.diff(self.starts)
+
+    def rows_of(self, chosen: np.ndarray) -> np.ndarray | None:
+        """[n], int64, ascending: sampled rows of some requests.
+
+        Args:
+            chosen: [num_reqs], bool.
+
+        Returns:
+            ``None`` where there are no such requests or they are still at their prompts.
+        """
+        if not chosen.any():
+            return None
+        index = np.flatnonzero(np.repeat(chosen, self.num_rows))
+        return index if index.size > 0 else None
+
+
 class PassRows:
-    """The rows of the pass that :meth:`lay_out` was last called for.
+    """Rows of the pass that :meth:`lay_out` was last called for.
 
     Sampled are canvas rows and, for a model whose canvases begin with a token that known ones give
     (``CanvasLayout.seeding``), the last row of each request whose known tokens end in the pass: to the
     sampler that is a canvas of one row.
 
     Attributes:
-        causal_rows: [R], int32, leading causal rows of each request; padding requests have none. Rows
-            of a canvas that is denoised attend in both directions; those of prompts and of finished
-            canvases are causal, apart from their spans.
-        causal_flags: [R], int32, the same as a flag, for back ends that know only those: for them the
-            scheduler never has a request do both in one pass.
-        index: [N], int64: where in the pass the rows are that are sampled; 0 behind the last.
-        hidden_index: [N], int64: where the hidden states are that say what stands there.
-        slot: [N], int64: of each of them.
-        position: [N], int64: in its canvas.
-        offset: [N], int64: from the first row of its request to where its hidden state is.
-        of_slots: What the decision is told, as if there were no constraints; seeds are the sampler's to
-            fill in.
-        of_constraints: [3, R], int32: what it is told of constraints, the last three of the same.
-        starts: [num_reqs + 1], on the host: where each request's rows are among those sampled.
-        slots_np: [num_reqs], on the host.
-        seeding: [num_reqs], bool, on the host: requests with one row that is no canvas's; ``None`` if
-            there are none.
+        slots: The canvases.
+        causal: Rows of each request that attend causally.
+        index: [N], int64: the place of each sampled row in the pass; 0 behind the last.
+        hidden_index: [N], int64: the place of the hidden state that its token is drawn from.
+        slot: [N], int64: its slot.
+        position: [N], int64: its position in its canvas.
+        offset: [N], int64: rows from the first of its request to its hidden state.
+        of_slots: The decision's inputs, as if there were no constraints; the sampler fills in seeds.
+        requests: Requests of the pass, on the host.
     """
 
     def __init__(self, slots: CanvasSlots, max_rows: int, compile_backend: str | None) -> None:
@@ -104,7 +160,7 @@ class PassRows:
             compile_backend: Backend of ``torch.compile``, which makes one or two launches of each
                 function; ``None`` runs its operations one by one.
         """
-        self._slots, self._layout = slots, slots.spec.layout
+        self.slots = slots
         R, N, device = slots.num_slots, max_rows, slots.device
         # Compiled for the largest pass, so that it is compiled once; else as long as the pass is.
         self._most = None if compile_backend is None else N
@@ -114,9 +170,12 @@ class PassRows:
         def integers(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self.causal_rows, self.causal_flags = (integers(R, torch.int32) for _ in range(2))
-        self.index, self.slot, self.position, self.offset = (integers(N) for _ in range(4))
-        self.hidden_index = self._layout.hidden_index(self.index)
+        self.causal = CausalRows(integers(R, torch.int32), integers(R, torch.int32))
+        self.index = integers(N)
+        self.slot = integers(N)
+        self.position = integers(N)
+        self.offset = integers(N)
+        self.hidden_index = slots.spec.layout.hidden_index(self.index)
         numbers = self._numbers
         # What needs no arithmetic is read where it was copied to.
         self.of_slots = SlotPass(
@@ -127,11 +186,7 @@ class PassRows:
             free_from=numbers.free_from[:R],
             free_to=numbers.free_to[:R],
         )
-        first = _Numbers._fields.index("num_valid")
-        self.of_constraints = self._held[first : first + 3, :R]
-        self.starts = np.zeros(1, dtype=np.int64)
-        self.slots_np = np.zeros(0, dtype=np.int64)
-        self.seeding: np.ndarray | None = None
+        self.requests = PassRequests.none()
         self._spread = compiled(self._spread_over_rows, compile_backend)
         self._fill = compiled(self._fill_ids, compile_backend)
         self._select: Callable[[Tensor, Tensor, Tensor], EngineRows] = compiled(
@@ -141,12 +196,28 @@ class PassRows:
     @property
     def num_rows(self) -> int:
         """Rows that are sampled."""
-        return int(self.starts[-1])
+        return int(self.requests.starts[-1])
+
+    @property
+    def of_constraints(self) -> Tensor:
+        """[3, R], int32: the last three fields of ``of_slots``, which constraints fill."""
+        first = _Numbers._fields.index("num_valid")
+        return self._held[first : first + 3, : self.slots.num_slots]
+
+    def slots_of(self, index: np.ndarray) -> Tensor:
+        """[n], int64, on the device: slots of rows that the host chose.
+
+        Args:
+            index: [n], int64, which of the sampled rows.
+        """
+        requests = self.requests
+        slots = np.repeat(requests.slots, requests.num_rows)[index]
+        return async_tensor_h2d(slots, device=self.slot.device)
 
     def lay_out(self, input_batch: InputBatch) -> None:
-        """Take the batch of a pass, before anything of it is launched."""
-        n, num_slots = input_batch.num_reqs, self._slots.num_slots
-        self.slots_np = input_batch.idx_mapping_np[:n].astype(np.int64)
+        """Lay out the batch of a pass, in ``prepare_attn``, before anything of the pass is launched."""
+        n, num_slots = input_batch.num_reqs, self.slots.num_slots
+        slots = input_batch.idx_mapping_np[:n].astype(np.int64)
         num_canvas = np.diff(input_batch.cu_num_logits_np[: n + 1]).astype(np.int64)
         is_over = (
             input_batch.num_computed_prefill_tokens_np[:n] + input_batch.num_scheduled_tokens[:n]
@@ -154,22 +225,23 @@ class PassRows:
         ) & (num_canvas == 0)
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
-        self.seeding = self._layout.seeding(is_over)
-        num_sampled = num_canvas if self.seeding is None else num_canvas + self.seeding
-        self.starts = np.concatenate([[0], np.cumsum(num_sampled)])
+        seeding = self.slots.spec.layout.seeding(is_over)
+        if seeding is None:
+            seeding = np.zeros(n, dtype=bool)
+        starts = np.concatenate([[0], np.cumsum(num_canvas + seeding)])
+        self.requests = PassRequests(slots, starts, seeding)
 
         held = np.zeros((len(_Numbers._fields), num_slots + 1), dtype=np.int32)
         numbers = _Numbers(*held)
-        numbers.slot[:n] = self.slots_np
+        numbers.slot[:n] = slots
         numbers.query_start[: n + 1] = input_batch.query_start_loc_np[: n + 1]
         numbers.query_start[n + 1 :] = input_batch.query_start_loc_np[n]
-        numbers.row_start[: n + 1] = self.starts
-        numbers.row_start[n + 1 :] = self.starts[n]
+        numbers.row_start[: n + 1] = starts
+        numbers.row_start[n + 1 :] = starts[n]
         numbers.num_canvas[:n] = num_canvas
         numbers.is_known[:n] = ~input_batch.is_prefilling_np[:n]
-        numbers.num_rows[self.slots_np] = num_canvas
-        if self.seeding is not None:
-            numbers.seeding.view(np.bool_)[self.slots_np] = self.seeding
+        numbers.num_rows[slots] = num_canvas
+        numbers.seeding.view(np.bool_)[slots] = seeding
         numbers.num_valid.fill(-1)
         async_tensor_h2d(held, out=self._held)
         rows = slice(self._most or self.num_rows)
@@ -182,11 +254,10 @@ class PassRows:
         )
 
     def clear(self) -> None:
-        """As for a pass without requests: what is run then changes nobody's canvas."""
+        """Lay out a pass without requests: what is run then changes no canvas."""
         self._held.zero_()
         self._numbers.num_valid.fill_(-1)
-        self.starts = np.zeros(1, dtype=np.int64)
-        self.seeding = None
+        self.requests = PassRequests.none()
         for tensor in (self.index, self.hidden_index, self.slot, self.position, self.offset):
             tensor.zero_()
 
@@ -198,16 +269,16 @@ class PassRows:
         position: Tensor,
         offset: Tensor,
     ) -> None:
-        """What the host knows, for requests and for rows; every argument is filled."""
-        numbers, slots, layout = self._numbers, self._slots, self._layout
+        """Spread the host's numbers over requests and rows; every argument is filled, [N] int64."""
+        numbers, slots, layout = self._numbers, self.slots, self.slots.spec.layout
         R = slots.num_slots
         query_lens = numbers.query_start[1:] - numbers.query_start[:-1]
         num_bidirectional = layout.num_bidirectional(
             numbers.num_canvas[:R],
             lambda: slots.phase[numbers.slot[:R].long()] == int(Phase.COMMITTING),
         )
-        self.causal_rows.copy_(query_lens - num_bidirectional)
-        self.causal_flags.copy_((num_bidirectional == 0) & (query_lens > 0))
+        self.causal.num_rows.copy_(query_lens - num_bidirectional)
+        self.causal.flags.copy_((num_bidirectional == 0) & (query_lens > 0))
 
         row = torch.arange(len(index), dtype=torch.int32, device=index.device)
         is_row = row < numbers.row_start[R]
@@ -230,21 +301,20 @@ class PassRows:
     ) -> None:
         """Put canvases, and finished canvases before them, into a batch's token ids.
 
-        The runner leaves nothing of meaning in either.
+        The runner leaves nothing of meaning in either. :meth:`lay_out` comes first.
 
         Args:
             input_batch: The one that was laid out.
             all_token_ids: [R, max_model_len], int32: known tokens of each slot.
             num_computed: [R], int32: how many of them each slot had before the pass.
         """
-        ids = input_batch.input_ids
-        count = self._most or input_batch.num_tokens
-        # The runner's own tensor, of which the batch has the beginning.
-        whole = ids.as_strided((count,), (1,), ids.storage_offset())
-        self._fill(whole, all_token_ids, num_computed)
+        ids = input_batch.input_ids[: input_batch.num_tokens]
+        if self._most is not None:
+            ids = _lengthened(ids, self._most)
+        self._fill(ids, all_token_ids, num_computed)
 
     def _fill_ids(self, ids: Tensor, all_token_ids: Tensor, num_computed: Tensor) -> None:
-        numbers, canvas = self._numbers, self._slots.canvas
+        numbers, canvas = self._numbers, self.slots.canvas
         row = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         R, C = canvas.shape
         request = torch.searchsorted(numbers.query_start[1:], row, right=True).clamp(max=R - 1)
@@ -260,16 +330,32 @@ class PassRows:
         ids.copy_(torch.where(row < numbers.query_start[R], token, ids))
 
     def for_engine(self, output: StepOutput) -> EngineRows:
-        """What became of each request of the batch."""
-        n = len(self.slots_np)
+        """Select the outcome of each request of the batch.
+
+        Args:
+            output: The outcome by slot.
+        """
+        n = len(self.requests.slots)
         selected = self._select(output.tokens, output.num_emitted, output.num_finished)
         return EngineRows(*(values[:n] for values in selected))
 
     def _by_request(self, tokens: Tensor, num_emitted: Tensor, num_finished: Tensor) -> EngineRows:
-        numbers, R = self._numbers, self._slots.num_slots
+        numbers, R = self._numbers, self.slots.num_slots
         slot = numbers.slot[:R].long()
         return EngineRows(
             tokens[slot].to(torch.int32),
             num_emitted[slot],
             numbers.num_canvas[:R] - num_finished[slot],
         )
+
+
+def _lengthened(ids: Tensor, length: int) -> Tensor:
+    """[length], the beginning of the runner's token ids, of which a batch has a shorter one.
+
+    The runner hands out its buffer in no other way, and a compiled function takes one length.
+
+    Args:
+        ids: [num_tokens], int32, of the batch.
+        length: Of the result, at most the buffer's.
+    """
+    return ids.as_strided((length,), (1,), ids.storage_offset())

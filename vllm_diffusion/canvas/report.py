@@ -1,4 +1,4 @@
-"""What the engine tells of a request besides its tokens, on its way to the API process.
+"""Report of a request besides its tokens, on its way from the engine to the API process.
 
 vLLM's output of a request has one field for arrays that ride along with a pass (``routed_experts``,
 which no diffusion model is started with); a report is in it as bytes.
@@ -23,8 +23,8 @@ class ReportedFrame(msgspec.Struct, array_like=True):
         is_stopped: Whether the last of these is a token at which the request stops.
         is_ended: Whether the request would end with them, for this or another reason.
         tokens: int32, what it would commit.
-        kept: uint8, 1 where a token stays; empty if not asked for.
-        entropy: float32, nats; empty if not asked for.
+        kept: uint8, 1 where a token stays; empty if the request wants none.
+        entropy: float32, nats; empty if the request wants none.
     """
 
     block: int
@@ -41,12 +41,12 @@ class ReportedFrame(msgspec.Struct, array_like=True):
 
 
 class RequestReport(msgspec.Struct, array_like=True):
-    """What is told of one request with one pass.
+    """Report of one request with one pass.
 
     Attributes:
         frames: Canvases that are being denoised.
-        step_map: The step that decided each token which the pass emitted, if that was asked for.
-        trace: Of the canvas that the pass emitted, if that was asked for: what each of its steps
+        step_map: The step that decided each token which the pass emitted, if the request wants it.
+        trace: Steps of the canvas that the pass emitted, if the request wants them: what each of them
             began from, and what the last one left; known tokens first.
         passes: With tokens: for each pass since the last ones, causal rows, canvas rows, projected
             rows and emitted tokens.

@@ -26,7 +26,7 @@ MAX_END_TOKENS = 128
 
 
 class Phase(IntEnum):
-    """What a pass does with a slot's canvas."""
+    """The work of a pass on a slot's canvas."""
 
     # Before its first step too: while the request is at its prompt, no pass has rows of it.
     DENOISING = 0
@@ -36,14 +36,14 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class NewRequest:
-    """What a slot's new owner brings.
+    """A slot's new owner.
 
     Attributes:
-        params: What it asks of its canvases.
-        seed: Of its draws.
+        params: Its arguments about canvases.
+        seed: The seed of its draws.
         prompt_len: Tokens of its prompt.
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
-        given: Tokens of the first canvas's leading positions: the end of what is known.
+        given: Tokens of the first canvas's leading positions: the end of the known tokens.
         end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
         is_constrained: Whether the scheduler holds its canvases to a grammar or words.
     """
@@ -57,99 +57,162 @@ class NewRequest:
     is_constrained: bool = False
 
 
+@dataclass(frozen=True)
+class RequestTensors:
+    """Arguments of the requests, by slot; a step only reads them.
+
+    Attributes:
+        max_steps: [R], int32, the step cap.
+        settings: [R] each, the rule's settings by name.
+        read_only: [R], bool, canvases that are never committed.
+        maps_steps: [R], bool, requests that ask which step decided each token.
+        seed_canvas: [R, C], int64, first canvases that requests bring.
+        end_tokens: [R, E], int64, tokens that end the request; -1 where there are fewer.
+    """
+
+    max_steps: Tensor
+    settings: dict[str, Tensor]
+    read_only: Tensor
+    maps_steps: Tensor
+    seed_canvas: Tensor
+    end_tokens: Tensor
+
+
+class SlotFeatures:
+    """Features that slots use, known on the host, so that an unused one costs nothing.
+
+    Attributes:
+        brings_canvas: Slots whose requests bring a first canvas.
+        viewed: Slots whose canvases leave the device: a client watches them, or a constraint reads
+            them.
+        allowed_ids: The only ids that a read-only canvas is asked about, by slot.
+    """
+
+    def __init__(self) -> None:
+        self.brings_canvas: set[int] = set()
+        self.viewed: set[int] = set()
+        self.allowed_ids: dict[int, tuple[int, ...]] = {}
+
+    def add_request(self, slot: int, request: NewRequest) -> None:
+        """Note what ``slot``'s new owner uses."""
+        self.remove_request(slot)
+        params = request.params
+        if params.seed_canvas is not None:
+            self.brings_canvas.add(slot)
+        if params.shown or request.is_constrained:
+            self.viewed.add(slot)
+        if params.allowed_ids is not None:
+            self.allowed_ids[slot] = params.allowed_ids
+
+    def remove_request(self, slot: int) -> None:
+        """Forget ``slot``."""
+        self.brings_canvas.discard(slot)
+        self.viewed.discard(slot)
+        self.allowed_ids.pop(slot, None)
+
+
 class CanvasSlots:
-    """The canvases of all running requests."""
+    """The canvases of all running requests.
+
+    Attributes:
+        spec: How they lie and are decided.
+        vocab_size: Number of token ids.
+        phase: [R], int8, :class:`Phase` of each canvas.
+        canvas: [R, C], int64, what the next pass starts from.
+        previous_result: [R, C], int64, what the last step would have committed; -1 before the first.
+        step: [R], int32, steps that the canvas has taken.
+        decided_step: [R, C], int32, the step, from 1 on, that wrote what each position would commit; 0
+            before the first one.
+        canvas_idx: [R], int32, canvases of the request before this one.
+        num_given: [R], int32, leading positions that are known tokens.
+        pinned: [R, C], bool, positions that hold the token of the request's first canvas.
+        rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
+        requested: Arguments of the requests.
+        features: Features that slots use, on the host.
+    """
 
     def __init__(
         self, num_slots: int, spec: CanvasSpec, vocab_size: int, device: torch.device
     ) -> None:
         R, C = num_slots, spec.length
-        self.num_slots = R
-        self.canvas_length = C
         self.spec = spec
         self.vocab_size = vocab_size
-        self.device = device
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        # The denoising loop's state.
         self.phase = zeros(R, dtype=torch.int8)
         self.canvas = zeros(R, C, dtype=torch.int64)
-        # What each step would have committed, for the next one to compare with.
         self.previous_result = zeros(R, C, dtype=torch.int64)
         self.step = zeros(R, dtype=torch.int32)
-        # The step, from 1 on, that wrote what each position would commit; 0 before the first one.
         self.decided_step = zeros(R, C, dtype=torch.int32)
         self.canvas_idx = zeros(R, dtype=torch.int32)
-        # Leading positions of the canvas that are known tokens.
         self.num_given = zeros(R, dtype=torch.int32)
+        self.pinned = zeros(R, C, dtype=torch.bool)
         widths = {"canvas": (), "position": (C,), "step": (spec.max_denoising_steps,)}
         self.rule_memory = {
             name: zeros(R, *widths[memory.per], dtype=memory.dtype)
             for name, memory in spec.rule.memory.items()
         }
-
-        # What the request asked for.
-        self.max_steps = zeros(R, dtype=torch.int32)
-        self.settings = {
-            name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
-        }
-        self.read_only = zeros(R, dtype=torch.bool)
-        self.maps_steps = zeros(R, dtype=torch.bool)
-        self.seed_canvas = zeros(R, C, dtype=torch.int64)
-        self.pinned = zeros(R, C, dtype=torch.bool)
-        # Tokens that end the request; -1 where there are fewer.
-        self.end_tokens = zeros(R, MAX_END_TOKENS, dtype=torch.int64)
-
-        # Host side: what features are in use, so that those that are not cost nothing.
-        self.read_only_np = np.zeros(R, dtype=bool)
-        # Slots whose requests bring a first canvas.
-        self.brings_canvas_np = np.zeros(R, dtype=bool)
-        # Slots whose canvases leave the device: somebody watches them, or a constraint reads them.
-        self.viewed: set[int] = set()
-        # By slot, the only ids that a read-only canvas is asked about.
-        self.allowed_ids: dict[int, tuple[int, ...]] = {}
+        self.requested = RequestTensors(
+            max_steps=zeros(R, dtype=torch.int32),
+            settings={
+                name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
+            },
+            read_only=zeros(R, dtype=torch.bool),
+            maps_steps=zeros(R, dtype=torch.bool),
+            seed_canvas=zeros(R, C, dtype=torch.int64),
+            end_tokens=zeros(R, MAX_END_TOKENS, dtype=torch.int64),
+        )
+        self.features = SlotFeatures()
         self._staged: dict[int, NewRequest] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """R, requests that run at once."""
+        return len(self.phase)
+
+    @property
+    def canvas_length(self) -> int:
+        """C, positions of a canvas."""
+        return self.spec.length
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.phase.device
 
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
-        self.read_only_np[slot] = request.params.read_only
-        self.brings_canvas_np[slot] = request.params.seed_canvas is not None
-        self.viewed.discard(slot)
-        if request.params.shown or request.is_constrained:
-            self.viewed.add(slot)
-        self.allowed_ids.pop(slot, None)
-        if request.params.allowed_ids is not None:
-            self.allowed_ids[slot] = request.params.allowed_ids
+        self.features.add_request(slot, request)
 
     def remove_request(self, slot: int) -> None:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
         self._staged.pop(slot, None)
-        self.read_only_np[slot] = False
-        self.brings_canvas_np[slot] = False
-        self.viewed.discard(slot)
-        self.allowed_ids.pop(slot, None)
+        self.features.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         """Copy staged rows to the device, all at once."""
         if not self._staged:
             return
-        C, spec = self.canvas_length, self.spec
+        C, spec, requested = self.canvas_length, self.spec, self.requested
         index = self._to_device(np.array(list(self._staged), dtype=np.int64))
         rows = list(self._staged.values())
         self._staged.clear()
 
         chosen = [{**spec.settings, **row.params.settings} for row in rows]
         for tensor, values in (
-            (self.max_steps, [row.params.max_steps or spec.max_denoising_steps for row in rows]),
+            (
+                requested.max_steps,
+                [row.params.max_steps or spec.max_denoising_steps for row in rows],
+            ),
             *(
                 (tensor, [spec.rule.settings[name].number(own[name]) for own in chosen])
-                for name, tensor in self.settings.items()
+                for name, tensor in requested.settings.items()
             ),
-            (self.read_only, [row.params.read_only for row in rows]),
-            (self.maps_steps, [row.params.shown.step_map for row in rows]),
+            (requested.read_only, [row.params.read_only for row in rows]),
+            (requested.maps_steps, [row.params.shown.step_map for row in rows]),
             (self.canvas_idx, [self._num_canvases(row) for row in rows]),
             (self.num_given, [len(row.given) for row in rows]),
         ):
@@ -178,18 +241,18 @@ class CanvasSlots:
             if self._brings_canvas(row) or spec.mask_token_id is None:
                 pinned[i, list(row.params.pinned)] = True
         self.canvas[index] = self._to_device(canvas)
-        self.seed_canvas[index] = self._to_device(seed_canvas)
+        requested.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)
-        self.end_tokens[index] = self._to_device(end_tokens)
+        requested.end_tokens[index] = self._to_device(end_tokens)
 
     def noise(self, seed: Tensor, canvas_idx: Tensor, step: Tensor, purpose: Purpose) -> Tensor:
-        """What fills positions that hold no decided token.
+        """Tokens that fill positions without a decided one.
 
         Args:
             seed: [num_canvases], int64.
             canvas_idx: [num_canvases], integer.
             step: [num_canvases], integer.
-            purpose: Of the draw.
+            purpose: What the draw is for.
 
         Returns:
             [num_canvases, C], int64.
@@ -203,7 +266,7 @@ class CanvasSlots:
         )
 
     def _brings_canvas(self, row: NewRequest) -> bool:
-        """Whether its next canvas is its first one, and it says what that starts from."""
+        """True if the request's next canvas is its first one, and it brings what that starts from."""
         return row.params.seed_canvas is not None and self._num_canvases(row) == 0
 
     def _num_canvases(self, row: NewRequest) -> int:

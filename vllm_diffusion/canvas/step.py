@@ -21,28 +21,14 @@ from torch import Tensor
 from attention_kernels.noise import Purpose
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+from vllm_diffusion.decoding.statistics import SlotStatistics
 from vllm_diffusion.startup.compilation import compiled
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
 
-class SlotStatistics(NamedTuple):
-    """What a pass found at each position of each slot, [R, C], and [R, C, K] of ``choices``.
-
-    As :class:`StepInputs` says. A slot without rows in the pass has what an earlier pass left there,
-    and nothing reads it.
-    """
-
-    argmax: Tensor
-    candidate: Tensor
-    entropy: Tensor
-    drawn_confidence: Tensor
-    confidence: Tensor | None = None
-    choices: Tensor | None = None
-
-
 class SlotPass(NamedTuple):
-    """What is particular to a pass.
+    """Inputs of the decision that are particular to a pass.
 
     Attributes:
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
@@ -51,7 +37,7 @@ class SlotPass(NamedTuple):
             canvas begins.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
             step; 0 where no step may be the last yet, -1 without a constraint.
-        free_from: [R], int32, first position that becomes noise whatever the rule says.
+        free_from: [R], int32, first position that becomes noise whatever the rule decides.
         free_to: [R], int32, the position after the last such one.
     """
 
@@ -80,7 +66,7 @@ class SlotPass(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What the engine is told, and whoever watches the canvases.
+    """Outcome of a pass by slot, for the engine and for clients that watch.
 
     Attributes:
         tokens: [R, C], int64: what a canvas would emit, from its first position that is no known
@@ -88,7 +74,7 @@ class StepOutput(NamedTuple):
         num_emitted: [R], int32, how many of them are emitted now; 0 for most.
         num_finished: [R], int32, canvas rows whose keys and values are final with this pass.
         denoised: [R], bool, canvases that took a step in this pass.
-        done: [R], bool, those of them for which it was the last.
+        done: [R], bool, canvases of these for which it was the last step.
         step: [R], int32, steps that they have taken, this one among them.
         num_given: [R], int32, their leading positions that are known tokens.
         kept: [R, C], bool, positions that enter the next step, or are committed, as they are.
@@ -116,7 +102,9 @@ def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]
         slots: The canvases.
         requested: [R], float32, of the requests.
     """
-    return slots.spec.rule.temperatures(slots.settings, slots.step, slots.max_steps, requested)
+    return slots.spec.rule.temperatures(
+        slots.requested.settings, slots.step, slots.requested.max_steps, requested
+    )
 
 
 class CanvasStep:
@@ -165,7 +153,7 @@ class CanvasStep:
 
         decision = self._decide(statistics, slot_pass, position)
         done = denoised & self._may_end(decision, slot_pass, position)
-        done = done & (decision.done | (slots.step + 1 >= slots.max_steps))
+        done = done & (decision.done | (slots.step + 1 >= slots.requested.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
         layout = self._spec.layout
         num_final = layout.num_final(slots.canvas, statistics.candidate, slot_pass.num_rows)
@@ -178,7 +166,7 @@ class CanvasStep:
         output = StepOutput(
             tokens=layout.emitted(result, slots.num_given),
             num_emitted=torch.where(
-                emitted | (done & slots.read_only), num_final - slots.num_given, 0
+                emitted | (done & slots.requested.read_only), num_final - slots.num_given, 0
             ),
             num_finished=torch.where(finished, num_final, 0),
             denoised=denoised,
@@ -193,7 +181,7 @@ class CanvasStep:
         canvas = self._next_input(decision, kept, slot_pass, position)
         canvas = torch.where(done[:, None], result, canvas)
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
-        phase = torch.where(done & ~slots.read_only, _COMMITTING, slots.phase)
+        phase = torch.where(done & ~slots.requested.read_only, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, emitted, decision)
         self._begin(emitted, statistics, slot_pass, committed, num_final, position)
         return output
@@ -201,7 +189,7 @@ class CanvasStep:
     def _decide(
         self, statistics: SlotStatistics, slot_pass: SlotPass, position: Tensor
     ) -> StepDecision:
-        """What the rule says."""
+        """Ask the rule."""
         slots = self._slots
         return self._spec.rule.decide(
             StepInputs(
@@ -213,13 +201,13 @@ class CanvasStep:
                 previous_result=slots.previous_result,
                 valid=position < slot_pass.num_rows[:, None],
                 fixed=slots.pinned | (position < slots.num_given[:, None]),
-                end_tokens=slots.end_tokens if self._converge_at_end else None,
+                end_tokens=slots.requested.end_tokens if self._converge_at_end else None,
                 step=slots.step,
-                max_steps=slots.max_steps,
+                max_steps=slots.requested.max_steps,
                 confidence=statistics.confidence,
                 choices=statistics.choices,
             ),
-            slots.settings,
+            slots.requested.settings,
             slots.rule_memory,
         )
 
@@ -256,7 +244,7 @@ class CanvasStep:
             decision.tokens,
             slots.noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
         )
-        canvas = torch.where(slots.pinned, slots.seed_canvas, canvas)
+        canvas = torch.where(slots.pinned, slots.requested.seed_canvas, canvas)
         return torch.where(position < slots.num_given[:, None], slots.canvas, canvas)
 
     def _write(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.decoding.statistics import SlotStatistics
 from vllm_diffusion.layouts import CanvasLayout
 
 
@@ -55,6 +58,15 @@ class CanvasSpec:
             is_asked: The server's ``converge_at_end``.
         """
         return is_asked or self.rule.judges_to_end
+
+    def statistics(self, num_slots: int, device: torch.device) -> SlotStatistics:
+        """Allocate the statistics that the rule decides from.
+
+        Args:
+            num_slots: R.
+            device: Where the tensors are.
+        """
+        return SlotStatistics.zeros(num_slots, self.length, self.rule.num_choices, device)
 
     # The order of passes.
 

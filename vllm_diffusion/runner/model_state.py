@@ -29,6 +29,7 @@ from vllm_diffusion.canvas.cuda_graphs import (
 )
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.params import (
     constraining_fields,
@@ -112,18 +113,19 @@ class BlockDiffusionModelState(ModelState):
     # What the model runner calls.
 
     def custom_sampler(self, sampler: Any) -> tuple[DiffusionSampler, None]:
-        ours = DiffusionSampler(
-            sampler,
+        step = CanvasStep(
             self.slots,
-            self.pass_rows,
-            head=self.output_head(),
-            store_soft_embeds=self.store_soft_embeds,
-            vocab_size=self.vocab_size,
-            max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
-            max_logprobs=self.model_config.max_logprobs,
             converge_at_end=self.settings.converge_at_end,
             emits_when_done=not commits_in_place(self.vllm_config),
             compile_backend=compile_backend(self.vllm_config),
+        )
+        ours = DiffusionSampler(
+            sampler,
+            self.pass_rows,
+            step,
+            self.output_head(),
+            self.store_soft_embeds,
+            self.model_config.max_logprobs,
         )
         self.sampler = ours
         return ours, None
@@ -329,11 +331,11 @@ class BlockDiffusionModelState(ModelState):
             kv_cache_config=kv_cache_config,
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
             for_cudagraph_capture=for_capture,
-            causal=places.causal_flags[:num_reqs],
+            causal=places.causal.flags[:num_reqs],
         )
         return bind_canvas(
             attn_metadata,
-            places.causal_rows[:num_reqs],
+            places.causal.num_rows[:num_reqs],
             self.row_spans(input_batch),
             self.settings.window_anchor,
         )

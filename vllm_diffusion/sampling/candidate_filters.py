@@ -36,7 +36,7 @@ class CandidateFilters(NamedTuple):
     min_p: Tensor | None
 
     def rows(self, some: slice | Tensor) -> CandidateFilters:
-        """Of some of the rows."""
+        """The filters of some of the rows."""
         return CandidateFilters(*(None if x is None else x[some] for x in self))
 
 

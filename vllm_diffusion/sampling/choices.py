@@ -12,11 +12,11 @@ _IMPOSSIBLE = float("-inf")
 
 
 class RunningChoices:
-    """Of the tiles that rows have seen, for rules that look beyond the likeliest token."""
+    """The likeliest tokens of the tiles so far, for rules that look beyond the likeliest one."""
 
-    def __init__(self, num_rows: int, num_choices: int, device: torch.device) -> None:
-        self._scores = torch.full((num_rows, num_choices), _IMPOSSIBLE, device=device)
-        self._ids = torch.zeros(num_rows, num_choices, dtype=torch.int64, device=device)
+    def __init__(self, num_rows: int, num_likeliest: int, device: torch.device) -> None:
+        self._scores = torch.full((num_rows, num_likeliest), _IMPOSSIBLE, device=device)
+        self._ids = torch.zeros(num_rows, num_likeliest, dtype=torch.int64, device=device)
 
     def update(self, rows: RowLogits, divisor: Tensor) -> None:
         """Take one tile, in ascending order of ids.
@@ -36,14 +36,14 @@ class RunningChoices:
         self._keep(torch.cat(scores, dim=-1), torch.cat(ids, dim=-1))
 
     def _keep(self, scores: Tensor, ids: Tensor) -> None:
-        """The best of some, of which equal ones are in ascending order of ids."""
+        """Keep the best scores; equal ones come in ascending order of ids."""
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        num_choices = self._ids.shape[1]
-        self._scores = scores[:, :num_choices]
-        self._ids = ids.gather(-1, order[:, :num_choices])
+        num_likeliest = self._ids.shape[1]
+        self._scores = scores[:, :num_likeliest]
+        self._ids = ids.gather(-1, order[:, :num_likeliest])
 
     def of_all_ranks(self, head: OutputHead) -> Tensor:
-        """[num_rows, num_choices], int64: the likeliest first, the lower id of equals.
+        """[num_rows, num_likeliest], int64: the likeliest first, the lower id of equals.
 
         A row with fewer possible ids repeats the last of them.
 

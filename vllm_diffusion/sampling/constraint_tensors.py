@@ -16,7 +16,7 @@ _PIN, _MASK, _RESTART = range(3)
 
 
 class ConstraintTensors:
-    """Of the last pass, at addresses that never change; -1 where a row has none.
+    """Constraints of the last pass, at addresses that never change; -1 where a row has none.
 
     R is the number of slots, N the most rows of a pass.
     """
@@ -40,7 +40,7 @@ class ConstraintTensors:
         return self._rows[rows, _PIN].contiguous()
 
     def mask_idx(self, rows: slice | Tensor) -> Tensor:
-        """[num_rows], int32: which of ``masks`` says what may be drawn in it, or -1."""
+        """[num_rows], int32: the row of ``masks`` with the tokens that it may draw, or -1."""
         return self._rows[rows, _MASK].contiguous()
 
     def restart(self, rows: slice | Tensor) -> Tensor:
@@ -48,20 +48,20 @@ class ConstraintTensors:
         return self._rows[rows, _RESTART] > 0
 
     def clear(self) -> None:
-        """There are none in this pass."""
+        """Lift all constraints, for a pass without any."""
         self._rows.fill_(-1)
 
     def take(self, message: CanvasConstraints, req_ids: Sequence[str]) -> int:
         """Lay constraints out over the pass's rows and slots.
 
         Args:
-            message: The scheduler's.
-            req_ids: Of the batch, in its order.
+            message: The scheduler's constraints.
+            req_ids: Requests of the batch, in its order.
 
         Returns:
             How many of ``masks`` are used.
         """
-        places, starts = self._pass_rows, self._pass_rows.starts
+        places, starts = self._pass_rows, self._pass_rows.requests.starts
         rows = np.full((places.num_rows, 3), -1, dtype=np.int32)
         num_valid, free_from, free_to = of_slots = np.zeros(
             tuple(places.of_constraints.shape), dtype=np.int32
@@ -75,7 +75,7 @@ class ConstraintTensors:
             i = index.get(req_id)
             if i is None:
                 continue
-            slot = int(places.slots_np[i])
+            slot = int(places.requests.slots[i])
             start, end = int(starts[i]), int(starts[i + 1])
             first = start + constraint.num_given
             frontier = min(first + len(constraint.pinned), end)

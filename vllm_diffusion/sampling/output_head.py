@@ -74,7 +74,7 @@ class OutputHead:
         never_drawn: tuple[int, ...] = (),
         skips_unlikely: bool = False,
     ) -> OutputHead:
-        """Of a model's layers.
+        """Make the head of a model's layers.
 
         Raises:
             ValueError: If the head is quantised, which no tile can be cut from, or if some ids are
@@ -142,7 +142,7 @@ class OutputHead:
 
 
 def head_of(model: nn.Module, *, never_drawn: tuple[int, ...] = ()) -> OutputHead:
-    """Of a vLLM language model whose head and logits are where most have them.
+    """Make the head of a vLLM language model whose head and logits are where most have them.
 
     Args:
         model: The model.

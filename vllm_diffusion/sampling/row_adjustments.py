@@ -1,4 +1,4 @@
-"""What requests ask of the logits themselves, laid out for the rows of a batch.
+"""Adjustments of logits that requests ask for, laid out for the rows of a batch.
 
 ``allowed_token_ids``, ``logit_bias``, ``min_tokens``, the penalties and the constraints of the
 scheduler change every distribution of a row: the candidate's, the argmax, the entropy and the
@@ -59,12 +59,12 @@ class _OffsetTable:
 
 @dataclass(frozen=True)
 class _Offsets:
-    """Of one request: which rows of the table are added to its logits; -1 for none.
+    """Rows of the offset table that are added to one request's logits; -1 for none.
 
     Attributes:
-        always: From ``min_length`` on.
-        early: Before it.
-        readable: What a read-only canvas is asked about, as part of what it reports.
+        always: The row from ``min_length`` on.
+        early: The row before it.
+        readable: The row of the ids that a read-only canvas is asked about, as part of what it reports.
         min_length: Tokens of prompt and answer.
     """
 
@@ -74,12 +74,30 @@ class _Offsets:
     min_length: int
 
     def rows(self) -> set[int]:
-        """All of them."""
+        """Row numbers, without -1."""
         return {self.always, self.early, self.readable} - {-1}
 
 
-class Adjusting(NamedTuple):
-    """What a batch asks of logits, known on the host; the tables of nothing else are read.
+class _SlotNumbers(NamedTuple):
+    """Numbers by slot, [R] int32 each, on the host or on the device; -1 for none.
+
+    Attributes:
+        always: Row of the offset table from ``min_length`` on.
+        early: Row of the offset table before it.
+        readable: Row of the offset table for reports of read-only canvases.
+        min_length: Tokens of prompt and answer.
+        penalty_idx: The slot itself, where it has penalties.
+    """
+
+    always: Any
+    early: Any
+    readable: Any
+    min_length: Any
+    penalty_idx: Any
+
+
+class UsedAdjustments(NamedTuple):
+    """Adjustments that a batch uses, known on the host; no other tables are read.
 
     Attributes:
         offsets: Some request has a bias, allowed tokens or a least number of tokens.
@@ -95,7 +113,7 @@ class Adjusting(NamedTuple):
 
 
 class RowAdjustments:
-    """Of all slots; :meth:`bind` gives those of some rows."""
+    """Adjustments of all slots; :meth:`bind` gives those of some rows."""
 
     def __init__(
         self,
@@ -127,13 +145,15 @@ class RowAdjustments:
         self._penalised: set[int] = set()
         self._is_staged = False
 
-        # Rows of the table, the length from which on the first of them holds, and the slot itself or -1.
-        def of_slots(rows: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(rows, num_slots, dtype=dtype, device=device)
-
-        self._numbers = of_slots(5, torch.int32)
+        # One tensor, so that one copy fills it.
+        self._held = torch.zeros(
+            len(_SlotNumbers._fields), num_slots, dtype=torch.int32, device=device
+        )
+        self._numbers = _SlotNumbers(*self._held)
         # vLLM keeps these where the host writes them, in turn in one of several places.
-        self._penalties = of_slots(3, torch.float32)
+        self._repetition, self._frequency, self._presence = (
+            torch.zeros(num_slots, dtype=torch.float32, device=device) for _ in range(3)
+        )
 
     @property
     def offsets(self) -> Tensor:
@@ -142,12 +162,12 @@ class RowAdjustments:
 
     def reserve(self) -> None:
         """Make room before graphs are captured."""
-        self._table.reserve(min(RESERVED_OFFSETS, self._numbers.shape[1]))
+        self._table.reserve(min(RESERVED_OFFSETS, self._held.shape[1]))
 
     def add_request(
         self, slot: int, sampling_params: Any, readable: tuple[int, ...] | None = None
     ) -> None:
-        """Take what a new owner of ``slot`` asks for.
+        """Take the adjustments that a new owner of ``slot`` asks for.
 
         Args:
             slot: Its row in every state.
@@ -184,37 +204,41 @@ class RowAdjustments:
         self._offsets[slot] = _Offsets(always, early, readable_row, min_length)
 
     def remove_request(self, slot: int) -> None:
-        """Forget ``slot``'s settings; nobody reads what the device has of them until it has an owner."""
+        """Forget ``slot``'s settings; the device's are not read until it has an owner."""
         if offsets := self._offsets.pop(slot, None):
             for row in offsets.rows():
                 self._table.give_back(row)
         self._penalised.discard(slot)
 
     def apply_staged_writes(self) -> None:
-        """Copy to the device what new requests asked for, if there are any."""
+        """Copy the adjustments of new requests to the device, if there are any."""
         if not self._is_staged:
             return
         self._is_staged = False
-        state, num_slots = self._state, self._numbers.shape[1]
+        state, num_slots = self._state, self._held.shape[1]
         state.apply_staged_writes()
-        numbers = np.full(tuple(self._numbers.shape), -1, dtype=np.int32)
+        held = np.full(tuple(self._held.shape), -1, dtype=np.int32)
+        numbers = _SlotNumbers(*held)
         for slot, own in self._offsets.items():
-            numbers[:4, slot] = own.always, own.early, own.readable, own.min_length
+            numbers.always[slot] = own.always
+            numbers.early[slot] = own.early
+            numbers.readable[slot] = own.readable
+            numbers.min_length[slot] = own.min_length
         for slot in self._penalised:
-            numbers[4, slot] = slot
-        async_tensor_h2d(numbers, out=self._numbers)
-        values = (state.repetition_penalty, state.frequency_penalty, state.presence_penalty)
-        for held, given in zip(self._penalties, values, strict=True):
-            held.copy_(given.gpu[:num_slots])
+            numbers.penalty_idx[slot] = slot
+        async_tensor_h2d(held, out=self._held)
+        self._repetition.copy_(state.repetition_penalty.gpu[:num_slots])
+        self._frequency.copy_(state.frequency_penalty.gpu[:num_slots])
+        self._presence.copy_(state.presence_penalty.gpu[:num_slots])
 
-    def asked_by(self, slots: np.ndarray, num_masks: int | None) -> Adjusting | None:
-        """What some slots ask for; ``None`` if they ask for nothing.
+    def used_by(self, slots: np.ndarray, num_masks: int | None) -> UsedAdjustments | None:
+        """Find the adjustments that some slots use; ``None`` if they use none.
 
         Args:
-            slots: [num_reqs], those that have rows.
+            slots: [num_reqs], slots that have rows.
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
-        found = Adjusting(
+        found = UsedAdjustments(
             not self._offsets.keys().isdisjoint(slots.tolist()),
             not self._penalised.isdisjoint(slots.tolist()),
             num_masks is not None,
@@ -222,73 +246,73 @@ class RowAdjustments:
         )
         return found if any(found[:3]) else None
 
-    def everything(self) -> Adjusting:
-        """What a batch may ask for, for a graph of any."""
-        return Adjusting(True, True, True, len(self._constraints.masks))
+    def all_used(self) -> UsedAdjustments:
+        """Adjustments that any batch may use, for a graph that serves each."""
+        return UsedAdjustments(True, True, True, len(self._constraints.masks))
 
     def bind(
-        self, asked: Adjusting, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
+        self, used: UsedAdjustments, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
     ) -> LogitAdjustments:
-        """Those of some rows.
+        """Bind adjustments to some rows.
 
         Args:
-            asked: What of them.
+            used: Adjustments that the pass uses.
             rows: Which rows of the pass: [num_rows].
             slot: [num_rows], int64, theirs.
             drawn_at: [num_rows], int64: where in its sequence the token stands that each row draws.
         """
         adjustments = self.none(len(slot))
-        if asked.offsets:
-            always, early, _, min_length, _ = self._numbers
+        if used.offsets:
+            numbers = self._numbers
+            is_early = drawn_at < numbers.min_length[slot]
             adjustments = adjustments._replace(
-                offset_idx=torch.where(drawn_at < min_length[slot], early[slot], always[slot]),
+                offset_idx=torch.where(is_early, numbers.early[slot], numbers.always[slot]),
                 offsets=self.offsets,
             )
-        if asked.penalties:
+        if used.penalties:
             adjustments = adjustments._replace(
-                penalty_idx=self._numbers[4][slot],
+                penalty_idx=self._numbers.penalty_idx[slot],
                 prompt_mask=self._state.prompt_bin_mask,
                 output_counts=self._state.output_bin_counts,
             )
-        if asked.pins:
+        if used.pins:
             adjustments = adjustments._replace(
                 pin=self._constraints.pin(rows),
                 mask_idx=self._constraints.mask_idx(rows),
-                masks=self._constraints.masks[: asked.num_masks],
+                masks=self._constraints.masks[: used.num_masks],
             )
         return adjustments
 
     def has_readable(self, slots: np.ndarray) -> bool:
-        """Whether some slots are asked about a few ids alone."""
+        """Report whether some read-only slots are asked about a few ids alone."""
         return any(own.readable >= 0 for slot in slots if (own := self._offsets.get(int(slot))))
 
     def bind_readable(self, slot: Tensor) -> LogitAdjustments:
-        """What read-only canvases are asked about, which is part of what they report.
+        """Bind the ids that read-only canvases are asked about, a part of what they report.
 
         Args:
             slot: [num_rows], int64, of the rows that are reported.
         """
         return self.none(len(slot))._replace(
-            offset_idx=self._numbers[2][slot], offsets=self.offsets
+            offset_idx=self._numbers.readable[slot], offsets=self.offsets
         )
 
     def none(self, num_rows: int) -> LogitAdjustments:
-        """Rows that ask for nothing."""
-        nobody = torch.full((num_rows,), -1, dtype=torch.int32, device=self._device)
-        repetition, frequency, presence = self._penalties
+        """Adjustments of rows that ask for nothing."""
+        none = torch.full((num_rows,), -1, dtype=torch.int32, device=self._device)
         state = self._state
         return LogitAdjustments(
-            offset_idx=nobody,
+            offset_idx=none,
             offsets=self.offsets[:0],
-            penalty_idx=nobody,
-            repetition=repetition,
-            frequency=frequency,
-            presence=presence,
+            penalty_idx=none,
+            repetition=self._repetition,
+            frequency=self._frequency,
+            presence=self._presence,
             prompt_mask=state.prompt_bin_mask[:0],
             output_counts=state.output_bin_counts[:0],
-            mask_idx=nobody,
+            mask_idx=none,
             masks=self._constraints.masks[:0],
-            pin=nobody,
+            pin=none,
         )
 
     def _only(self, ids: Iterable[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is asked of the canvas rows of a pass, and which of them are looked at more than once."""
+"""Settings of the canvas rows of a pass, and the rows that are looked at more than once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class FilteredRows:
 
     Attributes:
         index: [n], int64, ascending, on the host: which rows of the pass.
-        filters: How.
+        filters: [n] each: their filters.
     """
 
     index: np.ndarray
     filters: CandidateFilters
 
     def within(self, chunk: slice) -> FilteredRows | None:
-        """Those in a chunk of the pass, counted from its start; ``None`` if it has none."""
+        """The entries in a chunk of the pass, counted from its start; ``None`` if it has none."""
         some = _inside(self.index, chunk)
         if some.start == some.stop:
             return None
@@ -40,8 +40,8 @@ class ReportedRows:
 
     Attributes:
         index: [n], int64, ascending, on the host: which rows of the pass.
-        request: What of them.
-        adjustments: Of the distribution that is reported; ``None`` if nobody adjusts it.
+        request: Log-probabilities that are reported.
+        adjustments: Adjustments of the reported distribution; ``None`` if there are none.
         temperature: [n], float32: what reported logits are divided by.
     """
 
@@ -51,12 +51,12 @@ class ReportedRows:
     temperature: Tensor
 
     def rows(self, some: slice | Tensor) -> tuple[LogprobsRequest, LogitAdjustments | None, Tensor]:
-        """What is said of some of the entries."""
+        """Request, adjustments and temperatures of some of the entries."""
         adjustments = None if self.adjustments is None else self.adjustments.rows(some)
         return self.request.rows(some), adjustments, self.temperature[some]
 
     def within(self, chunk: slice) -> ReportedRows | None:
-        """Those in a chunk of the pass, counted from its start; ``None`` if it has none."""
+        """The entries in a chunk of the pass, counted from its start; ``None`` if it has none."""
         some = _inside(self.index, chunk)
         if some.start == some.stop:
             return None
@@ -70,30 +70,30 @@ def _inside(index: np.ndarray, chunk: slice) -> slice:
 
 @dataclass(frozen=True)
 class RowRequests:
-    """What is asked of the canvas rows of a pass.
+    """Settings of the canvas rows of a pass.
 
     Attributes:
         draws: Temperatures and noise keys.
-        adjustments: Of the logits; ``None`` if nobody asks for any.
+        adjustments: Adjustments of the logits; ``None`` if there are none.
         filtered: Rows with filters; ``None`` if there are none.
         reported: Rows with log-probabilities; ``None`` if there are none.
-        num_choices: Likeliest tokens that the decoding rule looks at, of every row.
+        num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
     """
 
     draws: RowDraws
     adjustments: LogitAdjustments | None = None
     filtered: FilteredRows | None = None
     reported: ReportedRows | None = None
-    num_choices: int = 0
+    num_likeliest: int = 0
 
     def within(self, chunk: slice) -> RowRequests:
-        """Of some of the rows."""
+        """Settings of some of the rows."""
         return RowRequests(
             self.draws.rows(chunk),
             None if self.adjustments is None else self.adjustments.rows(chunk),
             None if self.filtered is None else self.filtered.within(chunk),
             None if self.reported is None else self.reported.within(chunk),
-            self.num_choices,
+            self.num_likeliest,
         )
 
     def kept(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""In which order tiles of the vocabulary are projected and taken, and on which stream of a GPU."""
+"""The order in which tiles of the vocabulary are projected and taken, and on which stream of a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Walk = Callable[[Iterable[slice], Project, Take], None]
 
 
 def one_by_one(tiles: Iterable[slice], project: Project, take: Take) -> None:
-    """Each tile after the one before."""
+    """Take each tile before the next is projected."""
     for tile in tiles:
         take(tile, project(tile))
 

@@ -56,7 +56,7 @@ FLOAT32_SHARE = 1 / 4
 
 @dataclass(frozen=True)
 class RowResults:
-    """Of the canvas rows of a pass.
+    """Results of the canvas rows of a pass.
 
     Attributes:
         argmax: [num_rows], int64, the likeliest token.
@@ -67,9 +67,9 @@ class RowResults:
             a row with a filter, of what it keeps, at the temperature that the row draws at.
         soft_embeds: [num_rows, hidden_size], float32: token embeddings weighted by their
             probability; ``None`` for a model without self-conditioning.
-        logprobs: What the batch wants to know; ``None`` if nothing.
-        held_logprobs: The same of the tokens that the rows held; ``None`` if nobody asks.
-        choices: [num_rows, num_choices], int64, the likeliest tokens, the likeliest first; ``None`` if
+        logprobs: Log-probabilities that the batch wants; ``None`` if it wants none.
+        held_logprobs: The same of the tokens that the rows held; ``None`` if no request brought any.
+        choices: [num_rows, num_likeliest], int64, the likeliest tokens, the likeliest first; ``None`` if
             the rule looks at none.
     """
 
@@ -97,7 +97,7 @@ def sample_rows(
     Args:
         head: This rank's ids.
         rows: [num_rows, hidden_size].
-        requests: What is asked of them.
+        requests: Their settings.
         vocab_size: Number of ids, of all ranks.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
         overlap: Project each tile on a second stream beside the work on the one before, on a GPU.
@@ -144,8 +144,8 @@ class _RowGroup:
         self.draws = requests.draws
         self.adjustments = requests.adjustments
         self.choices: RunningChoices | None = None
-        if requests.num_choices > 0:
-            self.choices = RunningChoices(len(rows), requests.num_choices, rows.device)
+        if requests.num_likeliest > 0:
+            self.choices = RunningChoices(len(rows), requests.num_likeliest, rows.device)
         self.kept: KeptRows | None = None
         if requests.filtered is not None or requests.reported is not None:
             self.kept = KeptRows(requests.filtered, requests.reported, rows.device)
@@ -262,7 +262,7 @@ class _RowGroup:
     def _logprobs(
         self, selected: Tensor, projected: Tensor, kept: KeptRows, float32_rows: int
     ) -> LogprobsTensors:
-        """Log-probabilities of all rows; those that nobody asks about report nothing.
+        """Log-probabilities of all rows; a row whose request wants none reports nothing.
 
         Args:
             selected: [num_reported], int64, the own token of each row that is reported.
@@ -303,7 +303,7 @@ def draw_filtered(
         head: This rank's ids.
         projected: [n, num_ids], logits of the rows.
         draws: Temperatures and keys.
-        adjustments: Of the logits; ``None`` if nobody asks for any.
+        adjustments: Adjustments of the logits; ``None`` if there are none.
         filters: What is kept of each row.
         vocab_size: Number of ids, of all ranks.
 

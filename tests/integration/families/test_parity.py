@@ -318,7 +318,7 @@ def test_logprobs_of_given_tokens(family: Family) -> None:
         )
         return [output.outputs[0] for output in outputs]
 
-    if family.engine.state.spec.rule.moves_tokens:
+    if "logprobs" in family.engine.state.spec.refused_fields():
         with pytest.raises(VLLMValidationError, match="logprobs"):
             ask(logprobs=0)
         return

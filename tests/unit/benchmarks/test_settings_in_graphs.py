@@ -15,6 +15,7 @@ from pass_launches import PassLaunches
 from plain_step import TOY, Server
 
 from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.sampling.pass_settings import UsedSettings
 
 SLOTS, VOCAB, CANVAS = TOY.slots, TOY.vocab, TOY.canvas
 RUNNING, STEPS = 3, 3
@@ -93,7 +94,7 @@ def server_of(kind: Kind) -> Server:
     """With requests in all slots, of which slot 1 asks for something."""
     server = Server(TOY)
     sampler = server.sampler
-    sampler.sampling_states = SimpleNamespace(
+    sampler.settings.states = SimpleNamespace(
         temperature=setting(1.0, torch.float32),
         seeds=SimpleNamespace(gpu=torch.arange(SLOTS) + 3),
         top_k=setting(VOCAB, torch.int32),
@@ -103,7 +104,7 @@ def server_of(kind: Kind) -> Server:
         add_request=lambda slot, params: None,
         apply_staged_writes=lambda: None,
     )
-    sampler.logprob_token_ids_state = SimpleNamespace(
+    sampler.settings.token_ids = SimpleNamespace(
         num_token_ids=setting(0, torch.int32),
         token_ids=SimpleNamespace(gpu=torch.zeros(SLOTS, 4, dtype=torch.int32)),
         max_num_token_ids=lambda slots: 0,
@@ -121,8 +122,8 @@ def server_of(kind: Kind) -> Server:
     for slot in range(SLOTS):
         sampler.add_request(slot, kind.params if slot == 1 else params())
     for name, value in kind.filters.items():
-        getattr(sampler.sampling_states, name).np[1] = value
-    sampler.sampling_states.num_logprobs[1] = kind.num_logprobs
+        getattr(sampler.settings.states, name).np[1] = value
+    sampler.settings.states.num_logprobs[1] = kind.num_logprobs
     sampler.apply_staged_writes()
     return server
 
@@ -201,9 +202,9 @@ def test_more_biases_than_graphs_were_captured_with(monkeypatch):
     server = server_of(Kind("plain"))
     hidden = torch.zeros(RUNNING * CANVAS, TOY.hidden)
     server.sampler.capture(PassLaunches().capture, range(RUNNING, 0, -1), hidden)
-    assert server.sampler._has_graphs(hidden, None)
+    assert server.sampler.graphs.has_parts(hidden, UsedSettings())
     server.sampler.add_request(1, kind.params)
     server.sampler.apply_staged_writes()
-    assert not server.sampler._has_graphs(hidden, None)
+    assert not server.sampler.graphs.has_parts(hidden, UsedSettings())
     found = run(server, kind, PassLaunches())
     assert torch.equal(found[-1]["canvas"], expected[-1]["canvas"])

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_diffusion.canvas.canvas_view import pack, unpack
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
+from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput
-from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
+from vllm_diffusion.sampling.canvas_view_connector import CanvasViewConnector
 
 pytestmark = pytest.mark.engine
 
@@ -114,7 +115,7 @@ class _Operations(TorchDispatchMode):
 class _Slots:
     """As much of the canvases as the connector looks at."""
 
-    viewed: set[int] = set()
+    features = SlotFeatures()
 
 
 def test_nobody_watches() -> None:

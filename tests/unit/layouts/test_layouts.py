@@ -37,14 +37,14 @@ def requests(draw: st.DrawFn) -> RequestRows:
     """A request as a scheduler may find it; nothing in it is beyond the model's length."""
     num_computed = draw(st.integers(0, 6)) * LENGTH
     num_known = draw(st.integers(0, 9))
-    max_model_len = num_computed + num_known + draw(st.integers(0, 10))
+    room = draw(st.integers(0, 10))
     return RequestRows(
         num_tokens=num_computed + num_known,
         num_computed=num_computed,
         num_known=num_known,
-        num_granted=draw(st.integers(0, num_known + LENGTH)),
+        num_granted=draw(st.integers(0, num_known + min(LENGTH, room))),
         num_left=draw(st.integers(0, 24)),
-        max_model_len=max_model_len,
+        max_model_len=num_computed + num_known + room,
         canvas_width=draw(st.integers(1, LENGTH)),
         is_at_prompt=draw(st.booleans()),
         is_prefilled_only=draw(st.booleans()),

@@ -21,7 +21,7 @@ def requests(adjustments: LogitAdjustments | None = None) -> RowRequests:
     zeros = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.linspace(0.5, 2.0, ROWS)
     draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
-    return RowRequests(draws, adjustments, num_choices=3)
+    return RowRequests(draws, adjustments, num_likeliest=3)
 
 
 def logits_with_ties() -> torch.Tensor:

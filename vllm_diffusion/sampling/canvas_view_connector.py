@@ -1,4 +1,4 @@
-"""Canvases that somebody watches, or that a constraint reads, leave the device with a pass's outputs.
+"""Canvases that a client watches or a constraint reads, on their way off the device with a pass's outputs.
 
 vLLM's model runner has a connector for outputs beside tokens: it asks it for a pass's tensors, has
 them copied on its output stream, and hands what was copied to the scheduler. vLLM's own serves
@@ -38,23 +38,25 @@ class CanvasViewConnector:
 
     def begin_pass(self) -> None:
         """Remember the canvases as the pass finds them, where one is read."""
-        self._began_from = self._slots.canvas.clone() if self._slots.viewed else None
+        self._began_from = self._slots.canvas.clone() if self._slots.features.viewed else None
 
     def keep(self, output: StepOutput) -> None:
-        """Remember what the sampler did in this pass."""
+        """Remember the outcome of the pass, by slot."""
         self._output = output
 
     def begin_step(self, metadata: None) -> None:
-        """Nothing: whose canvases are read is known with the requests."""
+        """Do nothing: requests themselves say whose canvases are read."""
 
     def prepare_output(self, input_batch: InputBatch) -> PendingViews | None:
-        """The views of this pass, on the device; ``None`` if nobody reads one."""
-        if not self._slots.viewed:
+        """The views of this pass, on the device; ``None`` if none is read."""
+        if not self._slots.features.viewed:
             return None
         num_reqs = input_batch.num_reqs
         slots = input_batch.idx_mapping_np[:num_reqs]
         has_canvas = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]) > 0
-        chosen = [i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.viewed]
+        chosen = [
+            i for i in np.flatnonzero(has_canvas) if int(slots[i]) in self._slots.features.viewed
+        ]
         if not chosen:
             return None
         assert self._output is not None
@@ -64,14 +66,14 @@ class CanvasViewConnector:
             self._output,
             self._began_from,
             self._num_rows,
-            self._slots.max_steps,
+            self._slots.requested.max_steps,
             self._entropy,
             slot,
         )
         return PendingViews([input_batch.req_ids[i] for i in chosen], views)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the connector holds nothing."""
 
 
 class PendingViews:
@@ -83,10 +85,10 @@ class PendingViews:
         self._copied: np.ndarray | None = None
 
     def enqueue_cpu_copy(self, num_sampled: Any, num_rejected: Any) -> None:
-        """Called on the stream of output copies."""
+        """Copy the views, on the stream of output copies."""
         self._copied = self._views.to("cpu", non_blocking=True).numpy()
 
     def process_output(self) -> dict[str, np.ndarray]:
-        """Called when the copies are done: rows for ``canvas_view.unpack``, by request."""
+        """Return rows for ``canvas_view.unpack`` by request; the copies are done."""
         assert self._copied is not None
         return dict(zip(self._req_ids, self._copied, strict=True))

@@ -1,0 +1,242 @@
+"""Log-probabilities that requests emit, some passes after they were computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.canvas.step import StepOutput
+
+
+class EmittedLogprobs:
+    """Log-probabilities of the tokens that each pass emits.
+
+    R is the number of slots, C the canvas length.
+    """
+
+    def __init__(self, slots: CanvasSlots, pass_rows: PassRows) -> None:
+        self._slots = slots
+        self._pass_rows = pass_rows
+        self._stash = LogprobsStash(slots.num_slots, slots.canvas_length, slots.device)
+        # [R], bool, canvases that the pass commits; [R, C], bool, positions that are pinned in it.
+        self._committed: Tensor | None = None
+        self._pinned: Tensor | None = None
+
+    def begin_pass(self) -> None:
+        """Remember the canvases as the pass finds them; call it before the step is decided."""
+        self._committed = self._slots.phase == int(Phase.COMMITTING)
+        self._pinned = self._slots.pinned.clone()
+
+    def exchange(
+        self, drawn: LogprobsTensors, held: LogprobsTensors | None, step: StepOutput
+    ) -> LogprobsTensors:
+        """Keep what this pass computed, and return what each request may emit now.
+
+        A token is reported as it was when it was revealed, or rewritten; without a mask as it is in
+        the last step, but for a request that asks which step decided it.
+
+        Args:
+            drawn: Log-probabilities of the tokens that the pass drew, of each of its rows.
+            held: The same of the tokens that stood there before; ``None`` if no request brought any.
+            step: What the step decided.
+        """
+        assert self._committed is not None
+        assert self._pinned is not None
+        places, layout, committed = self._pass_rows, self._slots.spec.layout, self._committed
+        slot, position = places.slot[: places.num_rows], places.position[: places.num_rows]
+        if held is not None:
+            # Rows of a pass that writes known tokens report the tokens drawn behind them.
+            drawn = _merge(held, drawn, step.denoised[slot] & ~step.decided[slot, position])
+        is_seed = places.of_slots.seeding[slot]
+        is_decided = self._is_decided(step, slot, position, is_seed)
+        was_reported = layout.was_reported(position, is_seed, is_decided | committed[slot])
+        row = torch.arange(len(slot), device=slot.device)
+        computed = _rows_of(drawn, layout.reporting_row(row, position))
+        emitted, starts = self._emitted(step, slot)
+        output = self._stash.exchange(computed, slot, position, was_reported, emitted, starts)
+        self._begin_canvases(drawn, step, slot)
+        return output
+
+    def _is_decided(
+        self, step: StepOutput, slot: Tensor, position: Tensor, is_seed: Tensor
+    ) -> Tensor:
+        """[num_rows], bool: rows whose token an earlier step decided.
+
+        Args:
+            step: What the step decided.
+            slot: [num_rows], int64, of each row.
+            position: [num_rows], int64, in its canvas.
+            is_seed: [num_rows], bool: rows of known tokens behind which a canvas begins.
+        """
+        assert self._pinned is not None
+        spec = self._slots.spec
+        is_decided = ~step.decided[slot, position]
+        if spec.mask_token_id is None:
+            return is_decided & self._slots.requested.maps_steps[slot]
+        unwritten = step.decided_step[slot, position] == 0
+        is_given = spec.layout.is_given(unwritten, position, self._pinned[slot, position])
+        return is_decided & ~is_given & ~is_seed
+
+    def _emitted(self, step: StepOutput, slot: Tensor) -> tuple[Tensor, np.ndarray]:
+        """Rows of canvases in the order in which they are emitted.
+
+        Args:
+            step: What the step decided.
+            slot: [num_rows], int64, of each row of the pass.
+
+        Returns:
+            [num_emitted], int64, which rows, and [num_reqs + 1], where each request's are among them.
+        """
+        requests = self._pass_rows.requests
+        num_rows, seeding = requests.num_rows, requests.seeding
+        canvas_rows = async_tensor_h2d(
+            np.flatnonzero(~np.repeat(seeding, num_rows)), device=slot.device
+        )
+        # The known tokens that a canvas begins with are not emitted.
+        emitted = (canvas_rows + step.num_given[slot[canvas_rows]]).clamp(max=len(slot) - 1)
+        return emitted, np.concatenate([[0], np.cumsum(num_rows * ~seeding)])
+
+    def _begin_canvases(self, drawn: LogprobsTensors, step: StepOutput, slot: Tensor) -> None:
+        """Keep the log-probabilities of tokens with which canvases begin behind committed ones.
+
+        Args:
+            drawn: Log-probabilities of the rows of the pass.
+            step: What the step decided.
+            slot: [num_rows], int64, of each row.
+        """
+        assert self._committed is not None
+        requests = self._pass_rows.requests
+        has_canvas = (requests.num_rows > 0) & ~requests.seeding
+        first, count = async_tensor_h2d(
+            np.stack([requests.starts[:-1][has_canvas], requests.num_rows[has_canvas]]),
+            device=slot.device,
+        )
+        owner = slot[first]
+        row = self._slots.spec.layout.seed_row(first, count, step.num_finished[owner])
+        if row is not None:
+            self._stash.begin(drawn, row, owner, self._committed[owner])
+
+
+def _rows_of(report: LogprobsTensors, row: Tensor) -> LogprobsTensors:
+    """Select rows of a report.
+
+    Args:
+        report: Log-probabilities.
+        row: [n], int64, which rows, in their order in the result.
+    """
+    return LogprobsTensors(
+        report.logprob_token_ids[row], report.logprobs[row], report.selected_token_ranks[row]
+    )
+
+
+def _merge(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> LogprobsTensors:
+    """Combine log-probabilities into those of the tokens that a pass leaves at its rows' positions.
+
+    Args:
+        held: Log-probabilities of the tokens that stood there before the pass.
+        drawn: Log-probabilities of the tokens that it drew.
+        keeps: [num_rows], bool: rows whose position the step did not write.
+    """
+    return LogprobsTensors(
+        torch.where(keeps[:, None], held.logprob_token_ids, drawn.logprob_token_ids),
+        torch.where(keeps[:, None], held.logprobs, drawn.logprobs),
+        torch.where(keeps, held.selected_token_ranks, drawn.selected_token_ranks),
+    )
+
+
+class LogprobsStash:
+    """Log-probabilities that wait between the step that decided a token and the pass that emits it.
+
+    Every pass returns rows for every request of the batch, decided or not, because only the
+    device knows which requests emit; the engine takes as many as a request emitted.
+    """
+
+    def __init__(self, num_slots: int, canvas_length: int, device: torch.device) -> None:
+        self._shape = (num_slots, canvas_length)
+        self._device = device
+        self._width = 0
+        self._ids = torch.empty(0)
+        self._logprobs = torch.empty(0)
+        self._ranks = torch.empty(0)
+
+    def _grow(self, width: int) -> None:
+        if width <= self._width:
+            return
+        R, C = self._shape
+        ids = torch.zeros(R, C, width, dtype=torch.int64, device=self._device)
+        logprobs = torch.full(
+            (R, C, width), float("-inf"), dtype=torch.float32, device=self._device
+        )
+        if self._width:
+            ids[..., : self._width] = self._ids
+            logprobs[..., : self._width] = self._logprobs
+        else:
+            self._ranks = torch.zeros(R, C, dtype=torch.int64, device=self._device)
+        self._ids, self._logprobs, self._width = ids, logprobs, width
+
+    def exchange(
+        self,
+        computed: LogprobsTensors,
+        row_slots: Tensor,
+        row_positions: Tensor,
+        is_decided: Tensor,
+        emitted: Tensor,
+        starts: np.ndarray,
+    ) -> LogprobsTensors:
+        """Stash what this pass computed, and return what each row's request may emit now.
+
+        Args:
+            computed: This pass's log-probabilities, in row order.
+            row_slots: [num_rows], int64.
+            row_positions: [num_rows], int64.
+            is_decided: [num_rows], bool: rows whose log-probabilities were computed before.
+            emitted: [num_emitted], int64: the rows in the order in which they are emitted.
+            starts: [num_reqs + 1], where each request's are among them.
+        """
+        ids, logprobs, ranks = (
+            computed.logprob_token_ids,
+            computed.logprobs,
+            computed.selected_token_ranks,
+        )
+        width = ids.shape[1]
+        self._grow(width)
+        stashed_ids = self._ids[row_slots, row_positions]
+        stashed_logprobs = self._logprobs[row_slots, row_positions]
+        stashed_ranks = self._ranks[row_slots, row_positions]
+        pad = self._width - width
+        ids = torch.nn.functional.pad(ids, (0, pad))
+        logprobs = torch.nn.functional.pad(logprobs, (0, pad), value=float("-inf"))
+        ids = torch.where(is_decided[:, None], stashed_ids, ids)
+        logprobs = torch.where(is_decided[:, None], stashed_logprobs, logprobs)
+        ranks = torch.where(is_decided, stashed_ranks, ranks)
+        self._ids[row_slots, row_positions] = ids
+        self._logprobs[row_slots, row_positions] = logprobs
+        self._ranks[row_slots, row_positions] = ranks
+        return LogprobsTensors(
+            logprob_token_ids=ids[emitted],
+            logprobs=logprobs[emitted],
+            selected_token_ranks=ranks[emitted],
+            cu_num_generated_tokens=starts[:-1].tolist(),
+        )
+
+    def begin(self, computed: LogprobsTensors, row: Tensor, slot: Tensor, begins: Tensor) -> None:
+        """Stash the log-probabilities of first tokens of canvases.
+
+        Args:
+            computed: Log-probabilities of a pass.
+            row: [n], int64: rows of the pass.
+            slot: [n], int64, each once.
+            begins: [n], bool: slots whose canvas does begin.
+        """
+        pad = self._width - computed.logprobs.shape[1]
+        ids = torch.nn.functional.pad(computed.logprob_token_ids[row], (0, pad))
+        logprobs = torch.nn.functional.pad(computed.logprobs[row], (0, pad), value=float("-inf"))
+        ranks = computed.selected_token_ranks[row]
+        self._ids[slot, 0] = torch.where(begins[:, None], ids, self._ids[slot, 0])
+        self._logprobs[slot, 0] = torch.where(begins[:, None], logprobs, self._logprobs[slot, 0])
+        self._ranks[slot, 0] = torch.where(begins, ranks, self._ranks[slot, 0])

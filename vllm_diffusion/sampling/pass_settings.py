@@ -1,0 +1,286 @@
+"""Settings of the rows of a pass: their draws, and which of them need more than a draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.canvas.step import temperatures
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
+from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.slot_settings import SlotSettings
+
+
+@dataclass(frozen=True)
+class UsedSettings:
+    """Settings beyond temperatures and seeds that a pass uses, known on the host.
+
+    Attributes:
+        adjusted: Adjustments of logits; ``None`` if no request has any.
+        filtered: [num_filtered], int64, ascending: rows with filters; ``None`` if there are none.
+        reported: [num_reported], int64, ascending: rows with log-probabilities; ``None`` if there are
+            none.
+    """
+
+    adjusted: UsedAdjustments | None = None
+    filtered: np.ndarray | None = None
+    reported: np.ndarray | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the pass uses temperatures and seeds only."""
+        return self.adjusted is None and self.filtered is None and self.reported is None
+
+
+class RowsOfPass:
+    """Rows of the pass as a layout looks at them; see :class:`vllm_diffusion.layouts.SampledRows`.
+
+    Attributes:
+        rows: Which of the sampled rows they are: the first ones, or [n], int64.
+        slot: [n], int64, their slots.
+        position: [n], int64, their positions in their canvases.
+    """
+
+    def __init__(
+        self, rows: slice | Tensor, slots: CanvasSlots, pass_rows: PassRows, num_computed: Tensor
+    ) -> None:
+        """Select rows.
+
+        Args:
+            rows: Which of the sampled rows.
+            slots: The canvases.
+            pass_rows: The rows of the pass.
+            num_computed: [R], int32, tokens of each slot before the pass.
+        """
+        self.rows = rows
+        self.slot = pass_rows.slot[rows]
+        self.position = pass_rows.position[rows]
+        self._slots = slots
+        self._pass_rows = pass_rows
+        self._num_computed = num_computed
+
+    @property
+    def committed(self) -> Tensor:
+        return (self._slots.phase == int(Phase.COMMITTING))[self.slot]
+
+    @property
+    def seeding(self) -> Tensor:
+        return self._pass_rows.of_slots.seeding[self.slot]
+
+    @property
+    def at(self) -> Tensor:
+        return self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
+
+
+class PassSettings:
+    """Settings of the requests, for the rows that :meth:`PassRows.lay_out` laid out."""
+
+    def __init__(
+        self,
+        stock_sampler: Any,
+        slots: CanvasSlots,
+        pass_rows: PassRows,
+        settings: SlotSettings,
+        adjustments: RowAdjustments,
+        num_likeliest: int,
+    ) -> None:
+        """Bind the settings of slots to the rows of passes.
+
+        Args:
+            stock_sampler: vLLM's sampler.
+            slots: The canvases.
+            pass_rows: The rows of the pass.
+            settings: Temperatures, filters and log-probabilities by slot.
+            adjustments: Adjustments of logits by slot.
+            num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
+        """
+        self.settings = settings
+        self.adjustments = adjustments
+        self._slots = slots
+        self._pass_rows = pass_rows
+        self._num_likeliest = num_likeliest
+        self._req_states = stock_sampler.req_states
+        mode = stock_sampler.logprobs_mode
+        self._reports_logits = mode in ("raw_logits", "processed_logits")
+        self._reports_raw = mode in ("raw_logits", "raw_logprobs")
+
+    # What the pass uses, by the host's knowledge.
+
+    def used(self, num_masks: int | None) -> UsedSettings:
+        """Find the settings that the rows of the pass use.
+
+        Args:
+            num_masks: Masks of the pass's constraints; ``None`` if it has none.
+        """
+        requests = self._pass_rows.requests
+        has_filter = np.logical_or.reduce(self.settings.used_filters(requests.slots))
+        return UsedSettings(
+            self.adjustments.used_by(requests.slots[requests.num_rows > 0], num_masks),
+            requests.rows_of(has_filter),
+            requests.rows_of(self.settings.wants_logprobs(requests.slots)),
+        )
+
+    def holds_given(self) -> bool:
+        """Report whether canvases of the pass may hold tokens that their requests brought.
+
+        A masked model emits them as they are. Without a mask the likeliest tokens are emitted.
+        """
+        if self._slots.spec.mask_token_id is None:
+            return False
+        slots = self._pass_rows.requests.slots.tolist()
+        return not self._slots.features.brings_canvas.isdisjoint(slots)
+
+    def names_logprob_ids(self) -> bool:
+        """Report whether a request of the pass names the ids whose log-probabilities it wants."""
+        return self.settings.names_logprob_ids(self._pass_rows.requests.slots)
+
+    def num_top(self) -> int:
+        """Most likeliest tokens that a request of the pass wants reported; 0 for none."""
+        return self.settings.num_top(self._pass_rows.requests.slots)
+
+    # Rows.
+
+    def select(self, rows: slice | Tensor) -> RowsOfPass:
+        """Select sampled rows.
+
+        Args:
+            rows: The first ones, or [n], int64.
+        """
+        num_computed = self._req_states.num_computed_tokens.gpu
+        return RowsOfPass(rows, self._slots, self._pass_rows, num_computed)
+
+    def draws(self, some: RowsOfPass) -> RowDraws:
+        """Temperatures of rows, and the keys of their draws."""
+        slots, slot = self._slots, some.slot
+        judged, drawn = temperatures(slots, self.settings.temperature)
+        draws = RowDraws(
+            judged[slot],
+            drawn[slot],
+            self._pass_rows.of_slots.seed[slot],
+            slots.canvas_idx[slot],
+            slots.step[slot],
+            some.position.to(torch.int32),
+        )
+        return slots.spec.layout.draws(draws, some)
+
+    def adjustments_of(self, some: RowsOfPass, used: UsedAdjustments) -> LogitAdjustments:
+        """Adjustments of the logits of rows.
+
+        Args:
+            some: The rows.
+            used: Adjustments that the pass uses.
+        """
+        drawn_at = self._slots.spec.layout.drawn_at(some)
+        return self.adjustments.bind(used, some.rows, some.slot, drawn_at)
+
+    def reported_adjustments_of(
+        self, some: RowsOfPass, adjustments: LogitAdjustments
+    ) -> LogitAdjustments:
+        """Adjustments of the logits that rows report.
+
+        Args:
+            some: The rows.
+            adjustments: Adjustments of the logits that they draw from.
+        """
+        return self.adjustments.bind_readable(some.slot) if self._reports_raw else adjustments
+
+    def reported_temperature(self, slot: Tensor) -> Tensor:
+        """[n], float32: divisor of reported logits.
+
+        A read-only canvas reports the model's own distribution, at temperature 1.
+
+        Args:
+            slot: [n], int64, of the rows.
+        """
+        judged, _ = temperatures(self._slots, self.settings.temperature)
+        is_plain = self._slots.requested.read_only
+        if self._slots.spec.layout.reports_unscaled(self._reports_raw):
+            is_plain = torch.ones_like(is_plain)
+        return torch.where(is_plain[slot], 1.0, judged[slot])
+
+    def logprobs_request(
+        self,
+        num_top: int,
+        token_ids: Tensor,
+        num_token_ids: Tensor,
+        held: Tensor | None = None,
+    ) -> LogprobsRequest:
+        """Describe the log-probabilities that rows report; see :class:`LogprobsRequest`.
+
+        Args:
+            num_top: Likeliest tokens of each row.
+            token_ids: [n, num_ids], int64.
+            num_token_ids: [n], int32.
+            held: [n], int64; ``None`` if no request brought tokens.
+        """
+        return LogprobsRequest(
+            num_top=num_top,
+            token_ids=token_ids,
+            num_token_ids=num_token_ids,
+            as_logits=self._reports_logits,
+            # A masked model commits the tokens that it drew.
+            of_drawn=self._slots.spec.mask_token_id is not None,
+            held=held,
+        )
+
+    def requests(self, num_rows: int, used: UsedSettings | None = None) -> RowRequests:
+        """Collect the settings of the pass's rows.
+
+        Args:
+            num_rows: All of them.
+            used: Settings that they use beyond temperatures and seeds.
+        """
+        used = used or UsedSettings()
+        some = self.select(slice(num_rows))
+        adjustments = None
+        if used.adjusted is not None:
+            adjustments = self.adjustments_of(some, used.adjusted)
+        filtered = reported = None
+        if used.filtered is not None:
+            slot = self._pass_rows.slots_of(used.filtered)
+            filters = self.settings.filters_of(slot, self._pass_rows.requests.slots)
+            filtered = FilteredRows(used.filtered, filters)
+        if used.reported is not None:
+            reported = self._reported(used.reported, adjustments)
+        return RowRequests(
+            self.draws(some),
+            adjustments,
+            filtered,
+            reported,
+            self._num_likeliest,
+        )
+
+    def _reported(self, index: np.ndarray, adjustments: LogitAdjustments | None) -> ReportedRows:
+        """Collect the settings of rows with log-probabilities.
+
+        Args:
+            index: [n], int64: which rows of the pass.
+            adjustments: Adjustments of all rows.
+        """
+        slots_np, slot = self._pass_rows.requests.slots, self._pass_rows.slots_of(index)
+        held = None
+        if self.holds_given():
+            on_device = async_tensor_h2d(index, device=slot.device)
+            held = self._slots.canvas[slot, self._pass_rows.position[on_device]]
+        token_ids, num_token_ids = self.settings.logprob_ids(slot, slots_np)
+        if self._reports_raw:
+            adjustments = None
+            if self.adjustments.has_readable(slots_np):
+                adjustments = self.adjustments.bind_readable(slot)
+        elif adjustments is not None:
+            adjustments = adjustments.rows(async_tensor_h2d(index, device=slot.device))
+        return ReportedRows(
+            index,
+            self.logprobs_request(self.num_top(), token_ids, num_token_ids, held),
+            adjustments,
+            self.reported_temperature(slot),
+        )
