@@ -502,7 +502,8 @@ def test_interrupted(script: Path, tmp_path: Path) -> None:
     """Ctrl-C ends every server, without a stack trace."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
     code = (
-        "import sys, tempfile; from vllm_diffusion.cli import draft_runs, main; "
+        "import sys, tempfile; from vllm_diffusion.cli import main; "
+        "from vllm_diffusion.drafting.commands import draft_runs; "
         f"tempfile.tempdir = {str(tmp_path)!r}; "
         "kinds = iter(['plain', 'never-ready']); "
         f"draft_runs.vllm_serve = lambda *_: {[sys.executable, str(script)]!r} + [next(kinds), '{{port}}']; "
