@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.console import add_verbose, fail, quieten, say
+from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
 from vllm_diffusion.drafting.commands import recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import (
     VLLM_OPTIONS,
@@ -185,7 +185,7 @@ def extract(arguments: argparse.Namespace) -> int:
             report=say,
         )
     except ValueError as error:
-        return fail(_one_line(error))
+        return fail(one_line(error))
     left_out = {
         "repeat another": done.num_repeated,
         "are too long": done.num_too_long,
@@ -217,13 +217,6 @@ def _layers_of(draft: Path) -> list[int]:
             f"--draft: {path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
             "DFlash draft, or the layers with --layer-ids."
         ) from None
-
-
-def _one_line(error: ValueError) -> str:
-    """What pydantic says of a configuration names our sentence among its own."""
-    errors = getattr(error, "errors", None)
-    found = str(errors()[0]["msg"]) if callable(errors) else str(error)
-    return found.removeprefix("Value error, ")
 
 
 def _add_compare(steps: Subcommands) -> None:
