@@ -17,8 +17,8 @@ from vllm_diffusion.drafting.commands.bench_drafts import (
     VLLM_OPTIONS,
     add_run_options,
     compare,
-    dflash_options,
 )
+from vllm_diffusion.drafting.commands.contenders import dflash_options
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
