@@ -1,4 +1,4 @@
-"""One streamed answer of an OpenAI server, with its canvases where the server sends them."""
+"""Streamed answers of an OpenAI server, with their canvases where the server sends them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Display(Protocol):
 
 
 class AnswerError(Exception):
-    """The server is there but did not answer. The message is for the user."""
+    """Failure of a server that is there to answer. The message is for the user."""
 
 
 def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) -> Answer:

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Settings:
-    """What the commands set; ``None`` leaves it to the server."""
+    """Settings that the conversation's commands change; ``None`` leaves one to the server."""
 
     preset: str | None = None
     steps: int | None = None
@@ -128,7 +128,7 @@ class Settings:
 
 @dataclass
 class Conversation:
-    """What was said so far, and how it goes on."""
+    """Conversation with a server: its messages so far, and settings of the next request."""
 
     client: OpenAI
     model: str

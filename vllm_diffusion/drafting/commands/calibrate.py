@@ -149,7 +149,7 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def _exchanges(path: Path) -> list[Exchange]:
-    """What is recorded there.
+    """Read what is recorded there.
 
     Raises:
         UsageError: If it is nothing.
@@ -203,7 +203,7 @@ def extract(arguments: argparse.Namespace) -> int:
 
 
 def _layers_of(draft: Path) -> list[int]:
-    """The target's layers that a draft reads.
+    """Read the ids of the target's layers that a draft reads.
 
     Raises:
         UsageError: If its ``config.json`` does not name them.
@@ -269,7 +269,7 @@ def compare_drafts(arguments: argparse.Namespace) -> int:
 
 
 def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Prompt]:
-    """The newest prompts of a recording that no training has seen, each once.
+    """Return the newest prompts of a recording that no training has seen, each once.
 
     Raises:
         UsageError: If there is none.
