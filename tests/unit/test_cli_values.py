@@ -28,7 +28,7 @@ HOSTILE: dict[str, tuple[str, ...]] = {
     "url": ("nonsense", "ftp://a", "http://", "http://a:99999", "http://user:key@a", "http://a b", ""),
     "model": ("/no/such/folder", "a/b/c", "a b", "", "\x1b[2J", "/etc", "/dev/null"),
     "named_model": ("nope=a/model", "eagle3=/no/such/folder", "eagle3=", ""),
-    "_method": ("nope", ""),
+    "draft_method": ("nope", ""),
     "source": ("/no/such/file", "/etc", "/dev/null", "gms8k", ""),
     "recording": ("/no/such/folder", "/dev/null", ""),
     "samples": ("/no/such/folder", "/etc", ""),
