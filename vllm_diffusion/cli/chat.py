@@ -59,13 +59,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--model", type=values.text, help="which of that server's models (default: its first)"
     )
-    parser.add_argument(
-        "--max-tokens",
-        type=values.integer(),
-        default=512,
-        metavar="N",
-        help="longest answer, in tokens (%(default)s)",
-    )
+    values.add_integer(parser, "--max-tokens", 512, "longest answer, in tokens")
     parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
     add_family(parser)
     add_verbose(parser)

@@ -44,12 +44,8 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
     parser.add_argument("prompt", nargs="?", type=values.text, help=f"default: {defaults}")
-    parser.add_argument(
-        "--max-tokens",
-        type=values.integer(1, MAX_MODEL_LEN - 1),
-        default=256,
-        metavar="N",
-        help="longest answer, in tokens (%(default)s)",
+    values.add_integer(
+        parser, "--max-tokens", 256, "longest answer, in tokens", 1, MAX_MODEL_LEN - 1
     )
     parser.add_argument(
         "--seed", type=values.seed, default=0, metavar="N", help="of the random draws (%(default)s)"

@@ -73,6 +73,24 @@ def integer(least: int = 1, most: int = _LARGEST) -> Callable[[str], int]:
     return read
 
 
+def add_integer(
+    parser: argparse.ArgumentParser,
+    option: str,
+    default: int,
+    meaning: str,
+    least: int = 1,
+    most: int = _LARGEST,
+) -> None:
+    """Add an option whose value is an integer from ``least`` to ``most``, and whose help has the default."""
+    parser.add_argument(
+        option,
+        type=integer(least, most),
+        default=default,
+        metavar="N",
+        help=f"{meaning} (%(default)s)",
+    )
+
+
 def number(
     *, least: float = -math.inf, most: float = math.inf, above: float = -math.inf
 ) -> Callable[[str], float]:

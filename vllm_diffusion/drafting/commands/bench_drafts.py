@@ -89,13 +89,7 @@ def add_parser(subcommands: Subcommands) -> None:
         metavar="N",
         help="passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)",
     )
-    parser.add_argument(
-        "--num-drafts",
-        type=values.integer(),
-        default=4,
-        metavar="N",
-        help="tokens drafted where the draft has no block (%(default)s)",
-    )
+    values.add_integer(parser, "--num-drafts", 4, "tokens drafted where the draft has no block")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -104,13 +98,7 @@ def add_parser(subcommands: Subcommands) -> None:
         help='JSON lines with "prompt" (text or token ids to go on with), "messages" or "turns", and '
         f'perhaps "task"; or {", ".join(NAMES)}. Default, for the tiny target alone: {TINY_TASKS}',
     )
-    parser.add_argument(
-        "--num-prompts",
-        type=values.integer(),
-        default=4,
-        metavar="N",
-        help="of each task (%(default)s)",
-    )
+    values.add_integer(parser, "--num-prompts", 4, "of each task")
     add_run_options(parser)
     parser.set_defaults(run=run)
 
@@ -125,16 +113,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests at a time (1 8)",
     )
-    parser.add_argument(
-        "--rounds", type=values.integer(), default=3, metavar="N", help="that count (%(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=values.integer(),
-        default=256,
-        metavar="N",
-        help="of an answer (%(default)s)",
-    )
+    values.add_integer(parser, "--rounds", 3, "that count")
+    values.add_integer(parser, "--max-tokens", 256, "of an answer")
     parser.add_argument(
         "--temperature",
         type=values.temperature,

@@ -53,13 +53,7 @@ def _add_record(steps: Subcommands) -> None:
         "there. Servers record nothing unless they are told to.",
     )
     parser.add_argument("folder", type=values.folder, help="of the recording")
-    parser.add_argument(
-        "--max-mib",
-        type=values.integer(),
-        default=64,
-        metavar="N",
-        help="of the printed command (%(default)s)",
-    )
+    values.add_integer(parser, "--max-mib", 64, "of the printed command")
     parser.add_argument("--clear", action="store_true", help="delete what is recorded")
     parser.set_defaults(run=record)
 
@@ -124,20 +118,8 @@ def _add_extract(steps: Subcommands) -> None:
         type=values.layer_ids,
         help="layers of the target instead, such as 1,9,17,25,33",
     )
-    parser.add_argument(
-        "--max-mib",
-        type=values.integer(),
-        default=4096,
-        metavar="N",
-        help="of hidden states on disk (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=values.integer(2),
-        default=4096,
-        metavar="N",
-        help="tokens of a sequence (%(default)s)",
-    )
+    values.add_integer(parser, "--max-mib", 4096, "of hidden states on disk")
+    values.add_integer(parser, "--max-length", 4096, "tokens of a sequence", 2)
     add_verbose(parser)
     parser.set_defaults(run=extract, vllm_options=[])
 
@@ -245,13 +227,7 @@ def _add_compare(steps: Subcommands) -> None:
         metavar="DRAFT",
         help="the one that may replace it",
     )
-    parser.add_argument(
-        "--num-prompts",
-        type=values.integer(),
-        default=32,
-        metavar="N",
-        help="the newest that are held out (%(default)s)",
-    )
+    values.add_integer(parser, "--num-prompts", 32, "the newest that are held out")
     add_run_options(parser)
     parser.set_defaults(run=compare_drafts)
 

@@ -124,12 +124,13 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def add_verifications(parser: argparse.ArgumentParser) -> None:
     """Add the option that says when a new draft is judged."""
-    parser.add_argument(
+    values.add_integer(
+        parser,
         "--verifications",
-        type=values.integer(LEAST, MOST),
-        default=500,
-        metavar="N",
-        help="after how many of its own the new draft is judged (%(default)s)",
+        500,
+        "after how many of its own the new draft is judged",
+        LEAST,
+        MOST,
     )
 
 
