@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_tiny_pair(tmp_path: Path) -> None:
-    """The draft says what none says, in fewer passes; a method that vLLM does not know is a row."""
+    """The draft says what none says, in fewer passes; a method that lacks its package has a reason."""
     script = Path(sys.executable).with_name("vllm-diffusion")
     data = tmp_path / "two.jsonl"
     data.write_text(
@@ -22,7 +22,7 @@ def test_tiny_pair(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [
-            *(script, "bench-drafts", "--method", "dflash", "nonsense", "--steps", "1"),
+            *(script, "bench-drafts", "--method", "dflash", "suffix", "--steps", "1"),
             *("--data", data, "--rounds", "1", "--concurrency", "1", "--json", tmp_path / "found"),
         ],
         capture_output=True,
@@ -30,11 +30,12 @@ def test_tiny_pair(tmp_path: Path) -> None:
         timeout=880,
         check=False,
     )
-    # One of the rows is a reason.
+    # One server does not start.
     assert done.returncode == 1, done.stderr
-    plain, drafted, unknown = json.loads((tmp_path / "found").read_text())["contenders"]
+    plain, drafted, suffix = json.loads((tmp_path / "found").read_text())["contenders"]
     assert (plain["failure"], drafted["failure"]) == (None, None)
-    assert "nonsense" in unknown["failure"]
+    assert "Arctic Inference is required" in suffix["failure"]
+    assert f"suffix: no figures. {suffix['failure']}" in done.stdout
     (load,) = drafted["loads"]
     assert load["same_tokens"] is True
     assert load["tasks"]["count"]["tokens_per_verification"] > 5

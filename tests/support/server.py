@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -18,6 +17,7 @@ import httpx
 import openai
 
 from tests.support.checkpoints import SHIPPED
+from vllm_diffusion.cli.client import read_metrics, totals
 from vllm_diffusion.cli.server import VLLM_SERVE, free_port
 
 MODEL = "tiny"
@@ -35,8 +35,6 @@ PARSERS = (
 LOGS_PASSES = "--enable-logging-iteration-details"
 # Longer than a start takes on two busy cores.
 START_SECONDS = 600
-# A metric's name, and its labels where it has any.
-_METRIC = re.compile(r"^([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)$")
 
 
 @dataclass
@@ -69,14 +67,10 @@ class Server:
         return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=300)
 
     def metric(self, name: str) -> float:
-        """A counter or gauge of ``/metrics``, summed over its labels."""
-        values = []
-        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
-            match = _METRIC.match(line)
-            if match is not None and match.group(1) == name:
-                values.append(float(match.group(3)))
-        assert values, f"/metrics has no {name}"
-        return sum(values)
+        """Return a counter or gauge of ``/metrics``, summed over its labels."""
+        found = totals(read_metrics(self.url))
+        assert name in found, f"/metrics has no {name}"
+        return found[name]
 
     def wait_until_idle(self, seconds: float = 60) -> None:
         """Return once no request runs or waits and no KV block is in use.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from packaging.requirements import Requirement
 
 from vllm_diffusion.cli import diagnosis
 from vllm_diffusion.cli import doctor as command
-from vllm_diffusion.cli.diagnosis import Fact, Mark
+from vllm_diffusion.cli.console import one_line, table
+from vllm_diffusion.cli.diagnosis import Fact, Mark, safely
 from vllm_diffusion.cli.doctor import lines
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.startup import accelerators as detection
@@ -22,11 +24,12 @@ from vllm_diffusion.startup import accelerators as detection
 def test_lines() -> None:
     """Columns are aligned; a remedy stands under its fact."""
     facts = [Fact("a", "1"), Fact("long name", "2", Mark.PROBLEM, "mend it")]
-    assert lines(facts) == [
+    assert lines(facts).splitlines() == [
         "  ok       a          1",
         "  problem  long name  2",
         "                      -> mend it",
     ]
+    assert lines(facts[:1]) == "  ok       a  1"
 
 
 def fact_of(environ: dict[str, str], name: str) -> Fact:
@@ -108,7 +111,7 @@ def test_accelerator(driver, problem, found, force_cpu, mark, said, monkeypatch)
     monkeypatch.setattr(detection, "nvidia_problem", lambda: problem)
     monkeypatch.setattr(detection, "working_accelerator", lambda: found)
     monkeypatch.setenv("VLLM_DIFFUSION_CPU", force_cpu)
-    facts = diagnosis.accelerator_facts()
+    facts = [*diagnosis.accelerator_facts()]
     assert facts[-1].mark is mark
     assert said in facts[-1].value
     if driver is DRIVER:
@@ -119,7 +122,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is not there yet is judged by the one that it will be made in."""
     fact = diagnosis.disk_fact("cache", tmp_path / "not" / "yet")
     assert fact.mark is Mark.OK
-    monkeypatch.setattr(diagnosis, "_NEEDED_CACHE_BYTES", 2**62)
+    monkeypatch.setattr(diagnosis, "_NEEDED_CACHE", 2**62)
     assert diagnosis.disk_fact("cache", tmp_path).mark is Mark.WARNING
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert diagnosis.disk_fact("cache", tmp_path).mark is Mark.PROBLEM
@@ -130,20 +133,32 @@ def test_one_line() -> None:
 
     class WrappedError(Exception):
         def errors(self) -> list[dict[str, str]]:
-            return [{"msg": "Value error,\n too small"}]
+            return [{"msg": "Value error, too\n small"}, {"msg": "Value error, too\nlarge"}]
 
-    assert diagnosis.one_line(WrappedError("frame")) == "Value error, too small"
-    assert diagnosis.one_line(ValueError("a\n  b")) == "a b"
-    assert diagnosis.one_line(ValueError()) == "ValueError"
+    assert one_line(WrappedError("frame")) == "too small; too large"
+    assert one_line(ValueError("a\n  b")) == "a b"
+    assert one_line(ValueError()) == "ValueError"
+
+
+def test_table() -> None:
+    """Cells are printed as they are, however long: no markup, no emoji, no line that is cut or wrapped."""
+    rows = [["[bold]a", "1"], ["b" * 300, ":smile: 22", "x"], ["c"]]
+    assert table(rows, indent="  ", figures=True).splitlines() == [
+        f"  {'[bold]a':<300}           1",
+        f"  {'b' * 300}  :smile: 22  x",
+        "  c",
+    ]
+    assert table([]) == ""
 
 
 def test_safely() -> None:
     """A check that breaks is a problem in the report, not the end of it."""
 
-    def broken() -> list[Fact]:
+    def disk_facts() -> Iterator[Fact]:
+        yield Fact("a", "1")
         raise OSError("gone")
 
-    assert diagnosis._safely("disk", broken) == [Fact("disk", "gone", Mark.PROBLEM)]
+    assert safely(disk_facts) == [Fact("a", "1"), Fact("disk", "gone", Mark.PROBLEM)]
 
 
 def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -181,7 +196,7 @@ def test_stock_model_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stock = SimpleNamespace(module_name="vllm.a", class_name="Stock")
     monkeypatch.setitem(ModelRegistry.models, "Shipped", stock)
-    fact = diagnosis._model_fact("Shipped")
+    fact = diagnosis.model_fact("Shipped")
     assert (fact.mark, fact.value) == (Mark.PROBLEM, "vllm.a.Stock: stock vLLM's")
     assert "VLLM_PLUGINS" in fact.remedy
 
@@ -191,7 +206,8 @@ def test_exit_status(
     mark: Mark, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """1 where something has to be mended, and 0 beside a warning."""
-    monkeypatch.setattr(command, "sections", lambda: [("Title", [Fact("a", "1", mark, "mend")])])
+    sections = {"Title": lambda: iter([Fact("a", "1", mark, "mend")])}
+    monkeypatch.setattr(command, "SECTIONS", sections)
     monkeypatch.setattr(command, "quieten", lambda: None)
     assert main(["doctor"]) == (mark is Mark.PROBLEM)
     assert ("cannot serve" in capsys.readouterr().out) == (mark is Mark.PROBLEM)

@@ -17,7 +17,7 @@ from tests.support.commands import status_of
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.main import build_parser
-from vllm_diffusion.drafting.commands import bench_drafts
+from vllm_diffusion.drafting.commands import contenders
 
 # What no reader of values takes; of each option, what its kind of value is not.
 NUMBERS = ("-1.5", "nan", "abc", "", "9" * 400)
@@ -28,7 +28,7 @@ HOSTILE: dict[str, tuple[str, ...]] = {
     "url": ("nonsense", "ftp://a", "http://", "http://a:99999", "http://user:key@a", "http://a b", ""),
     "model": ("/no/such/folder", "a/b/c", "a b", "", "\x1b[2J", "/etc", "/dev/null"),
     "named_model": ("nope=a/model", "eagle3=/no/such/folder", "eagle3=", ""),
-    "_method": ("nope", ""),
+    "draft_method": ("nope", ""),
     "source": ("/no/such/file", "/etc", "/dev/null", "gms8k", ""),
     "recording": ("/no/such/folder", "/dev/null", ""),
     "samples": ("/no/such/folder", "/etc", ""),
@@ -283,6 +283,6 @@ def test_methods_of_vllm() -> None:
 
     refused = {"extract_hidden_states", "custom_class"}
     for method in {*get_args(SpeculativeMethod)} - refused:
-        assert bench_drafts._method(method) == method
-    ours = {*bench_drafts.METHODS} - {bench_drafts.ADAPTIVE}
+        assert contenders.draft_method(method) == method
+    ours = {*contenders.METHODS} - {contenders.ADAPTIVE}
     assert ours <= {*get_args(SpeculativeMethod)}

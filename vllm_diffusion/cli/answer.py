@@ -1,11 +1,11 @@
-"""One streamed answer of an OpenAI server, with its canvases where the server sends them."""
+"""Streamed answers of an OpenAI server, with their canvases where the server sends them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_diffusion.cli.client import ANSWER_SECONDS
 from vllm_diffusion.cli.values import printable
@@ -13,15 +13,13 @@ from vllm_diffusion.cli.values import printable
 if TYPE_CHECKING:
     from openai import OpenAI
 
-    from vllm_diffusion.cli.display import Display
-
 # What a terminal needs of a frame: each token's text, and which tokens stay.
 FRAMES = {"diffusion_frames": 1, "diffusion_frame_fields": ["tokens", "kept"]}
 
 
 @dataclass
 class Answer:
-    """What the server said.
+    """The server's answer.
 
     Attributes:
         text: The answer as far as it came, harmless to a terminal.
@@ -40,8 +38,24 @@ class Answer:
     finish_reason: str | None = None
 
 
+class Display(Protocol):
+    """Shows one answer. The answer arrives while the display is open as a context."""
+
+    draws_canvases: bool
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def committed(self, piece: str, answer: Answer) -> None:
+        """Show text that will not change any more; ``answer`` holds it already."""
+
+    def frame(self, frame: Any, answer: Answer) -> None:
+        """Show a canvas as it stands after a step, from a chunk of the server."""
+
+
 class AnswerError(Exception):
-    """The server is there but did not answer. The message is for the user."""
+    """Failure of a server that is there to answer. The message is for the user."""
 
 
 def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) -> Answer:
@@ -99,7 +113,7 @@ def _take(chunk: Any, answer: Answer, display: Display) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong between us and the server, in one sentence."""
+    """Describe in one sentence what went wrong between this process and the server."""
     from openai import (
         APIConnectionError,
         APIStatusError,
@@ -127,7 +141,7 @@ def reason(error: Exception) -> str:
 
 
 def _is_sent(error: Exception) -> bool:
-    """Whether a server sent the error, as an object of the OpenAI API."""
+    """Return whether a server sent the error, as an object of the OpenAI API."""
     return isinstance(getattr(error, "body", None), dict)
 
 

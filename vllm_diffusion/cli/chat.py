@@ -59,13 +59,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--model", type=values.text, help="which of that server's models (default: its first)"
     )
-    parser.add_argument(
-        "--max-tokens",
-        type=values.integer(),
-        default=512,
-        metavar="N",
-        help="longest answer, in tokens (%(default)s)",
-    )
+    values.add_integer(parser, "--max-tokens", 512, "longest answer, in tokens")
     parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
     add_family(parser)
     add_verbose(parser)
@@ -105,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Settings:
-    """What the commands set; ``None`` leaves it to the server."""
+    """Settings that the conversation's commands change; ``None`` leaves one to the server."""
 
     preset: str | None = None
     steps: int | None = None
@@ -128,7 +122,7 @@ class Settings:
 
 @dataclass
 class Conversation:
-    """What was said so far, and how it goes on."""
+    """Conversation with a server: its messages so far, and settings of the next request."""
 
     client: OpenAI
     model: str

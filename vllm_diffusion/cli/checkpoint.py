@@ -1,4 +1,4 @@
-"""``vllm-diffusion checkpoint``: where the shipped checkpoints are."""
+"""``vllm-diffusion checkpoint``: paths of the shipped checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_parser(subcommands: Subcommands) -> None:
 
 
 def add_family(parser: argparse.ArgumentParser) -> None:
-    """The option that chooses among the shipped checkpoints; :func:`family_of` reads it."""
+    """Add the option that chooses among the shipped checkpoints; :func:`family_of` reads it."""
     parser.add_argument(
         "--family",
         choices=tuple(FOLDERS),
@@ -54,7 +54,7 @@ def add_family(parser: argparse.ArgumentParser) -> None:
 
 
 def family_of(arguments: argparse.Namespace) -> str:
-    """The family that was asked for; where it is its draft that was, one that has a draft.
+    """Return the requested family; where its draft is requested, one that has a draft.
 
     Raises:
         UsageError: If the family has no draft, and one was asked for.
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
-    """Folder of a tiny checkpoint that comes with this package.
+    """Return the folder of a tiny checkpoint that comes with this package.
 
     Args:
         family: A key of ``FOLDERS``.
@@ -93,7 +93,7 @@ def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
 
 
 def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
-    """Folder of the draft that comes with a tiny checkpoint.
+    """Return the folder of the draft that comes with a tiny checkpoint.
 
     Args:
         family: A key of ``DRAFT_FOLDERS``.

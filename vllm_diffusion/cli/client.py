@@ -1,4 +1,4 @@
-"""The HTTP client of the commands: for a server's own paths, its counters, and the OpenAI API."""
+"""HTTP client of the commands: for a server's own paths, its counters, and the OpenAI API."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ask(
 
 
 def openai_client(url: str, api_key: str) -> OpenAI:
-    """The official client of a server of vLLM.
+    """Make the official client of a server of vLLM.
 
     Args:
         url: The root of the server.
@@ -89,7 +89,7 @@ def openai_client(url: str, api_key: str) -> OpenAI:
 
 
 def read_metrics(url: str, *, is_own: bool = False) -> list[Sample]:
-    """All samples of a server's ``/metrics``, read now.
+    """Read all samples of a server's ``/metrics``.
 
     Args:
         url: The root of the server.
@@ -108,9 +108,10 @@ def read_metrics(url: str, *, is_own: bool = False) -> list[Sample]:
     return [sample for family in families for sample in family.samples]
 
 
-def totals(samples: Iterable[Sample]) -> dict[str, float]:
-    """Samples by name, summed over their labels."""
+def totals(samples: Iterable[Sample], label: str | None = None) -> dict[str, float]:
+    """Sum samples by name, or by a label that all of them have."""
     found: dict[str, float] = {}
     for sample in samples:
-        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        key = sample.name if label is None else sample.labels[label]
+        found[key] = found.get(key, 0.0) + sample.value
     return found

@@ -1,13 +1,17 @@
-"""What a command says to whoever typed it, beside its output."""
+"""Output of the commands: tables, messages on standard error, and errors on one line."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
 
+# Characters of a line that no table reaches.
+_WIDTH = 100_000
 VERBOSE_HELP = "print vLLM's own lines too, which are otherwise shown only if it fails"
 
 
@@ -29,6 +33,40 @@ def say(line: str) -> None:
 
 
 def fail(message: str) -> int:
-    """Say why a command ends; its exit status."""
+    """Print why a command ends, and return its exit status."""
     say(message)
     return 1
+
+
+def table(rows: Iterable[Sequence[str]], *, indent: str = "", figures: bool = False) -> str:
+    """Lay rows out in columns, two spaces apart.
+
+    The text is the same in a terminal and in a pipe: no line is wrapped, cut or styled.
+
+    Args:
+        rows: Cells. A row may end before the others do.
+        indent: Begins each line.
+        figures: Whether all columns but the first are aligned on the right.
+    """
+    # Importing rich takes a tenth of a second, which only commands with a table spend.
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = list(rows)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(max(map(len, rows), default=0)):
+        grid.add_column(justify="right" if figures and column else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    text = io.StringIO()
+    plain = Console(file=text, width=_WIDTH, color_system=None, markup=False, emoji=False)
+    plain.print(grid, highlight=False)
+    return "\n".join(indent + line.rstrip() for line in text.getvalue().splitlines())
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message on one line, without the frame that pydantic puts around it."""
+    found = str(error)
+    if callable(errors := getattr(error, "errors", None)):
+        found = "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
+    return " ".join(found.split()) or type(error).__name__

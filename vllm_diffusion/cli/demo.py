@@ -11,7 +11,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import Answer, AnswerError, stream_answer
 from vllm_diffusion.cli.checkpoint import add_family, family_of
 from vllm_diffusion.cli.client import ServerError, openai_client
-from vllm_diffusion.cli.console import add_verbose, fail, say
+from vllm_diffusion.cli.console import add_verbose, fail, say, table
 from vllm_diffusion.cli.display import display_for
 from vllm_diffusion.cli.server import Server
 from vllm_diffusion.cli.shipped_server import (
@@ -44,12 +44,8 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
     parser.add_argument("prompt", nargs="?", type=values.text, help=f"default: {defaults}")
-    parser.add_argument(
-        "--max-tokens",
-        type=values.integer(1, MAX_MODEL_LEN - 1),
-        default=256,
-        metavar="N",
-        help="longest answer, in tokens (%(default)s)",
+    values.add_integer(
+        parser, "--max-tokens", 256, "longest answer, in tokens", 1, MAX_MODEL_LEN - 1
     )
     parser.add_argument(
         "--seed", type=values.seed, default=0, metavar="N", help="of the random draws (%(default)s)"
@@ -86,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                 client = openai_client(server.url, server.api_key)
                 answer = stream_answer(client, request, display_for(sys.stdout))
                 counters = counters_of_answer(server)
-            say("\n".join(report(answer, counters)))
+            say(report(answer, counters))
             texts.append(answer.text)
     except FileNotFoundError as error:
         return fail(str(error))
@@ -104,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def counters_of_answer(server: Server) -> dict[str, float]:
-    """The server's counters once the request is in them, a moment after its last token."""
+    """Read the server's counters once the request is in them, a moment after its last token."""
     deadline = time.monotonic() + _COUNTERS_SECONDS
     while True:
         counters = server.counters()
@@ -113,8 +109,8 @@ def counters_of_answer(server: Server) -> dict[str, float]:
         time.sleep(0.1)
 
 
-def report(answer: Answer, counters: dict[str, float]) -> list[str]:
-    """Aligned lines about what the answer took. The server answered nothing else before."""
+def report(answer: Answer, counters: dict[str, float]) -> str:
+    """Describe what the answer took, by the counters of a server that answered nothing else before."""
     passes = counters.get("vllm_diffusion:passes_total", 0.0)
     steps = counters.get("vllm_diffusion:denoise_steps_total", 0.0)
     canvases = counters.get("vllm_diffusion:canvases_total", 0.0)
@@ -160,8 +156,7 @@ def report(answer: Answer, counters: dict[str, float]) -> list[str]:
     ]
     if stock:
         rows.append(("vLLM's own counters", ", ".join(stock)))
-    width = max(len(name) for name, _ in rows) if rows else 0
-    return [f"  {name:<{width}}  {value}" for name, value in rows]
+    return table(rows, indent="  ")
 
 
 def _count(number: float, singular: str, plural: str | None = None) -> str:

@@ -1,12 +1,12 @@
-"""How an answer is shown: as plain text, or in a terminal with the canvas that is being denoised."""
+"""Displays of an answer: plain text, or in a terminal with the canvas that is being denoised."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from vllm_diffusion.cli.answer import Answer
+from vllm_diffusion.cli.answer import Answer, Display
 from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:
@@ -14,24 +14,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-class Display(Protocol):
-    """Shows one answer. A context: within it the answer arrives."""
-
-    draws_canvases: bool
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def committed(self, piece: str, answer: Answer) -> None:
-        """Text that will not change any more; ``answer`` holds it already."""
-
-    def frame(self, frame: Any, answer: Answer) -> None:
-        """A canvas as it stands after a step: a chunk of the server's."""
-
-
 def display_for(out: TextIO, *, plain: bool = False) -> Display:
-    """Canvases for a terminal that can draw them, plain text for anything else."""
+    """Choose canvases for a terminal that can draw them, and plain text for anything else."""
     can_draw = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return LiveDisplay(out) if can_draw and not plain else PlainDisplay(out)
 
@@ -59,7 +43,7 @@ class PlainDisplay:
         self._ends_line = piece.endswith("\n")
 
     def frame(self, frame: Any, answer: Answer) -> None:
-        """Not sent here."""
+        """Ignore the frame; a server sends none where canvases are not drawn."""
 
 
 class LiveDisplay:
@@ -129,7 +113,7 @@ def _step_in_words(step: int, total: int) -> str:
 
 
 def figures(answer: Answer) -> str:
-    """What an answer took, in one line; nothing of what is not known."""
+    """Describe in one line what an answer took, without what is not known."""
     parts = []
     if answer.num_steps:
         parts.append(f"{answer.num_steps} steps on {answer.num_canvases} canvases")

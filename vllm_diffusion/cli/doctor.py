@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.console import quieten
-from vllm_diffusion.cli.diagnosis import Fact, Mark, sections
+from vllm_diffusion.cli.console import quieten, say, table
+from vllm_diffusion.cli.diagnosis import SECTIONS, Fact, Mark, safely
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -25,30 +25,27 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     quieten()
-    print(
-        "Looking at this machine; importing vLLM takes some seconds.", file=sys.stderr, flush=True
-    )
-    num_problems = num_warnings = 0
-    for title, facts in sections():
-        print(f"\n{title}")
-        print("\n".join(lines(facts)), flush=True)
-        num_problems += sum(fact.mark is Mark.PROBLEM for fact in facts)
-        num_warnings += sum(fact.mark is Mark.WARNING for fact in facts)
-    print()
-    noted = f" ({num_warnings} warning{'s' if num_warnings > 1 else ''})" if num_warnings else ""
-    if num_problems:
-        print(f"This machine cannot serve yet: {num_problems} to mend, marked problem{noted}.")
+    say("Looking at this machine; importing vLLM takes some seconds.")
+    marks: Counter[Mark] = Counter()
+    for title, find in SECTIONS.items():
+        facts = safely(find)
+        print(f"\n{title}\n{lines(facts)}", flush=True)
+        marks.update(fact.mark for fact in facts)
+    problems, warnings = marks[Mark.PROBLEM], marks[Mark.WARNING]
+    noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""
+    if problems:
+        print(f"\nThis machine cannot serve yet: {problems} to mend, marked problem{noted}.")
         return 1
-    print(f"This machine can serve{noted}. Try: vllm-diffusion demo")
+    print(f"\nThis machine can serve{noted}. Try: vllm-diffusion demo")
     return 0
 
 
-def lines(facts: list[Fact]) -> list[str]:
-    """One aligned line per fact, and a second one where there is something to do."""
-    width = max((len(fact.name) for fact in facts), default=0)
-    out = []
+def lines(facts: list[Fact]) -> str:
+    """Write one aligned line per fact, and a second one where there is something to do."""
+    rows = []
     for fact in facts:
-        out.append(f"  {fact.mark.value:<7}  {fact.name:<{width}}  {fact.value}".rstrip())
+        # Marks are as wide in each section.
+        rows.append((f"{fact.mark.value:<{len(Mark.PROBLEM.value)}}", fact.name, fact.value))
         if fact.remedy:
-            out.append(f"  {'':<7}  {'':<{width}}  -> {fact.remedy}")
-    return out
+            rows.append(("", "", f"-> {fact.remedy}"))
+    return table(rows, indent="  ")

@@ -64,7 +64,7 @@ def add_parser(subcommands: Subcommands) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a page is served.
+    """Arguments and addresses of a server of the page.
 
     Attributes:
         options: What ``vllm serve`` is given, the model first.
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan_of(arguments: Sequence[str]) -> Plan:
-    """What a command line asks for.
+    """Read what a command line asks for.
 
     Args:
         arguments: A model or nothing, and options: ours and those of ``vllm serve``.
@@ -168,7 +168,7 @@ def plan_of(arguments: Sequence[str]) -> Plan:
 
 
 def _set_to(options: Sequence[str]) -> argparse.Namespace:
-    """The options of ``vllm serve`` that decide where the page is, and how the server ends."""
+    """Read the options of ``vllm serve`` that decide where the page is, and how the server ends."""
     parser = values.Parser(prog="vllm-diffusion serve-page", add_help=False, allow_abbrev=False)
     parser.add_argument("--host", type=values.text)
     parser.add_argument("--port", type=values.port, default=_PORT)
@@ -209,7 +209,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def browser_problem(environment: Mapping[str, str]) -> str | None:
-    """Why no browser is opened here; ``None`` if one may be.
+    """Return why no browser is opened here; ``None`` if one may be.
 
     Args:
         environment: The variables of this process.
@@ -240,7 +240,7 @@ def open_browser(address: str) -> None:
 
 
 def allowed_plugins(environment: Mapping[str, str]) -> list[str]:
-    """What ``VLLM_PLUGINS`` must name for the page, and for what it allows without.
+    """Return what ``VLLM_PLUGINS`` must name for the page, and for what it allows without.
 
     Unset it allows the plugins of all groups but that of pages; set, only those that it names.
 

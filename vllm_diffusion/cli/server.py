@@ -1,4 +1,4 @@
-"""A ``vllm serve`` of our own in a child process: started, waited for, asked, stopped."""
+"""Servers in child processes: ``vllm serve`` is started, waited for, asked and stopped."""
 
 from __future__ import annotations
 
@@ -172,12 +172,12 @@ class Server:
         return next(stage for marker, stage in _STAGES if marker in log)
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
 
     def log_end(self) -> str:
-        """Where the log of a server that failed is, with its last lines where they were not printed."""
+        """Name the log of a server that failed, with its last lines where they were not printed."""
         if self._verbose:
             return f"The server's log: {self.log_path}"
         return f"The end of the server's log, {self.log_path}:\n{self.log_tail()}\n"
@@ -225,15 +225,15 @@ class Server:
         sys.stderr.flush()
 
     def samples(self) -> list[Sample]:
-        """All samples of the server's ``/metrics``, read now."""
+        """Read all samples of the server's ``/metrics``."""
         return read_metrics(self.url, is_own=True)
 
     def counters(self) -> dict[str, float]:
-        """:meth:`samples` by name, summed over their labels."""
+        """Sum :meth:`samples` by name, over their labels."""
         return totals(self.samples())
 
     def processes(self) -> list[int]:
-        """Ids of the server's first process and of all that it started; none once it has ended."""
+        """Return the ids of the server's first process and of all that it started; none once it has ended."""
         if self._process is None:
             return []
         try:
@@ -268,7 +268,7 @@ class Server:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals that end this process, and that Python handles, are handled behind the block."""
+    """Delay signals that end this process, and that Python handles, until the block is left."""
     if not _is_main_thread():
         # They reach the main thread alone.
         yield
@@ -308,7 +308,7 @@ def _signal_group(group: int, kind: signal.Signals) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """Find a port that nobody listens on.
 
     Below those that Linux hands to whoever asks for any: until a server has it, seconds later, no
     connection of another process takes it.
@@ -322,7 +322,7 @@ def free_port() -> int:
 
 
 def vllm_serve(model: str, *options: str) -> list[str]:
-    """The command line of a server for ``model`` on this machine only."""
+    """Return the command line of a server for ``model`` on this machine only."""
     return [
         *VLLM_SERVE,
         *(model, "--host", HOST, "--port", "{port}"),

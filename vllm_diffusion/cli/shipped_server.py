@@ -1,4 +1,4 @@
-"""A server on a shipped checkpoint, as small and as soon there as it can be."""
+"""Servers on a shipped checkpoint, as small and as soon there as they can be."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _interrupt(*_: Any) -> NoReturn:
 
 
 def speculative_config(draft: Path) -> str:
-    """``--speculative-config`` for a DFlash draft and the whole of its blocks."""
+    """Return ``--speculative-config`` for a DFlash draft and the whole of its blocks."""
     block_size = json.loads((draft / "config.json").read_text(encoding="utf-8"))["block_size"]
     return json.dumps(
         {"method": "dflash", "model": str(draft), "num_speculative_tokens": block_size - 1}
@@ -62,11 +62,11 @@ def shipped_server(
     with_draft: bool = False,
     verbose: bool = False,
 ) -> Iterator[Server]:
-    """A server that is ready, and gone when the block is left.
+    """Start a server, and stop it when the block is left.
 
     Args:
         family: Whose checkpoint it serves.
-        say: Told of progress, line by line, and the end of the log of a server that fails.
+        say: Called with lines about progress, and with the end of the log of a server that fails.
         with_draft: Have its draft propose, and it verify.
         verbose: Print what the server prints, as it comes.
 

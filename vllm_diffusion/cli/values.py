@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(least: int = 1, most: int = _LARGEST) -> Callable[[str], int]:
-    """A reader of integers from ``least`` to ``most``."""
+    """Make a reader of integers from ``least`` to ``most``."""
 
     def read(value: str) -> int:
         try:
@@ -73,10 +73,28 @@ def integer(least: int = 1, most: int = _LARGEST) -> Callable[[str], int]:
     return read
 
 
+def add_integer(
+    parser: argparse.ArgumentParser,
+    option: str,
+    default: int,
+    meaning: str,
+    least: int = 1,
+    most: int = _LARGEST,
+) -> None:
+    """Add an option whose value is an integer from ``least`` to ``most``, and whose help has the default."""
+    parser.add_argument(
+        option,
+        type=integer(least, most),
+        default=default,
+        metavar="N",
+        help=f"{meaning} (%(default)s)",
+    )
+
+
 def number(
     *, least: float = -math.inf, most: float = math.inf, above: float = -math.inf
 ) -> Callable[[str], float]:
-    """A reader of finite numbers, from ``least`` to ``most`` and larger than ``above``."""
+    """Make a reader of finite numbers, from ``least`` to ``most`` and larger than ``above``."""
     limits = [f"above {above:g}"] if math.isfinite(above) else []
     limits += [f"of at least {least:g}"] if math.isfinite(least) else []
     limits += [f"of at most {most:g}"] if math.isfinite(most) else []
@@ -94,22 +112,22 @@ def number(
 
 
 def seed(value: str) -> int:
-    """The seed of random draws."""
+    """Read the seed of random draws."""
     return integer(*SEEDS)(value)
 
 
 def temperature(value: str) -> float:
-    """The temperature of a request: OpenAI's bounds, and the server's."""
+    """Read the temperature of a request: OpenAI's bounds, and the server's."""
     return number(least=0, most=2)(value)
 
 
 def port(value: str) -> int:
-    """A port that a server can listen on."""
+    """Read a port that a server can listen on."""
     return integer(*_PORTS)(value)
 
 
 def text(value: str) -> str:
-    """A text that is not empty and can be sent as UTF-8."""
+    """Read a text that is not empty and can be sent as UTF-8."""
     if not value.strip():
         raise Refusal("it is empty; give a text.")
     try:
@@ -120,14 +138,14 @@ def text(value: str) -> str:
 
 
 def key(value: str) -> str:
-    """A server's key, which a header of HTTP can hold. A refusal does not show it."""
+    """Read a server's key, which a header of HTTP can hold. A refusal does not show it."""
     if not value or not value.isascii() or not value.isprintable() or value != value.strip():
         raise Refusal("the key must be printable ASCII without spaces around it.")
     return value
 
 
 def url(value: str) -> str:
-    """The root of a server, without ``/v1`` and without a slash at its end."""
+    """Read the root of a server, without ``/v1`` and without a slash at its end."""
     example = "must be the address of a server, such as http://127.0.0.1:8000"
     try:
         parts = urlsplit(value)
@@ -145,7 +163,7 @@ def url(value: str) -> str:
 
 
 def model(value: str) -> str:
-    """A folder of a checkpoint, a repository on the hub, or an address that vLLM loads from."""
+    """Read a folder of a checkpoint, a repository on the hub, or an address that vLLM loads from."""
     is_path = value.startswith(("/", ".", "~"))
     if "://" in value and value.isprintable():
         return value
@@ -159,7 +177,7 @@ def model(value: str) -> str:
 
 
 def named_model(methods: Callable[[str], str]) -> Callable[[str], tuple[str, str]]:
-    """A reader of ``MODEL`` and ``METHOD=MODEL``.
+    """Make a reader of ``MODEL`` and ``METHOD=MODEL``.
 
     Args:
         methods: Reads the method.
@@ -179,7 +197,7 @@ def named_model(methods: Callable[[str], str]) -> Callable[[str], tuple[str, str
 
 
 def path_of(value: str) -> Path:
-    """A path, whatever is there; it may be one of another machine."""
+    """Read a path, whatever is there; it may be one of another machine."""
     if not text(value).isprintable():
         raise Refusal(f"{_shown(value)} must be a path without control characters.")
     try:
@@ -192,7 +210,7 @@ def path_of(value: str) -> Path:
 
 
 def found(path: Path, what: str) -> Path:
-    """``path``, if it is a file or a folder.
+    """Return ``path`` if it is a file or a folder.
 
     Args:
         path: What must be there.
@@ -209,7 +227,7 @@ def found(path: Path, what: str) -> Path:
 
 
 def folder_with(path: Path, names: Sequence[str], what: str) -> Path:
-    """``path``, if it is a folder that holds one of some files.
+    """Return ``path`` if it is a folder that holds one of some files.
 
     Args:
         path: What must be such a folder.
@@ -222,7 +240,7 @@ def folder_with(path: Path, names: Sequence[str], what: str) -> Path:
 
 
 def file(value: str) -> Path:
-    """A file that is there."""
+    """Read the path of a file that is there."""
     path = found(path_of(value), "a file")
     if path.is_dir():
         raise Refusal(f"{path} is a folder; it must be a file.")
@@ -230,7 +248,7 @@ def file(value: str) -> Path:
 
 
 def checked(read: Callable[[str], Any], name: str, value: str) -> Any:
-    """What ``read`` makes of a value that no parser reads.
+    """Apply ``read`` to a value that no parser reads.
 
     Args:
         read: A function of this module.
@@ -247,22 +265,22 @@ def checked(read: Callable[[str], Any], name: str, value: str) -> Any:
 
 
 def recording(value: str) -> Path:
-    """What a server recorded."""
+    """Read the path of what a server recorded."""
     return found(path_of(value), "the folder that a server records to, or a file of JSON lines")
 
 
 def samples(value: str) -> Path:
-    """A folder that ``calibrate extract`` wrote."""
+    """Read the path of a folder that ``calibrate extract`` wrote."""
     return folder_with(path_of(value), ("extraction.json",), "a folder of `calibrate extract`")
 
 
 def draft(value: str) -> Path:
-    """The folder of a draft on this machine."""
+    """Read the folder of a draft on this machine."""
     return folder_with(path_of(value), ("config.json",), "the folder of a draft")
 
 
 def new_folder(value: str) -> Path:
-    """A folder that is not there yet and can be made."""
+    """Read the path of a folder that is not there yet and can be made."""
     path = folder(value)
     if os.path.lexists(path):
         raise Refusal(f"{path} is there already; name a new folder.")
@@ -270,7 +288,7 @@ def new_folder(value: str) -> Path:
 
 
 def folder(value: str) -> Path:
-    """A folder that can be written, there or not."""
+    """Read the path of a folder that can be written, there or not."""
     path = path_of(value)
     nearest = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if not nearest.is_dir():
@@ -280,7 +298,7 @@ def folder(value: str) -> Path:
 
 
 def new_file(value: str) -> Path:
-    """A file that can be written, there or not, in a folder that is there."""
+    """Read the path of a file that can be written, there or not, in a folder that is there."""
     path = path_of(value)
     if not path.absolute().parent.is_dir():
         raise Refusal(f"{path}: there is no such folder; name a file in a folder that is there.")
@@ -291,7 +309,7 @@ def new_file(value: str) -> Path:
 
 
 def empty_folder(value: str) -> Path:
-    """A folder that is not there yet and can be made, or is empty."""
+    """Read the path of a folder that is not there yet and can be made, or is empty."""
     path = folder(value)
     if path.is_dir() and any(path.iterdir()):
         raise Refusal(f"{path} is not empty; name a new folder.")
@@ -299,7 +317,7 @@ def empty_folder(value: str) -> Path:
 
 
 def layer_ids(value: str) -> list[int]:
-    """Layers of a model, such as ``1,9,17``."""
+    """Read layers of a model, such as ``1,9,17``."""
     try:
         ids = [integer(0)(part) for part in value.split(",")]
     except Refusal:
@@ -310,7 +328,7 @@ def layer_ids(value: str) -> list[int]:
 
 
 def device(value: str) -> str:
-    """A device of torch that this machine may have. Torch itself says whether it works."""
+    """Read a device of torch that this machine may have. Torch itself says whether it works."""
     if not _DEVICE.fullmatch(value):
         raise Refusal(f"{_shown(value)} must be cpu, cuda or cuda:N.")
     if value != "cpu" and not any(any(Path("/dev").glob(name)) for name in _DEVICE_NODES):
@@ -319,7 +337,7 @@ def device(value: str) -> str:
 
 
 def schema(value: str) -> dict[str, Any]:
-    """A JSON schema, or the file that holds one."""
+    """Read a JSON schema, or the file that holds one."""
     content = value
     if not value.lstrip().startswith("{"):
         path = found(path_of(value), "a JSON schema, or a file that holds one")
@@ -337,7 +355,7 @@ def schema(value: str) -> dict[str, Any]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host of an address is this machine itself."""
+    """Return whether a host of an address is this machine itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -345,7 +363,7 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(value: str) -> str:
-    """``value`` without the control characters that could steer a terminal."""
+    """Return ``value`` without the control characters that could steer a terminal."""
     return "".join(
         c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value
     )
@@ -357,6 +375,6 @@ def _check_writable(path: Path) -> None:
 
 
 def _shown(value: str) -> str:
-    """``value`` as it fits one line of a message."""
+    """Shorten ``value`` so that it fits one line of a message."""
     shown = " ".join(printable(value).split()) or "an empty value"
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.console import add_verbose, fail, quieten, say
+from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
 from vllm_diffusion.drafting.commands import recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import (
     VLLM_OPTIONS,
     add_run_options,
     compare,
-    dflash_options,
 )
+from vllm_diffusion.drafting.commands.contenders import dflash_options
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
@@ -53,13 +53,7 @@ def _add_record(steps: Subcommands) -> None:
         "there. Servers record nothing unless they are told to.",
     )
     parser.add_argument("folder", type=values.folder, help="of the recording")
-    parser.add_argument(
-        "--max-mib",
-        type=values.integer(),
-        default=64,
-        metavar="N",
-        help="of the printed command (%(default)s)",
-    )
+    values.add_integer(parser, "--max-mib", 64, "of the printed command")
     parser.add_argument("--clear", action="store_true", help="delete what is recorded")
     parser.set_defaults(run=record)
 
@@ -124,20 +118,8 @@ def _add_extract(steps: Subcommands) -> None:
         type=values.layer_ids,
         help="layers of the target instead, such as 1,9,17,25,33",
     )
-    parser.add_argument(
-        "--max-mib",
-        type=values.integer(),
-        default=4096,
-        metavar="N",
-        help="of hidden states on disk (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=values.integer(2),
-        default=4096,
-        metavar="N",
-        help="tokens of a sequence (%(default)s)",
-    )
+    values.add_integer(parser, "--max-mib", 4096, "of hidden states on disk")
+    values.add_integer(parser, "--max-length", 4096, "tokens of a sequence", 2)
     add_verbose(parser)
     parser.set_defaults(run=extract, vllm_options=[])
 
@@ -149,7 +131,7 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def _exchanges(path: Path) -> list[Exchange]:
-    """What is recorded there.
+    """Read what is recorded there.
 
     Raises:
         UsageError: If it is nothing.
@@ -185,7 +167,7 @@ def extract(arguments: argparse.Namespace) -> int:
             report=say,
         )
     except ValueError as error:
-        return fail(_one_line(error))
+        return fail(one_line(error))
     left_out = {
         "repeat another": done.num_repeated,
         "are too long": done.num_too_long,
@@ -203,7 +185,7 @@ def extract(arguments: argparse.Namespace) -> int:
 
 
 def _layers_of(draft: Path) -> list[int]:
-    """The target's layers that a draft reads.
+    """Read the ids of the target's layers that a draft reads.
 
     Raises:
         UsageError: If its ``config.json`` does not name them.
@@ -217,13 +199,6 @@ def _layers_of(draft: Path) -> list[int]:
             f"--draft: {path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
             "DFlash draft, or the layers with --layer-ids."
         ) from None
-
-
-def _one_line(error: ValueError) -> str:
-    """What pydantic says of a configuration names our sentence among its own."""
-    errors = getattr(error, "errors", None)
-    found = str(errors()[0]["msg"]) if callable(errors) else str(error)
-    return found.removeprefix("Value error, ")
 
 
 def _add_compare(steps: Subcommands) -> None:
@@ -252,13 +227,7 @@ def _add_compare(steps: Subcommands) -> None:
         metavar="DRAFT",
         help="the one that may replace it",
     )
-    parser.add_argument(
-        "--num-prompts",
-        type=values.integer(),
-        default=32,
-        metavar="N",
-        help="the newest that are held out (%(default)s)",
-    )
+    values.add_integer(parser, "--num-prompts", 32, "the newest that are held out")
     add_run_options(parser)
     parser.set_defaults(run=compare_drafts)
 
@@ -276,7 +245,7 @@ def compare_drafts(arguments: argparse.Namespace) -> int:
 
 
 def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Prompt]:
-    """The newest prompts of a recording that no training has seen, each once.
+    """Return the newest prompts of a recording that no training has seen, each once.
 
     Raises:
         UsageError: If there is none.

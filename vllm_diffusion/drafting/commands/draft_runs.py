@@ -1,33 +1,40 @@
-"""Servers of one target with different drafts, asked the same, and what each one's counters say."""
+"""Races of servers that have one target and different drafts, measured by the servers' own counters."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from vllm_diffusion.cli.answer import AnswerError, reason
-from vllm_diffusion.cli.client import ServerError, openai_client
+from vllm_diffusion.cli.client import ServerError, openai_client, totals
+from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.commands.prompt_sets import Prompt
+from vllm_diffusion.drafting.commands.processes import (
+    device_bytes,
+    peak_resident_bytes,
+    processor_seconds,
+)
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt, by_task
 
 if TYPE_CHECKING:
     from openai import OpenAI
+    from prometheus_client.samples import Sample
 
 MODEL_NAME = "target"
 _START_SECONDS = 1800.0
 # A request's counters are written a moment after its last token.
 _COUNTERS_SECONDS = 30.0
-_SPEC_DECODE = "vllm:spec_decode_num_"
+_ANSWERED = "vllm:request_success_total"
+_KEPT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _OPTIONS = (
     *("--served-model-name", MODEL_NAME),
     # Each round asks the same again.
@@ -54,48 +61,45 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A server's counters at a moment, or their growth between two.
+class Growth:
+    """Growth of a server's counters while it answered.
 
     Attributes:
         requests: Answered.
         tokens: Of the answers.
         first_token_seconds: From each request to its first token, summed.
-        verifications: Drafts that were verified.
-        kept: Of them, by position.
+        verifications: Verified drafts.
     """
 
     requests: float = 0.0
     tokens: float = 0.0
     first_token_seconds: float = 0.0
-    verifications: float = 0.0
-    kept: Mapping[int, float] = field(default_factory=dict)
+    verifications: Verifications = Verifications()
 
     @classmethod
-    def at(cls, server: Server) -> Look:
-        totals: dict[str, float] = {}
-        kept: dict[int, float] = {}
-        for sample in server.samples():
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            if sample.name == f"{_SPEC_DECODE}accepted_tokens_per_pos_total":
-                position = int(sample.labels["position"])
-                kept[position] = kept.get(position, 0.0) + sample.value
-        return cls(
-            totals.get("vllm:request_success_total", 0.0),
-            totals.get("vllm:generation_tokens_total", 0.0),
-            totals.get("vllm:time_to_first_token_seconds_sum", 0.0),
-            totals.get(f"{_SPEC_DECODE}drafts_total", 0.0),
-            kept,
+    def between(cls, before: Sequence[Sample], after: Sequence[Sample]) -> Growth:
+        """Subtract one look at the counters from a later one.
+
+        Raises:
+            ValueError: As :meth:`Verifications.from_counters`.
+        """
+        was, now = totals(before), totals(after)
+        kept_before, kept = (
+            totals((each for each in samples if each.name == _KEPT), "position")
+            for samples in (before, after)
         )
 
-    def since(self, before: Look) -> Look:
-        """What was counted after ``before``."""
-        return Look(
-            self.requests - before.requests,
-            self.tokens - before.tokens,
-            self.first_token_seconds - before.first_token_seconds,
-            self.verifications - before.verifications,
-            {at: count - before.kept.get(at, 0.0) for at, count in self.kept.items()},
+        def grown(name: str) -> float:
+            return now.get(name, 0.0) - was.get(name, 0.0)
+
+        return cls(
+            grown(_ANSWERED),
+            grown("vllm:generation_tokens_total"),
+            grown("vllm:time_to_first_token_seconds_sum"),
+            Verifications.from_counters(
+                grown("vllm:spec_decode_num_drafts_total"),
+                {int(at): count - kept_before.get(at, 0.0) for at, count in kept.items()},
+            ),
         )
 
 
@@ -118,13 +122,13 @@ class Round:
     index: int
     seconds: float
     processor_seconds: float
-    counted: Look
+    counted: Growth
     said: tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class Result:
-    """What was measured of one contender.
+    """Measurements of one contender.
 
     Attributes:
         contender: Whose.
@@ -141,7 +145,7 @@ class Result:
     failure: str = ""
 
     def of(self, concurrency: int, task: str | None = None) -> list[Round]:
-        """Its rounds with so many requests at a time, of one task or of all."""
+        """Return the rounds with so many requests at a time, of one task or of all."""
         return [
             each
             for each in self.rounds
@@ -149,7 +153,7 @@ class Result:
         ]
 
     def says_as(self, other: Result) -> bool:
-        """Whether every answer is the same, token by token."""
+        """Return whether every answer is the same, token by token."""
         theirs = {(r.task, r.concurrency, r.index): r.said for r in other.rounds}
         return all(theirs.get((r.task, r.concurrency, r.index)) == r.said for r in self.rounds)
 
@@ -157,7 +161,7 @@ class Result:
 def tokens_per_second(
     rounds: Sequence[Round], seconds: Callable[[Round], float] = lambda r: r.seconds
 ) -> list[float]:
-    """Of each round, over its tasks; of whichever seconds."""
+    """Compute the tokens a second of each round, over its tasks."""
     rates = []
     for _, group in groupby(sorted(rounds, key=lambda r: r.index), key=lambda r: r.index):
         theirs = list(group)
@@ -170,7 +174,7 @@ def ratios(
     baseline: Sequence[Round],
     seconds: Callable[[Round], float] = lambda r: r.seconds,
 ) -> list[float]:
-    """Tokens a second as multiples of the baseline's in the same round."""
+    """Divide each round's tokens a second by the baseline's in the same round."""
     pairs = zip(
         tokens_per_second(rounds, seconds), tokens_per_second(baseline, seconds), strict=True
     )
@@ -178,29 +182,29 @@ def ratios(
 
 
 def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
-    """The same of processor seconds; nothing where a round is too short for the system's clock of them."""
+    """Compute :func:`ratios` of processor seconds; nothing where a round is too short for their clock."""
     if not all(each.processor_seconds for each in (*rounds, *baseline)):
         return []
     return ratios(rounds, baseline, lambda r: r.processor_seconds)
 
 
 def verifications(rounds: Iterable[Round]) -> Verifications:
-    """All of theirs."""
+    """Sum the verifications of rounds."""
     total = Verifications()
     for each in rounds:
-        total += Verifications.from_counters(each.counted.verifications, each.counted.kept)
+        total += each.counted.verifications
     return total
 
 
 def first_token_seconds(rounds: Sequence[Round]) -> float:
-    """The mean of all requests."""
+    """Compute the mean time to the first token of all requests."""
     requests = sum(each.counted.requests for each in rounds)
     return sum(each.counted.first_token_seconds for each in rounds) / max(requests, 1)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of every contender.
+    """Requests that every contender gets.
 
     Attributes:
         prompts: All of them.
@@ -217,11 +221,8 @@ class Plan:
     temperature: float
 
     def tasks(self) -> dict[str, list[Prompt]]:
-        """Prompts by task."""
-        found: dict[str, list[Prompt]] = {}
-        for prompt in self.prompts:
-            found.setdefault(prompt.task, []).append(prompt)
-        return found
+        """Group the prompts by task."""
+        return by_task(self.prompts)
 
 
 def race(
@@ -232,7 +233,6 @@ def race(
     serve_options: Sequence[str] = (),
     one_at_a_time: bool,
     verbose: bool = False,
-    say: Callable[[str], None],
 ) -> list[Result]:
     """Serve the target with each contender, and ask all of them the same.
 
@@ -246,7 +246,6 @@ def race(
         serve_options: Of every server.
         one_at_a_time: Whether a server is stopped before the next one starts.
         verbose: Whether what the servers print is printed, as it comes.
-        say: Told of progress.
 
     Returns:
         One for each contender, in their order; one that failed says why, and the others go on.
@@ -274,16 +273,14 @@ def race(
                         log = server.log_path.read_text(encoding="utf-8", errors="replace")
                         result.failure = f"{refusal(log) or error} (log: {server.log_path})"
                     say(f"         {result.failure}")
-            _ask_all(running, plan, say)
+            _ask_all(running, plan)
             for result, server in running:
                 result.resident_bytes = sum(map(peak_resident_bytes, server.processes()))
                 result.device_bytes = device_bytes(server.processes())
     return results
 
 
-def _ask_all(
-    running: Sequence[tuple[Result, Server]], plan: Plan, say: Callable[[str], None]
-) -> None:
+def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
     for index in range(plan.num_rounds + 1):
         for concurrency in plan.concurrencies:
             say(
@@ -313,7 +310,8 @@ def _ask(
     index: int,
 ) -> Round:
     client = openai_client(server.url, server.api_key)
-    before = Look.at(server)
+    before = server.samples()
+    expected = totals(before).get(_ANSWERED, 0.0)
     used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -321,18 +319,21 @@ def _ask(
     seconds = time.perf_counter() - start
     used = processor_seconds(server.processes()) - used
     said = tuple(tokens for each in answers for tokens in each)
+    expected += len(said)
     deadline = time.monotonic() + _COUNTERS_SECONDS
-    while (counted := Look.at(server).since(before)).requests < len(said):
+    while (answered := totals(after := server.samples()).get(_ANSWERED, 0.0)) < expected:
         if time.monotonic() > deadline:
+            missing = expected - answered
             raise ServerError(
-                f"The server counts {counted.requests:.0f} of {len(said)} requests on /metrics."
+                f"The server counts {len(said) - missing:.0f} of {len(said)} requests on /metrics."
             )
         time.sleep(0.02)
+    counted = Growth.between(before, after)
     return Round(task, concurrency, index, seconds, used, counted, said)
 
 
 def _answers(client: OpenAI, prompt: Prompt, plan: Plan) -> list[tuple[int, ...]]:
-    """Token ids of the answer to each turn."""
+    """Return the token ids of the answer to each turn."""
     options: dict[str, Any] = {
         "model": MODEL_NAME,
         "max_tokens": plan.max_tokens,
@@ -343,22 +344,18 @@ def _answers(client: OpenAI, prompt: Prompt, plan: Plan) -> list[tuple[int, ...]
         if prompt.text is not None:
             text = prompt.text if isinstance(prompt.text, str) else list(prompt.text)
             completion = client.completions.create(prompt=text, **options)
-            return [_token_ids(completion.choices[0])]
+            return [tuple(completion.choices[0].token_ids)]
         said = []
         messages: list[Any] = []
         for turn in prompt.turns:
             messages += turn
             answer = client.chat.completions.create(messages=messages, **options)
-            said.append(_token_ids(answer.choices[0]))
+            said.append(tuple(answer.choices[0].token_ids))
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     except Exception as error:
         # Of the HTTP library or of the client's.
         raise AnswerError(reason(error)) from error
     return said
-
-
-def _token_ids(choice: Any) -> tuple[int, ...]:
-    return tuple(choice.token_ids)
 
 
 def _check_memory(running: Sequence[Server]) -> None:
@@ -376,51 +373,8 @@ def _check_memory(running: Sequence[Server]) -> None:
         )
 
 
-def peak_resident_bytes(process: int) -> int:
-    """The most that a process had in memory, pages that it shares included; 0 where none says so."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
-def processor_seconds(processes: Sequence[int]) -> float:
-    """What processes have used of all cores since they began; those that have ended count nothing."""
-    total = 0.0
-    for process in processes:
-        with suppress(psutil.Error):
-            times = psutil.Process(process).cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def device_bytes(processes: Sequence[int]) -> int | None:
-    """What processes have on NVIDIA GPUs; ``None`` where nothing is known of them."""
-    try:
-        from vllm.utils.import_utils import import_pynvml
-
-        nvml = import_pynvml()
-        nvml.nvmlInit()
-        try:
-            devices = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-            used = [
-                each.usedGpuMemory
-                for device in devices
-                for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)
-                if each.pid in processes
-            ]
-        finally:
-            nvml.nvmlShutdown()
-    except Exception:
-        # No driver, or one that does not tell.
-        return None
-    return sum(used) if used and None not in used else None
-
-
 def refusal(log: str) -> str:
-    """Why a server did not start, in one line of its log; empty if no line says so."""
+    """Return the line of a server's log that says why it did not start; empty if none does."""
     lines = [re.sub(r"^\(\w+ pid=\d+\)\s*", "", line).strip() for line in log.splitlines()]
     ours = [line for line in lines if line.startswith("vllm-diffusion: ")]
     if ours:

@@ -1,12 +1,13 @@
-"""What :mod:`vllm_diffusion.drafting.commands.draft_runs` measured, for people and for programs."""
+"""Figures of :mod:`vllm_diffusion.drafting.commands.draft_runs`, for programs and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from vllm_diffusion.cli.console import table
 from vllm_diffusion.drafting.commands.draft_runs import (
     Plan,
     Result,
@@ -18,180 +19,21 @@ from vllm_diffusion.drafting.commands.draft_runs import (
     verifications,
 )
 
+# What was measured of one contender, in all or with so many requests at a time.
+Figures = dict[str, Any]
 _MIB = 2**20
 _NOT_KNOWN = "-"
+# Columns that are left out where no server has a figure for them.
+_OPTIONAL = ("GPU MiB", "same tokens")
 
 
-def tables(results: Sequence[Result], plan: Plan) -> str:
-    """All of them, in lines; figures of servers that failed are their reasons.
+def as_json(results: Sequence[Result], plan: Plan) -> list[Figures]:
+    """Compute every figure, by requests at a time and by task, and every round's.
 
     Args:
         results: Of :func:`race`, the baseline first.
         plan: What was asked.
     """
-    parts = [_speeds(results, plan, concurrency) for concurrency in plan.concurrencies]
-    drafted = [r for r in results if verifications(r.rounds).number]
-    parts += [_ratios_by_task(results, plan, concurrency) for concurrency in plan.concurrencies]
-    if drafted:
-        parts += [_by_position(drafted), _lengths(drafted), _by_task(drafted, plan)]
-    parts.append("\n".join([*_notes(results), *_verdicts(results, plan)]))
-    return "\n\n".join(part for part in parts if part)
-
-
-def _speeds(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
-    baseline = results[0]
-    has_devices = any(result.device_bytes is not None for result in results)
-    head = ["draft", "tokens/s", "ratio", "from..to", "processor", "first token ms", "memory MiB"]
-    head += ["GPU MiB"] * has_devices + ["tokens/verification"]
-    head += ["same tokens"] * (plan.temperature == 0)
-    rows = []
-    for result in results:
-        rounds = result.of(concurrency)
-        if result.failure or not rounds:
-            rows.append([result.contender.name, "no figures: see below"])
-            continue
-        verified = verifications(rounds)
-        others = [] if baseline.failure else baseline.of(concurrency)
-        times = ratios(rounds, others) if others else []
-        used = processor_ratios(rounds, others) if others else []
-        row = [
-            result.contender.name,
-            f"{median(tokens_per_second(rounds)):.1f}",
-            f"{median(times):.2f}" if times else _NOT_KNOWN,
-            f"{min(times):.2f}..{max(times):.2f}" if times else _NOT_KNOWN,
-            f"{median(used):.2f}" if used else _NOT_KNOWN,
-            f"{1000 * first_token_seconds(rounds):.1f}",
-            f"{result.resident_bytes / _MIB:.0f}" if result.resident_bytes else _NOT_KNOWN,
-        ]
-        if has_devices:
-            on_devices = result.device_bytes
-            row.append(_NOT_KNOWN if on_devices is None else f"{on_devices / _MIB:.0f}")
-        row.append(f"{verified.tokens:.2f}" if verified.number else _NOT_KNOWN)
-        if plan.temperature == 0:
-            row.append("yes" if result.says_as(baseline) else "NO")
-        rows.append(row)
-    return f"{_requests(concurrency)} at a time\n{_aligned([head, *rows])}"
-
-
-def _ratios_by_task(results: Sequence[Result], plan: Plan, concurrency: int) -> str:
-    baseline, *others = results
-    tasks = list(plan.tasks())
-    rows = [
-        [
-            other.contender.name,
-            *(f"{_median_ratio(other, baseline, concurrency, task):.2f}" for task in tasks),
-        ]
-        for other in others
-        if not other.failure and not baseline.failure
-    ]
-    if not rows or len(tasks) == 1:
-        return ""
-    return (
-        f"Tokens a second as multiples of no draft's by task, {_requests(concurrency)} at a time\n"
-        f"{_aligned([['task', *tasks], *rows])}"
-    )
-
-
-def _median_ratio(
-    result: Result, baseline: Result, concurrency: int, task: str | None = None
-) -> float:
-    return median(ratios(result.of(concurrency, task), baseline.of(concurrency, task)))
-
-
-def _requests(concurrency: int) -> str:
-    return "1 request" if concurrency == 1 else f"{concurrency} requests"
-
-
-def _by_position(results: Sequence[Result]) -> str:
-    shares = [verifications(result.rounds).by_position for result in results]
-    head = ["position", *(str(at) for at in range(1, 1 + max(map(len, shares))))]
-    rows = [_percentages(r.contender.name, each) for r, each in zip(results, shares, strict=True)]
-    return f"Percent of verifications that kept the token at a position\n{_aligned([head, *rows])}"
-
-
-def _lengths(results: Sequence[Result]) -> str:
-    found = [verifications(result.rounds) for result in results]
-    head = ["tokens kept", *(str(kept) for kept in range(max(len(each.lengths) for each in found)))]
-    rows = [
-        _percentages(r.contender.name, [count / each.number for count in each.lengths])
-        for r, each in zip(results, found, strict=True)
-    ]
-    return f"Percent of verifications that kept as many tokens\n{_aligned([head, *rows])}"
-
-
-def _by_task(results: Sequence[Result], plan: Plan) -> str:
-    tasks = list(plan.tasks())
-    rows = []
-    for result in results:
-        by_task = [verifications(_of_task(result, task)) for task in tasks]
-        values = (f"{each.tokens:.2f}" if each.number else _NOT_KNOWN for each in by_task)
-        rows.append([result.contender.name, *values])
-    return f"Tokens a verification by task\n{_aligned([['task', *tasks], *rows])}"
-
-
-def _of_task(result: Result, task: str) -> list[Round]:
-    return [each for each in result.rounds if each.task == task]
-
-
-def _percentages(name: str, shares: Sequence[float]) -> list[str]:
-    return [name, *(f"{100 * share:.0f}" for share in shares)]
-
-
-def _notes(results: Sequence[Result]) -> list[str]:
-    noted = [r for r in results if r.contender.note]
-    failed = [r for r in results if r.failure]
-    return [
-        *(f"{r.contender.name}: {r.contender.note}" for r in noted),
-        *(f"{r.contender.name}: no figures. {r.failure}" for r in failed),
-    ]
-
-
-def _verdicts(results: Sequence[Result], plan: Plan) -> list[str]:
-    """Which draft is the fastest, and whether further passes are worth what they take."""
-    baseline, *others = results
-    others = [each for each in others if not each.failure]
-    lines: list[str] = []
-    if baseline.failure or not others:
-        return lines
-    for concurrency in plan.concurrencies:
-        ratio = {id(each): _median_ratio(each, baseline, concurrency) for each in others}
-        best = max(others, key=lambda each: ratio[id(each)])
-        pays = "the fastest is" if ratio[id(best)] > 1 else "no draft pays; the fastest is"
-        lines.append(
-            f"{concurrency} at a time: {pays} {best.contender.name}, with {ratio[id(best)]:.2f} times "
-            "the tokens a second of none."
-        )
-        once = next((each for each in others if each.contender.passes == 1), None)
-        for other in others:
-            if once is not None and other.contender.passes > 1:
-                gain = ratio[id(other)] / ratio[id(once)]
-                does = "pay" if gain > 1 else "do not pay"
-                lines.append(
-                    f"{concurrency} at a time: {other.contender.passes} passes {does}: {gain:.2f} "
-                    "times the tokens a second of one."
-                )
-    return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Names on the left, figures on the right; a row that is shorter ends where it does."""
-    width = max(len(row[0]) for row in rows)
-    widths = [
-        max(len(row[column]) for row in rows if len(row) == len(rows[0]))
-        for column in range(1, len(rows[0]))
-    ]
-    lines = []
-    for row in rows:
-        if len(row) < len(rows[0]) and not row[1][:1].isdigit():
-            lines.append(f"  {row[0]:<{width}}  {row[1]}")
-            continue
-        cells = (f"{cell:>{size}}" for cell, size in zip(row[1:], widths, strict=False))
-        lines.append("  ".join([f"  {row[0]:<{width}}", *cells]).rstrip())
-    return "\n".join(lines)
-
-
-def as_json(results: Sequence[Result], plan: Plan) -> list[dict[str, Any]]:
-    """Every figure of :func:`tables`, by requests at a time and by task, and every round."""
     baseline = results[0]
     return [
         {
@@ -199,6 +41,11 @@ def as_json(results: Sequence[Result], plan: Plan) -> list[dict[str, Any]]:
             "failure": result.failure or None,
             "resident_bytes": result.resident_bytes or None,
             "device_bytes": result.device_bytes,
+            **_acceptance(result.rounds),
+            "tasks": {
+                task: _acceptance([each for each in result.rounds if each.task == task])
+                for task in plan.tasks()
+            },
             "loads": [
                 _load(result, baseline, plan, concurrency)
                 for concurrency in plan.concurrencies
@@ -209,31 +56,30 @@ def as_json(results: Sequence[Result], plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> dict[str, Any]:
-    rounds = result.of(concurrency)
+def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> Figures:
     is_whole = not result.failure and not baseline.failure
+    rounds, others = result.of(concurrency), baseline.of(concurrency)
+    tasks = {}
+    for task in plan.tasks():
+        theirs = result.of(concurrency, task)
+        tasks[task] = {
+            "ratio": median(ratios(theirs, baseline.of(concurrency, task))) if is_whole else None,
+            "processor_seconds": [each.processor_seconds for each in theirs],
+            **_acceptance(theirs),
+        }
     return {
         "concurrency": concurrency,
         "tokens_per_second": tokens_per_second(rounds),
-        "ratios": ratios(rounds, baseline.of(concurrency)) if is_whole else None,
-        "processor_ratios": processor_ratios(rounds, baseline.of(concurrency))
-        if is_whole
-        else None,
+        "ratios": ratios(rounds, others) if is_whole else None,
+        "processor_ratios": processor_ratios(rounds, others) if is_whole else None,
         "first_token_seconds": first_token_seconds(rounds),
         "same_tokens": result.says_as(baseline) if plan.temperature == 0 and is_whole else None,
         **_acceptance(rounds),
-        "tasks": {
-            task: {
-                "ratio": _median_ratio(result, baseline, concurrency, task) if is_whole else None,
-                "processor_seconds": [r.processor_seconds for r in result.of(concurrency, task)],
-                **_acceptance(result.of(concurrency, task)),
-            }
-            for task in plan.tasks()
-        },
+        "tasks": tasks,
     }
 
 
-def _acceptance(rounds: Sequence[Round]) -> dict[str, Any]:
+def _acceptance(rounds: Sequence[Round]) -> Figures:
     verified = verifications(rounds)
     return {
         "seconds": sum(each.seconds for each in rounds),
@@ -243,3 +89,130 @@ def _acceptance(rounds: Sequence[Round]) -> dict[str, Any]:
         "accepted_lengths": verified.lengths,
         "acceptance_by_position": verified.by_position,
     }
+
+
+def tables(contenders: Sequence[Figures]) -> str:
+    """Write all tables, and below them the notes and which draft pays.
+
+    Args:
+        contenders: Of :func:`as_json`, the baseline first. One that failed is in no table; its reason
+            is in the notes.
+    """
+    whole = [each for each in contenders if not each["failure"]]
+    by_load: dict[int, list[tuple[Figures, Figures]]] = {}
+    for each in whole:
+        for load in each["loads"]:
+            by_load.setdefault(load["concurrency"], []).append((each, load))
+    parts = [_speeds(*each) for each in by_load.items()]
+    parts += [_ratios_by_task(*each) for each in by_load.items() if not contenders[0]["failure"]]
+    parts += _verified([each for each in whole if each["verifications"]])
+    notes = [f"{each['name']}: {each['note']}" for each in contenders if each["note"]]
+    notes += [
+        f"{each['name']}: no figures. {each['failure']}" for each in contenders if each["failure"]
+    ]
+    if not contenders[0]["failure"]:
+        notes += [line for each in by_load.items() for line in _verdicts(*each)]
+    return "\n\n".join(part for part in (*parts, "\n".join(notes)) if part)
+
+
+def _titled(title: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"{title}\n{table(rows, indent='  ', figures=True)}"
+
+
+def _requests(concurrency: int) -> str:
+    return "1 request" if concurrency == 1 else f"{concurrency} requests"
+
+
+def _speeds(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> str:
+    rows = [_speed(*each) for each in found]
+    head = [
+        name
+        for name in rows[0]
+        if name not in _OPTIONAL or any(row[name] != _NOT_KNOWN for row in rows)
+    ]
+    title = f"{_requests(concurrency)} at a time"
+    return _titled(title, [head, *([row[name] for name in head] for row in rows)])
+
+
+def _speed(contender: Figures, load: Figures) -> dict[str, str]:
+    """Return one row, by the heads of its columns."""
+    times, used = load["ratios"], load["processor_ratios"]
+    resident, on_devices = contender["resident_bytes"], contender["device_bytes"]
+    return {
+        "draft": contender["name"],
+        "tokens/s": f"{median(load['tokens_per_second']):.1f}",
+        "ratio": f"{median(times):.2f}" if times else _NOT_KNOWN,
+        "from..to": f"{min(times):.2f}..{max(times):.2f}" if times else _NOT_KNOWN,
+        "processor": f"{median(used):.2f}" if used else _NOT_KNOWN,
+        "first token ms": f"{1000 * load['first_token_seconds']:.1f}",
+        "memory MiB": f"{resident / _MIB:.0f}" if resident else _NOT_KNOWN,
+        "GPU MiB": _NOT_KNOWN if on_devices is None else f"{on_devices / _MIB:.0f}",
+        "tokens/verification": _tokens(load),
+        "same tokens": {True: "yes", False: "NO", None: _NOT_KNOWN}[load["same_tokens"]],
+    }
+
+
+def _tokens(verified: Figures) -> str:
+    tokens: float = verified["tokens_per_verification"]
+    return f"{tokens:.2f}" if verified["verifications"] else _NOT_KNOWN
+
+
+def _ratios_by_task(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> str:
+    (_, baseline), *others = found
+    if not others or len(baseline["tasks"]) == 1:
+        return ""
+    rows = [
+        [each["name"], *(f"{task['ratio']:.2f}" for task in load["tasks"].values())]
+        for each, load in others
+    ]
+    title = "Tokens a second as multiples of no draft's by task, "
+    head = ["task", *baseline["tasks"]]
+    return _titled(f"{title}{_requests(concurrency)} at a time", [head, *rows])
+
+
+def _verified(drafted: Sequence[Figures]) -> list[str]:
+    """Write what verifications kept, in all rounds."""
+    if not drafted:
+        return []
+    positions: list[list[str]] = []
+    lengths: list[list[str]] = []
+    for each in drafted:
+        shares = each["acceptance_by_position"]
+        positions.append([each["name"], *(f"{100 * share:.0f}" for share in shares)])
+        counts = [100 * count / each["verifications"] for count in each["accepted_lengths"]]
+        lengths.append([each["name"], *(f"{count:.0f}" for count in counts)])
+    tasks = [[each["name"], *map(_tokens, each["tasks"].values())] for each in drafted]
+    most = max(map(len, positions))
+    kept = max(map(len, lengths)) - 1
+    return [
+        _titled(
+            "Percent of verifications that kept the token at a position",
+            [["position", *map(str, range(1, most))], *positions],
+        ),
+        _titled(
+            "Percent of verifications that kept as many tokens",
+            [["tokens kept", *map(str, range(kept))], *lengths],
+        ),
+        _titled("Tokens a verification by task", [["task", *drafted[0]["tasks"]], *tasks]),
+    ]
+
+
+def _verdicts(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> Iterator[str]:
+    """Say which draft is the fastest, and whether further passes are worth what they take."""
+    rated = [(median(load["ratios"]), each) for each, load in found[1:]]
+    if not rated:
+        return
+    ratio, best = max(rated, key=lambda each: each[0])
+    pays = "the fastest is" if ratio > 1 else "no draft pays; the fastest is"
+    yield (
+        f"{concurrency} at a time: {pays} {best['name']}, with {ratio:.2f} times the tokens a second "
+        "of none."
+    )
+    once = next((ratio for ratio, each in rated if each["passes"] == 1), None)
+    for ratio, each in rated:
+        if once is not None and each["passes"] > 1:
+            does = "pay" if ratio > once else "do not pay"
+            yield (
+                f"{concurrency} at a time: {each['passes']} passes {does}: {ratio / once:.2f} times "
+                "the tokens a second of one."
+            )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
+from vllm_diffusion.cli.console import table
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -44,7 +45,7 @@ class Preset:
 
     @property
     def command(self) -> str:
-        """What serves it, for a shell. Where the block is unknown, with the publisher's number."""
+        """Command that serves both, for a shell, with the publisher's block where that of the draft is unknown."""
         spec = {
             "method": "dflash",
             "model": self.draft,
@@ -59,7 +60,7 @@ _DEFAULT_BLOCK = 16
 
 
 def presets() -> list[Preset]:
-    """All that are known, in the order of the file."""
+    """Read all presets, in the order of the file."""
     content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     general = content["general"]["issues"]
     return [
@@ -90,9 +91,7 @@ def add_parser(subcommands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     known = presets()
     if arguments.target is None:
-        width = max(len(preset.target) for preset in known)
-        for preset in known:
-            print(f"{preset.target:<{width}}  {preset.draft}")
+        print(table([(preset.target, preset.draft) for preset in known]))
         return 0
     wanted = arguments.target.lower().rstrip("/")
     found = [p for p in known if wanted in (p.target.lower(), p.target.lower().rpartition("/")[2])]
@@ -106,18 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(preset: Preset) -> str:
-    """A preset in lines, the command last."""
+    """Describe a preset, the command last."""
     block = f"{preset.block} (num_speculative_tokens {preset.block - 1})"
     if not preset.block:
         block = f"not known; inferred below from z-lab's own {_DEFAULT_BLOCK}: config.json has block_size"
     inferred = f" (inferred: listed as {preset.listed_as})" if preset.listed_as else ""
-    lines = [
-        f"target  {preset.target}{inferred}",
-        f"draft   {preset.draft}",
-        f"block   {block}",
-        f"causal  {preset.causal}",
-        f"window  {preset.window}",
-        *(f"known   {issue}" for issue in preset.issues),
-        preset.command,
+    rows = [
+        ("target", f"{preset.target}{inferred}"),
+        ("draft", preset.draft),
+        ("block", block),
+        ("causal", preset.causal),
+        ("window", preset.window),
+        *(("known", issue) for issue in preset.issues),
     ]
-    return "\n".join(lines)
+    return f"{table(rows)}\n{preset.command}"

@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts of a file, of a data set by its name, or of the shipped tasks."""
+"""Prompts of a benchmark, from a file, from a data set by its name, or from the shipped tasks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HubDataSet:
-    """Where a data set is, and what of a row is asked.
+    """Place of a data set, and what of a row is asked.
 
     Attributes:
         repository: On the hub.
@@ -85,7 +85,7 @@ NAMES = (TINY_TASKS, *HUB_DATA_SETS)
 
 
 def source(value: str) -> str:
-    """What ``--data`` takes: one of :data:`NAMES`, or the path of a file of JSON lines."""
+    """Read a value of ``--data``: one of :data:`NAMES`, or the path of a file of JSON lines."""
     if value not in NAMES:
         path = values.path_of(value)
         if values.found(path, f"a file of JSON lines, or one of {', '.join(NAMES)}").is_dir():
@@ -94,7 +94,7 @@ def source(value: str) -> str:
 
 
 def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
-    """At most ``num_prompts`` of each task of a source, drawn by ``seed``.
+    """Draw at most ``num_prompts`` of each task of a source, by ``seed``.
 
     Args:
         source: One of :data:`NAMES`, or the path of a file of JSON lines.
@@ -111,19 +111,24 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
         prompts = list(file_prompts(path))
     if not prompts:
         raise UsageError(f"--data {source} holds no prompt.")
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_task.setdefault(prompt.task, []).append(prompt)
     rng = random.Random(seed)
     return [
         prompt
-        for theirs in by_task.values()
+        for theirs in by_task(prompts).values()
         for prompt in rng.sample(theirs, min(num_prompts, len(theirs)))
     ]
 
 
+def by_task(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
+    """Group prompts by task."""
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.task, []).append(prompt)
+    return found
+
+
 def file_prompts(path: Path) -> Iterator[Prompt]:
-    """Each line's; a file without ``task`` is a task of its own name."""
+    """Read the prompt of each line; a file without ``task`` is a task of its own name."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -141,7 +146,7 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
 
 
 def prompt_of(entry: Any, task: str) -> Prompt:
-    """A prompt of one entry of a file.
+    """Make a prompt of one entry of a file.
 
     Args:
         entry: Of JSON: an object with ``prompt`` (text or token ids to go on with), ``messages`` (a
@@ -178,7 +183,7 @@ def prompt_of(entry: Any, task: str) -> Prompt:
 
 
 def hub_prompts(name: str) -> Iterator[Prompt]:
-    """All of a data set by its name.
+    """Read all prompts of a data set.
 
     Raises:
         UsageError: If ``datasets`` is not installed, or cannot load it.
@@ -202,7 +207,7 @@ def hub_prompts(name: str) -> Iterator[Prompt]:
 
 
 def _hub_rows(known: HubDataSet) -> Iterable[Any]:
-    """The rows of a data set, from this machine's cache where no hub answers."""
+    """Load the rows of a data set, from this machine's cache where no hub answers."""
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:

@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(client: DraftClient) -> Path:
-    """The folder of the draft that is served.
+    """Return the folder of the draft that is served.
 
     Raises:
         ValueError: If it is none on this machine.
@@ -117,7 +117,7 @@ def _served(client: DraftClient) -> Path:
 
 @dataclass
 class _Rounds:
-    """One after the other.
+    """Rounds of extraction, training, comparison and swap, one after the other.
 
     Attributes:
         arguments: Of the command.
@@ -132,7 +132,7 @@ class _Rounds:
     _sizes: list[tuple[str, int]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until the server is idle, no swap is pending, and enough was recorded."""
+        """Wait until the server is idle, no swap is pending, and enough was recorded."""
         arguments = self.arguments
         idle_since = time.monotonic()
         told = ""
@@ -200,7 +200,7 @@ class _Rounds:
             say(f"{new} was not taken: {error}")
 
     def _train(self, work: IdleWork, samples: Path, old: Path, new: Path) -> bool:
-        """Whether the new draft is better than the old one, on answers that neither was trained on."""
+        """Train, and return whether the new draft is better than the old one, on answers that neither was trained on."""
         arguments = self.arguments
         words: list[str] = ["extract", arguments.target, str(arguments.recording)]
         words += ["--draft", str(old), "--out", str(samples)]
@@ -232,7 +232,7 @@ def _is_pending(status: dict[str, Any]) -> bool:
 
 
 def _is_busy(url: str) -> bool:
-    """Whether a server has requests, by its own gauges.
+    """Return whether a server has requests, by its own gauges.
 
     Raises:
         ServerError: If it is not there any more.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
-from vllm_diffusion.cli.console import fail
+from vllm_diffusion.cli.console import fail, table
 from vllm_diffusion.drafting.accepted import LEAST, MOST
 from vllm_diffusion.drafting.swap.trial import PATH, PENDING, ROLLED_BACK
 
@@ -24,11 +24,11 @@ _POLL_SECONDS = 1.0
 
 
 class SwapError(ServerError):
-    """The server is not there, or said no. The message is for the user."""
+    """A server that is not there or refuses. The message is for the user."""
 
 
 class DraftClient:
-    """The endpoint of a server's draft.
+    """Client of the endpoint of a server's draft.
 
     Args:
         url: Of the server's root.
@@ -40,7 +40,7 @@ class DraftClient:
         self._api_key = api_key or os.environ.get(KEY_VARIABLE)
 
     def status(self) -> dict[str, Any]:
-        """The served draft, and the last swap."""
+        """Return the served draft, and the last swap."""
         return self._ask("GET")
 
     def swap(self, model: Path, verifications: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def add_parser(subcommands: Subcommands) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """The options that name a server."""
+    """Add the options that name a server."""
     parser.add_argument(
         "--url", type=values.url, required=True, help="of the server, e.g. http://127.0.0.1:8000"
     )
@@ -123,13 +123,14 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verifications(parser: argparse.ArgumentParser) -> None:
-    """The option that says when a new draft is judged."""
-    parser.add_argument(
+    """Add the option that says when a new draft is judged."""
+    values.add_integer(
+        parser,
         "--verifications",
-        type=values.integer(LEAST, MOST),
-        default=500,
-        metavar="N",
-        help="after how many of its own the new draft is judged (%(default)s)",
+        500,
+        "after how many of its own the new draft is judged",
+        LEAST,
+        MOST,
     )
 
 
@@ -159,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def wait_until_judged(client: DraftClient, status: dict[str, Any]) -> dict[str, Any]:
-    """The status once no swap is pending.
+    """Poll the server until no swap is pending, and return its status.
 
     Args:
         client: Of the server.
@@ -172,16 +173,16 @@ def wait_until_judged(client: DraftClient, status: dict[str, Any]) -> dict[str, 
 
 
 def describe(status: dict[str, Any]) -> str:
-    """The endpoint's answer in lines."""
-    lines = [f"draft   {status['model']}"]
+    """Describe the endpoint's answer."""
+    rows = [("draft", status["model"])]
     swap = status["swap"]
     if swap is not None:
-        lines += [
-            f"swap    {swap['state']}: {swap['reason']}",
-            f"before  {swap['replaced']}: {_figures(swap['before'])}",
-            f"after   {swap['model']}: {_figures(swap['after'])}",
+        rows += [
+            ("swap", f"{swap['state']}: {swap['reason']}"),
+            ("before", f"{swap['replaced']}: {_figures(swap['before'])}"),
+            ("after", f"{swap['model']}: {_figures(swap['after'])}"),
         ]
-    return "\n".join(lines)
+    return table(rows)
 
 
 def _figures(counts: dict[str, Any]) -> str:

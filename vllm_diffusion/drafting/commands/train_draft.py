@@ -66,13 +66,7 @@ def add_parser(steps: Subcommands) -> None:
         type=values.model,
         help="default: the one that the samples were extracted from",
     )
-    parser.add_argument(
-        "--steps",
-        type=values.integer(),
-        default=2000,
-        metavar="N",
-        help="of the optimizer (%(default)s)",
-    )
+    values.add_integer(parser, "--steps", 2000, "of the optimizer")
     parser.add_argument(
         "--minutes",
         type=values.number(above=0),

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from tests.support.commands import status_of
 from vllm_diffusion.cli import server, values
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.drafting.commands import bench_drafts, draft_runs
-from vllm_diffusion.drafting.commands.draft_runs import Contender, Look, Result, Round, refusal
-from vllm_diffusion.drafting.commands.draft_table import tables
+from vllm_diffusion.drafting.commands import bench_drafts, contenders, draft_runs, processes
+from vllm_diffusion.drafting.commands.draft_runs import Contender, Growth, Result, Round, refusal
+from vllm_diffusion.drafting.commands.draft_table import as_json, tables
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
 from vllm_diffusion.drafting.recording import Exchange
 
@@ -97,8 +97,8 @@ def bench(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(bench_drafts, "end_with_signals", lambda: None)
     fakes = ("drafts", "dies", "breaks", "drafts-otherwise")
-    monkeypatch.setattr(bench_drafts, "METHODS", fakes)
-    monkeypatch.setattr(bench_drafts, "_WITHOUT_A_DRAFT", fakes)
+    monkeypatch.setattr(contenders, "METHODS", fakes)
+    monkeypatch.setattr(contenders, "_WITHOUT_A_DRAFT", fakes)
 
     def serve(model: str, *options: str) -> list[str]:
         behaviour = "plain"
@@ -330,10 +330,10 @@ def test_compare_mistakes(
     assert said in captured.err
 
 
-def options_of(contenders: list[Contender]) -> dict[str, tuple[Any, Any]]:
+def options_of(entrants: list[Contender]) -> dict[str, tuple[Any, Any]]:
     """Of each its speculative and its additional configuration."""
     found = {}
-    for each in contenders:
+    for each in entrants:
         named = dict(zip(each.options[::2], map(json.loads, each.options[1::2]), strict=True))
         found[each.name] = named.get("--speculative-config"), named.get("--additional-config")
     return found
@@ -342,16 +342,15 @@ def options_of(contenders: list[Contender]) -> dict[str, tuple[Any, Any]]:
 def test_contenders(tmp_path: Path) -> None:
     """The tiny pair: every method, DFlash with its block, EAGLE-3 with a draft that is made."""
     target, draft = bench_drafts.shipped_checkpoint("qwen3"), bench_drafts.shipped_draft("qwen3")
-    contenders = bench_drafts.contenders(
+    entrants = contenders.contenders(
         target,
         {"dflash": (str(draft),)},
-        methods=None,
+        methods=contenders.default_methods({"dflash": (str(draft),)}, adds_models=True),
         steps=[1, 2],
         num_drafts=3,
         scratch=tmp_path,
-        adds_models=True,
     )
-    found = options_of(contenders)
+    found = options_of(entrants)
     dflash = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
     assert found == {
         "no draft": (None, None),
@@ -376,7 +375,7 @@ def test_contenders(tmp_path: Path) -> None:
             None,
         ),
     }
-    notes = {each.name: each.note for each in contenders if each.note}
+    notes = {each.name: each.note for each in entrants if each.note}
     assert notes.keys() == {"draft_model", "eagle3"}
     assert notes["eagle3"].startswith("untrained")
 
@@ -386,22 +385,21 @@ def test_given_drafts(tmp_path: Path) -> None:
     for name, block in (("old", 8), ("new", 16)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"block_size": block}))
-    read = values.named_model(bench_drafts._method)
+    read = values.named_model(contenders.draft_method)
     given = [str(tmp_path / "old"), str(tmp_path / "new"), "eagle3=a/b", "mtp=d"]
-    drafts = bench_drafts.drafts_by_method([read(each) for each in given])
+    drafts = contenders.drafts_by_method([read(each) for each in given])
     assert drafts["eagle3"] == ("a/b",)
     (tmp_path / "old").rename(tmp_path / "a=c")
     assert read(str(tmp_path / "a=c")) == ("", str(tmp_path / "a=c"))
     (tmp_path / "a=c").rename(tmp_path / "old")
     found = options_of(
-        bench_drafts.contenders(
+        contenders.contenders(
             Path("a/target"),
             drafts,
-            methods=None,
+            methods=contenders.default_methods(drafts, adds_models=False),
             steps=[1],
             num_drafts=4,
             scratch=tmp_path,
-            adds_models=False,
         )
     )
     numbers = {name: spec["num_speculative_tokens"] for name, (spec, _) in found.items() if spec}
@@ -430,17 +428,17 @@ def test_refusal() -> None:
 
 def test_processor_seconds() -> None:
     """They grow with work, and who has ended has none."""
-    before = draft_runs.processor_seconds([os.getpid()])
-    while draft_runs.processor_seconds([os.getpid(), 2**22 + 1]) < before + 0.05:
+    before = processes.processor_seconds([os.getpid()])
+    while processes.processor_seconds([os.getpid(), 2**22 + 1]) < before + 0.05:
         sum(range(10_000))
-    assert draft_runs.processor_seconds([2**22 + 1]) == 0
+    assert processes.processor_seconds([2**22 + 1]) == 0
 
 
 def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the most that a process had; on GPUs what the server's own have, where that is told."""
     block = bytearray(64 * 2**20)
-    assert draft_runs.peak_resident_bytes(os.getpid()) > len(block)
-    assert draft_runs.peak_resident_bytes(2**22 + 1) == 0
+    assert processes.peak_resident_bytes(os.getpid()) > len(block)
+    assert processes.peak_resident_bytes(2**22 + 1) == 0
 
     used = {0: [(11, 5), (99, 70)], 1: [(12, 6)]}
     nvml = SimpleNamespace(
@@ -454,18 +452,18 @@ def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     utils = SimpleNamespace(import_pynvml=lambda: nvml)
     monkeypatch.setitem(sys.modules, "vllm.utils.import_utils", utils)
-    assert draft_runs.device_bytes([10, 11, 12]) == 11
-    assert draft_runs.device_bytes([10]) is None
+    assert processes.device_bytes([10, 11, 12]) == 11
+    assert processes.device_bytes([10]) is None
     used[1] = [(12, None)]
-    assert draft_runs.device_bytes([11, 12]) is None
+    assert processes.device_bytes([11, 12]) is None
     del nvml.nvmlInit
-    assert draft_runs.device_bytes([11]) is None
+    assert processes.device_bytes([11]) is None
 
 
 def rounds_of(speeds: list[float], task: str = "a") -> list[Round]:
     said = ((1, 2),)
     return [
-        Round(task, 1, index, 1 / speed, 2 / speed, Look(1, 1, 0.1), said)
+        Round(task, 1, index, 1 / speed, 2 / speed, Growth(1, 1, 0.1), said)
         for index, speed in enumerate(speeds, start=1)
     ]
 
@@ -490,7 +488,7 @@ def test_verdict(one: float, several: float) -> None:
         Result(Contender("dflash, 2 passes", passes=2), rounds_of([10 * several, 10 * several])),
     ]
     plan = draft_runs.Plan((Prompt("a", text="x"),), (1,), 2, 8, 0.0)
-    said = tables(results, plan)
+    said = tables(as_json(results, plan))
     best = "dflash, 1 pass" if one > several else "dflash, 2 passes"
     pays = "the fastest is" if max(one, several) > 1 else "no draft pays; the fastest is"
     assert f"1 at a time: {pays} {best}, with {max(one, several):.2f} times" in said
@@ -502,7 +500,8 @@ def test_interrupted(script: Path, tmp_path: Path) -> None:
     """Ctrl-C ends every server, without a stack trace."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
     code = (
-        "import sys, tempfile; from vllm_diffusion.cli import draft_runs, main; "
+        "import sys, tempfile; from vllm_diffusion.cli import main; "
+        "from vllm_diffusion.drafting.commands import draft_runs; "
         f"tempfile.tempdir = {str(tmp_path)!r}; "
         "kinds = iter(['plain', 'never-ready']); "
         f"draft_runs.vllm_serve = lambda *_: {[sys.executable, str(script)]!r} + [next(kinds), '{{port}}']; "

@@ -1,0 +1,173 @@
+"""Ways to draft for a target, each as the options of a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_diffusion.cli import values
+from vllm_diffusion.drafting.commands.draft_runs import Contender
+
+DFLASH, ADAPTIVE, NGRAM = "dflash", "adaptive", "ngram"
+DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
+# vLLM's methods; those of models with heads for it (MTP) have names of their own too, in _mtp.
+METHODS = (
+    *(DFLASH, ADAPTIVE, NGRAM, EAGLE3, DRAFT_MODEL),
+    *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
+)
+# Those whose tokens come from the text so far, from the target's own heads, or from the target.
+_WITHOUT_A_DRAFT = (NGRAM, DRAFT_MODEL, "mtp", "ngram_gpu", "suffix")
+# What vLLM looks for in the text so far: its own default is five tokens, no less.
+_NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def draft_method(value: str) -> str:
+    """Read a method of vLLM's to draft."""
+    if value not in METHODS and not value.endswith("_mtp"):
+        raise values.Refusal(f"{value!r} must be one of {', '.join(METHODS)}, or a name in _mtp.")
+    return value
+
+
+def drafts_by_method(given: Sequence[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Group the models of ``--draft`` by their method."""
+    found: dict[str, tuple[str, ...]] = {}
+    for method, model in given:
+        name = method or DFLASH
+        found[name] = (*found.get(name, ()), model)
+    return found
+
+
+def default_methods(drafts: Mapping[str, Sequence[str]], *, adds_models: bool) -> list[str]:
+    """Return the methods that have what they need.
+
+    Args:
+        drafts: Models by method.
+        adds_models: Whether EAGLE-3 and ``draft_model`` take part without a model of theirs, with one
+            that stands for it.
+    """
+    methods = [DFLASH, ADAPTIVE] if DFLASH in drafts else []
+    methods += [NGRAM, DRAFT_MODEL, EAGLE3] if adds_models else [NGRAM]
+    return [*methods, *(each for each in drafts if each not in methods)]
+
+
+def contenders(
+    target: Path,
+    drafts: Mapping[str, tuple[str, ...]],
+    *,
+    methods: Sequence[str],
+    steps: Sequence[int],
+    num_drafts: int,
+    scratch: Path,
+) -> list[Contender]:
+    """Return the server without a draft, and one for every way to draft.
+
+    Args:
+        target: Model of all of them.
+        drafts: Models by method.
+        methods: Ways to draft.
+        steps: Passes of DFlash drafts.
+        num_drafts: Tokens of those without a block.
+        scratch: Folder where a draft may be written.
+
+    Raises:
+        UsageError: If a method has no draft, or a draft cannot be read.
+    """
+
+    def given(method: str) -> tuple[str, ...]:
+        return drafts.get(DFLASH if method == ADAPTIVE else method, ())
+
+    for method in methods:
+        is_made = method == EAGLE3 and (target / "config.json").is_file()
+        if not (given(method) or is_made or method in _WITHOUT_A_DRAFT):
+            needed = "MODEL" if method in (DFLASH, ADAPTIVE) else f"{method}=MODEL"
+            raise values.UsageError(f"--method {method} needs a draft: give --draft {needed}.")
+    found = [Contender("no draft")]
+    for method in methods:
+        models, note = given(method), ""
+        if not models and method == DRAFT_MODEL:
+            models, note = (str(target),), "the target itself, for want of a smaller model"
+        elif not models and method == EAGLE3:
+            # torch is imported by those alone who need it.
+            from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
+
+            models = (str(save_untrained_eagle3(target, scratch / EAGLE3)),)
+            note = "untrained: random weights, only to see what a draft of this kind costs"
+        for model in models or ("",):
+            name = method if len(models) < 2 else f"{method} {Path(model).name}"
+            if method == DFLASH:
+                found += _by_passes(name, model, steps)
+            elif method == ADAPTIVE:
+                found.append(Contender(name, dflash_options(model, {"adaptive": True})))
+            else:
+                config = {"method": method, "num_speculative_tokens": num_drafts}
+                config |= {"model": model} if model else {}
+                config |= _NGRAM if method == NGRAM else {}
+                found.append(Contender(name, _options(config), note))
+    return found
+
+
+def _by_passes(name: str, model: str, steps: Sequence[int]) -> Iterator[Contender]:
+    for passes in steps:
+        each = name if len(steps) == 1 else f"{name}, {passes} pass{'es' * (passes > 1)}"
+        # One pass is what stock has.
+        settings = {"steps": passes} if passes > 1 else {}
+        yield Contender(each, dflash_options(model, settings), passes=passes)
+
+
+def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[str, ...]:
+    """Return options of ``vllm serve`` for a DFlash draft and the whole of its blocks.
+
+    Args:
+        model: The draft.
+        settings: Of ``additional_config["drafting"]``.
+
+    Raises:
+        UsageError: As :func:`block_size_of`.
+    """
+    return _options(
+        {
+            "method": DFLASH,
+            "num_speculative_tokens": block_size_of(model) - 1,
+            "model": model,
+        },
+        settings,
+    )
+
+
+def _options(
+    speculative: dict[str, Any], drafting: dict[str, Any] | None = None
+) -> tuple[str, ...]:
+    options = ["--speculative-config", json.dumps(speculative)]
+    if drafting:
+        options += ["--additional-config", json.dumps({"drafting": drafting})]
+    return tuple(options)
+
+
+def block_size_of(model: str) -> int:
+    """Read how many tokens a block of a DFlash draft has, from its ``config.json``.
+
+    Raises:
+        UsageError: If there is none, or it does not say.
+    """
+    file = Path(model) / "config.json"
+    try:
+        if file.is_file():
+            config = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            from transformers import PreTrainedConfig
+
+            config, _ = PreTrainedConfig.get_config_dict(model)
+    except (OSError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        raise values.UsageError(
+            f"--draft {model}: its config.json cannot be read: {said}"
+        ) from None
+    block_size = config.get("block_size")
+    if not isinstance(block_size, int) or block_size < 2:
+        raise values.UsageError(
+            f"--draft {model}: block_size={block_size!r} in its config.json is not that of a DFlash draft; "
+            "a draft of another method is given as METHOD=MODEL."
+        )
+    return block_size
