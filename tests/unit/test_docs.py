@@ -180,6 +180,7 @@ print(json.dumps(told))
 def documented_commands() -> list[list[str]]:
     """Those for vLLM's parser: of the documentation, and of ``vllm-diffusion drafts``."""
     names = (
+        "serving",
         "settings",
         "quantization",
         "scaling",
@@ -218,7 +219,7 @@ def test_commands_are_understood(told: dict[str, str]) -> None:
 
 @pytest.mark.engine
 def test_stock_refuses(told: dict[str, str]) -> None:
-    """The README's first row of differences: what stock vLLM refuses in a request, and we do not."""
+    """The first row of docs/why.md: what stock vLLM refuses in a request, and this package honours."""
     assert told["requests"] == "held"
 
 
