@@ -124,6 +124,28 @@ def test_links(page: Path) -> None:
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors(page: Path) -> None:
+    """Every section that a page links to is there."""
+    linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    targets = [((page.parent / path if path else page), anchor) for path, anchor in linked]
+    assert [str(at) + "#" + anchor for at, anchor in targets if anchor not in anchors(at)] == []
+
+
+@pytest.mark.parametrize("name", ["add-a-family", "architecture", "internals"])
+def test_named_sources(name: str) -> None:
+    """Every file and folder that a page for developers names is in the package or the repository."""
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text_of(f"docs/{name}.md"))
+    places = (ROOT, ROOT / "vllm_diffusion")
+    assert [path for path in named if not any((at / path).exists() for at in places)] == []
+
+
 # Given the commands as ``commands``.
 UNDERSTANDS = """
 from vllm.utils.argparse_utils import FlexibleArgumentParser
