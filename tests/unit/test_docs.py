@@ -124,6 +124,28 @@ def test_links(page: Path) -> None:
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors(page: Path) -> None:
+    """Every section that a page links to is there."""
+    linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    targets = [((page.parent / path if path else page), anchor) for path, anchor in linked]
+    assert [str(at) + "#" + anchor for at, anchor in targets if anchor not in anchors(at)] == []
+
+
+@pytest.mark.parametrize("name", ["add-a-family", "architecture", "internals"])
+def test_named_sources(name: str) -> None:
+    """Every file and folder that a page for developers names is in the package or the repository."""
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text_of(f"docs/{name}.md"))
+    places = (ROOT, ROOT / "vllm_diffusion")
+    assert [path for path in named if not any((at / path).exists() for at in places)] == []
+
+
 # Given the commands as ``commands``.
 UNDERSTANDS = """
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -180,6 +202,7 @@ print(json.dumps(told))
 def documented_commands() -> list[list[str]]:
     """Those for vLLM's parser: of the documentation, and of ``vllm-diffusion drafts``."""
     names = (
+        "serving",
         "settings",
         "quantization",
         "scaling",
@@ -218,7 +241,7 @@ def test_commands_are_understood(told: dict[str, str]) -> None:
 
 @pytest.mark.engine
 def test_stock_refuses(told: dict[str, str]) -> None:
-    """The README's first row of differences: what stock vLLM refuses in a request, and we do not."""
+    """The first row of docs/why.md: what stock vLLM refuses in a request, and this package honours."""
     assert told["requests"] == "held"
 
 
