@@ -1,4 +1,4 @@
-"""Refuse a checkpoint that cannot fit in this machine's memory, before anything is loaded."""
+"""Refusal of a checkpoint that does not fit in this machine's memory, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-# Beyond the weights: Python, torch and the engine's processes.
+# Bytes beyond the weights, for Python, torch and the engine's processes.
 RESERVED_BYTES = 1024**3
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Bytes of the safetensors files of a local checkpoint; 0 for one that is not local yet."""
+    """Return the bytes of a local checkpoint's safetensors files; 0 if it is not local yet."""
     directory = Path(model)
     if not directory.is_dir():
         return 0
