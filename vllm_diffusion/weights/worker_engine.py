@@ -1,7 +1,7 @@
-"""The worker's side of the weight transfer ``safetensors``: files that trainer and server both see.
+"""Worker's side of the weight transfer ``safetensors``, by files that trainer and server both see.
 
-vLLM's own transfers move tensors between GPUs. This one needs none; with files in memory
-(``/dev/shm``) it costs a copy. It is transactional, as those are not: an update is checked while it is
+vLLM's own transfers move tensors between GPUs. This one needs no GPU; with files in memory
+(``/dev/shm``) it costs a copy. Unlike vLLM's it is transactional: an update is checked while it is
 sent, and loaded when it is finished.
 """
 
@@ -32,26 +32,26 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
-    """Nothing is agreed upon beforehand."""
+    """Settings of the transfer: none."""
 
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
-    """A part of an update, or all of it.
+    """Part of an update, or all of it.
 
     Attributes:
-        path: Of a safetensors file, or of a folder of them, as the server sees it. What it holds is
-            named as in a checkpoint, and stays there until the update is finished. Of a draft it is
-            the folder of a whole one.
-        replaced: In place of a path, what becomes of the draft that the last update of the draft
-            replaced, and the worker keeps: "restore" or "drop".
+        path: Path of a safetensors file, or of a folder of them, as the server sees it. Its tensors
+            are named as in a checkpoint, and the files stay until the update is finished. For a
+            draft it is the folder of a whole draft.
+        replaced: Action, in place of a path, for the draft that the last update of the draft
+            replaced and the worker keeps: "restore" or "drop".
     """
 
     path: str = ""
     replaced: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no path.
+        """Refuse a path that is not absolute, and unknown actions.
 
         Raises:
             ValueError: Naming the field.
@@ -73,10 +73,10 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
 class SafetensorsWeightTransferEngine(
     WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]
 ):
-    """Loads what a trainer wrote.
+    """Worker engine that loads files of a trainer.
 
     Attributes:
-        weights_are_lost: Set by a worker that discarded the weights: the next update must be whole.
+        weights_are_lost: True after a worker discarded the weights: the next update must be whole.
     """
 
     init_info_cls = SafetensorsInitInfo
@@ -84,27 +84,27 @@ class SafetensorsWeightTransferEngine(
     supports_draft_weight_update = True
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        """As vLLM makes its own."""
+        """Make the engine as vLLM makes its own."""
         super().__init__(config, vllm_config, device, model)
         self.weights_are_lost = False
         self._expected: ExpectedTensors | None = None
         self._update: WeightUpdate | None = None
         self._draft: ServedDraft | None = None
-        # Where layers rewrite what they load, they are loaded again as wholes.
+        # Layers that rewrite their weights after loading are loaded again as wholes.
         self._reloads_layers = vllm_config.quant_config is not None or device.type != "cpu"
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        """A trainer that begins anew: what one before it sent, and did not finish, is forgotten."""
+        """Start with a new trainer: an unfinished update of the previous one is discarded."""
         if self._draft is not None:
             self._draft.forget_plan()
         if self._update is not None:
             self._update = self._new_update()
 
     def start_weight_update(self) -> None:
-        """Begin with nothing sent; what an update that failed had sent is forgotten.
+        """Begin an update; the tensors of a failed one are discarded.
 
         Raises:
-            ValueError: If the model is none that is updated.
+            ValueError: If the model cannot be updated.
         """
         if not self._is_of_draft:
             self._update = self._new_update()
@@ -135,10 +135,10 @@ class SafetensorsWeightTransferEngine(
         return WeightUpdate(self._expected)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Check a part of an update and keep where it is.
+        """Check a part of an update and keep its path.
 
         Args:
-            update_info: Of :class:`SafetensorsUpdateInfo`.
+            update_info: Fields of :class:`SafetensorsUpdateInfo`.
 
         Raises:
             ValueError: Naming the field, the file or the tensor; the update is over, and nothing of
@@ -147,7 +147,7 @@ class SafetensorsWeightTransferEngine(
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
-        """See :meth:`update_weights`."""
+        """Check a part of an update, as in :meth:`update_weights`."""
         if self._is_of_draft:
             assert self._draft is not None
             if update_info.replaced:
@@ -165,7 +165,7 @@ class SafetensorsWeightTransferEngine(
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Load what was sent, if anything was.
+        """Load the tensors that were sent, if there are any.
 
         Raises:
             ValueError: If a file has changed or a tensor is missing; the update goes on.
@@ -189,4 +189,4 @@ class SafetensorsWeightTransferEngine(
         self.weights_are_lost = False
 
     def shutdown(self) -> None:
-        """Nothing is held but names."""
+        """Do nothing, since no resource is held."""
