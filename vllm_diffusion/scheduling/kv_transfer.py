@@ -79,7 +79,7 @@ class KVTransfer(SchedulerFeature):
             request.num_prompt_tokens = num_final
 
     def _matched_in_blocks(self, matched: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a connector's count of loaded tokens to exclude what the other engine did not prefill."""
+        """Wrap a connector's count of loaded tokens: only what the other engine prefilled counts."""
 
         def count(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
             num_loaded, is_async = matched(request, num_computed_tokens)
