@@ -116,7 +116,7 @@ class CanvasLayout:
 
     @property
     def starts_from_commit(self) -> bool:
-        """True if a canvas begins with a result of the pass that writes the keys and values before it."""
+        """True if a canvas needs the pass that writes the keys and values before it."""
         return False
 
     @property
