@@ -60,7 +60,7 @@ def fp8_tensors(
 
 
 def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict[str, Spec]:
-    """Return the tensors of an NVFP4 module: packed weight, group scales, global scales."""
+    """Return the tensors of an NVFP4 module: weight, group scales, global scales (the input's if any)."""
     out_size, in_size = shape
     weight, group_scales, weight_scale, input_scale = names
     tensors: dict[str, Spec] = {
