@@ -31,7 +31,7 @@ LARGEST_NOISE, SMALLEST_NOISE = 23.0, -2.9
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for; part of the counter, so that no two purposes share a draw."""
+    """Purpose of a draw; part of the counter, so that no two purposes share a draw."""
 
     INITIAL = 0
     CANDIDATE = 1

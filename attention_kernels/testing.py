@@ -79,7 +79,7 @@ def make_canvas_batch(
     device: str = "cpu",
     seed: int = 0,
 ) -> CanvasBatch:
-    """A batch of random sequences on scattered blocks, with everything that is not live poisoned.
+    """Make a batch of random sequences on scattered blocks, with all memory that is not live poisoned.
 
     Args:
         query_lens: Query rows of each sequence.
@@ -93,17 +93,18 @@ def make_canvas_batch(
         cache_dtype: float8_e4m3fn for a quantised cache.
         padded_rows: Query rows behind the last sequence.
         row_spans: (start, end) for each live query row.
-        strided_query: The query is a slice of a wider tensor, as after a fused projection.
-        joint_cache: Keys and values lie side by side per head in one tensor, as in vLLM 0.33;
-            otherwise each has its own.
-        device: Where the tensors are.
-        seed: Of every random draw.
+        strided_query: True if the query is a slice of a wider tensor, as after a fused projection.
+        joint_cache: True if keys and values lie side by side per head in one tensor, as in vLLM
+            0.33; false if each has its own.
+        device: Device of the tensors.
+        seed: Seed of every random draw.
 
     Returns:
         The batch. Cache blocks that no sequence uses, positions behind a sequence's last key and
         padded query rows are NaN; unused entries of the block table point outside the cache.
     """
-    # Drawn where they stay, in their own dtype: benchmarks make batches of tens of gigabytes.
+    # Tensors are drawn on their device in their dtype: benchmarks make batches of tens of
+    # gigabytes.
     generator = torch.Generator(device).manual_seed(seed)
     num_seqs = len(query_lens)
     used = [-(-length // block_size) for length in seq_lens]
@@ -207,7 +208,7 @@ def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> 
 def assert_within_error_budget(
     actual: Tensor, same_dtype_ref: Tensor, fp64_ref: Tensor, name: str, factor: float = 2.0
 ) -> None:
-    """As close to fp64 as plain PyTorch in the same dtype, up to a factor."""
+    """Assert that a result is as close to fp64 as plain PyTorch in the same dtype, up to a factor."""
     assert torch.isfinite(actual).all(), f"{name}: non-finite values"
     if fp64_ref.numel() == 0:
         return
@@ -225,18 +226,18 @@ def _positions(blocks: Tensor, block_size: int) -> Tensor:
 def walk_key_tiles(
     first: int, end: int, cut: int, whole: int, has_left: bool
 ) -> list[tuple[int, bool]]:
-    """(key tile, whether it is masked) in the order of FlashAttention-4's loops.
+    """List (key tile, true if it is masked) in the order of FlashAttention-4's loops.
 
     Args:
-        first: The first key tile to visit.
+        first: First key tile to visit.
         end: One past the last.
         cut: From this tile on, some row may not see a tile's end.
         whole: From this tile on, every row sees a tile's start.
-        has_left: Whether there is a window on the left.
+        has_left: True if there is a window on the left.
 
     Returns:
-        From the last tile to the first: one masked tile, masked tiles down to ``cut``, tiles as
-        they are down to ``whole`` and, with a left window, masked tiles to the end.
+        The tiles from the last to the first: one masked tile, masked tiles down to ``cut``,
+        unmasked tiles down to ``whole`` and, with a left window, masked tiles to the end.
     """
     tiles = [(end - 1, True)]
     remaining = end - 1

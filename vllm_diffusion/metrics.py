@@ -1,9 +1,10 @@
-"""What a request, and the whole engine, took: passes, rows, denoising steps and seconds.
+"""Metrics of requests and of the engine: passes, rows, denoising steps and seconds.
 
-The scheduler counts on the host, from what it scheduled and what came back. The numbers of one
+The scheduler counts on the host, from scheduled passes and their results. The numbers of one
 request reach the API process with its last report (``canvas/report.py``), and its finished output
-holds them; those of the engine ride in ``SpecDecodingStats.num_draft_tokens_per_pos``, a list that
-is free for diffusion models. :func:`request_metrics` and :class:`DiffusionStatLogger` read them.
+holds them; those of the engine travel in ``SpecDecodingStats.num_draft_tokens_per_pos``, a list
+that is free for diffusion models. :func:`request_metrics` and :class:`DiffusionStatLogger` read
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.startup.environment import environment_flags
 
-# Under which a finished output holds its metrics.
+# Attribute of a finished output that holds its metrics.
 METRICS = "diffusion_metrics"
 
 
@@ -31,7 +32,7 @@ class RowCounts:
     """One request's part of one pass.
 
     Attributes:
-        encoded: Causal rows: of its prompt, or of a finished canvas.
+        encoded: Causal rows of its prompt or of a finished canvas.
         denoised: Rows of a canvas that is being denoised.
         projected: Rows projected to the vocabulary.
         num_emitted: Tokens that the pass emitted for it.
@@ -45,7 +46,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class DiffusionRequestMetrics:
-    """What one finished request took.
+    """Metrics of one finished request.
 
     Attributes:
         passes: Forward passes in which the request had rows.
@@ -63,10 +64,10 @@ class DiffusionRequestMetrics:
 
 
 def metrics_of_passes(passes: Sequence[int]) -> DiffusionRequestMetrics:
-    """What a request took.
+    """Compute the metrics of a request.
 
     Args:
-        passes: For each one, in order, the four numbers of :class:`RowCounts`.
+        passes: The four numbers of :class:`RowCounts` for each pass, in order.
     """
     encoded, denoised, projected, emitted = (passes[i::4] for i in range(4))
     steps: list[int] = []
@@ -88,7 +89,7 @@ def metrics_of_passes(passes: Sequence[int]) -> DiffusionRequestMetrics:
 
 
 def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
-    """Metrics of a finished ``CompletionOutput``; ``None`` while it is unfinished.
+    """Return the metrics of a finished ``CompletionOutput``; ``None`` while it is unfinished.
 
     Args:
         completion: One of ``RequestOutput.outputs``.
@@ -114,13 +115,13 @@ class PassTotals:
 
 
 class CanvasTotals(NamedTuple):
-    """What one canvas took, from its first step until it was emitted.
+    """Totals of one canvas, from its first step until it was emitted.
 
     Attributes:
-        steps: Denoising steps.
-        passes: Passes: the steps, and one that committed it if there was one.
-        tokens: Emitted.
-        microseconds: On the scheduler's clock.
+        steps: Number of denoising steps.
+        passes: Number of passes: the steps, and the one that committed it if there was one.
+        tokens: Number of emitted tokens.
+        microseconds: Duration on the scheduler's clock.
     """
 
     steps: int
@@ -137,7 +138,7 @@ class _OpenCanvas:
 
 
 class PassCounters:
-    """The scheduler's side of the counting."""
+    """Counters on the scheduler's side."""
 
     def __init__(self) -> None:
         self._totals = PassTotals()
@@ -148,9 +149,9 @@ class PassCounters:
         """Count one request's part of one pass.
 
         Args:
-            request_id: Of it.
-            rows: What ran.
-            max_steps: The request's step cap.
+            request_id: Id of the request.
+            rows: Rows that ran, and emitted tokens.
+            max_steps: Step cap of the request.
         """
         totals = self._totals
         totals.passes += 1
@@ -177,11 +178,11 @@ class PassCounters:
         self._finished.append(CanvasTotals(canvas.steps, canvas.passes, num_emitted, microseconds))
 
     def forget(self, request_id: str) -> None:
-        """The request ended, or its canvas is lost with a preemption."""
+        """Discard the open canvas of a request that has ended or was preempted."""
         self._open.pop(request_id, None)
 
     def observe_stuck_request(self) -> None:
-        """Count a request that was ended since it settled nothing."""
+        """Count a request that was ended because it settled nothing."""
         self._totals.stuck_requests += 1
 
     def attach(
@@ -216,7 +217,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Instruments:
-    """What is on ``/metrics``."""
+    """Counters and histograms on ``/metrics``."""
 
     def __init__(self) -> None:
         labels = ["model_name", "engine"]
@@ -250,7 +251,7 @@ class Instruments:
 
     @property
     def all(self) -> list[Counter | Histogram]:
-        """Every one."""
+        """All counters and histograms."""
         return [
             *self.counters.values(),
             self.passes_by_kind,
@@ -262,19 +263,19 @@ class Instruments:
 
 @cache
 def instruments() -> Instruments:
-    """One set a process, since there is one registry, whatever the number of its engines."""
+    """Return this process's instruments: one set, since there is one registry for all engines."""
     return Instruments()
 
 
 class DiffusionStatLogger(StatLoggerBase):
-    """Adds ``vllm_diffusion:*`` metrics to the server's ``/metrics``, for diffusion models."""
+    """Stat logger that adds ``vllm_diffusion:*`` metrics to ``/metrics`` for diffusion models."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config
         self._is_diffusion = bool(
             model_config is not None
             and model_config.is_diffusion
-            # Stock's scheduler counts nothing of ours.
+            # The stock scheduler has none of these counts.
             and not environment_flags().disabled
         )
         if not self._is_diffusion:
@@ -311,7 +312,7 @@ class DiffusionStatLogger(StatLoggerBase):
             self._instruments.seconds_per_canvas.labels(*self._labels).observe(seconds)
 
     def log_engine_initialized(self) -> None:
-        """vLLM's own loggers say what is to be said at start."""
+        """Log nothing, since vLLM's own loggers do."""
 
     def log(self) -> None:
-        """vLLM's own logger prints a line of diffusion statistics."""
+        """Log nothing, since vLLM's own logger prints a line of diffusion statistics."""

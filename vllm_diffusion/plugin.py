@@ -1,7 +1,7 @@
-"""The entry point that vLLM calls in every process before it looks at a model.
+"""Entry point that vLLM calls in every process before it reads a model's configuration.
 
 Nothing here raises and nothing heavy is imported: a failure would break every vLLM command, also
-for models that are not ours. What does not fit is said when a diffusion checkpoint is configured.
+for models that are not ours. Failures are reported when a diffusion checkpoint is configured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_diffusion.startup.environment import environment_flags
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-# vLLM's own for every other model.
+# Parser for Gemma's tool calls in place of vLLM's; it leaves other models to vLLM's own.
 _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
 _WEIGHT_TRANSFER_WORKER = "vllm_diffusion.weights.worker_engine:SafetensorsWeightTransferEngine"
@@ -27,8 +27,8 @@ _WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.weights.trainer_engine:SafetensorsTra
 def register() -> None:
     """Register the start-up checks and model class of every family, and what they share.
 
-    Safe to call twice. What does not fit is kept by the family's start-up checks, which tell it when
-    one of its checkpoints is configured.
+    This is safe to call twice. A family's start-up checks keep a failure, and report it when one of
+    its checkpoints is configured.
     """
     if environment_flags().disabled:
         return
@@ -41,19 +41,20 @@ def register() -> None:
         BlockDiffusionEngineConfig.guard_server = staticmethod(guard_adapters)
         BlockDiffusionEngineConfig.install_api = staticmethod(_install_api)
     except Exception as error:
-        # Where nothing can check, stock's class serves unnoticed unless this is said aloud.
+        # Without our checks stock vLLM would serve such a checkpoint unnoticed, so this is an
+        # error.
         _log(logging.ERROR, "any diffusion checkpoint", error)
         return
     _register_extensions()
     shared_failure = _register_shared()
     for family in (*FAMILIES, *REFUSED):
         entry, failure = _engine_config(family, BlockDiffusionEngineConfig), shared_failure
-        # First, so that every later failure is told by our checks.
+        # This comes first, so that our checks report every later failure.
         MODELS_CONFIG_MAP[family.architecture] = entry
         try:
             from vllm.model_executor.models import ModelRegistry
 
-            # A family's entry may derive from another's, which has its own.
+            # A family's entry may derive from another's, which has a value of its own.
             if vars(entry).get("is_in_vllm") is None:
                 entry.is_in_vllm = family.architecture in ModelRegistry.get_supported_archs()
             ModelRegistry.register_model(family.architecture, family.model)
@@ -67,7 +68,7 @@ def register() -> None:
 
 
 def _register_shared() -> Exception | None:
-    """What all families need; why it could not be registered, ``None`` if it could."""
+    """Register what all families share; return the error if that fails, else ``None``."""
     try:
         from vllm.tool_parsers import ToolParserManager
 
@@ -114,7 +115,7 @@ def _register_extensions() -> None:
 
 
 def _register_weight_transfer() -> None:
-    """New weights from files, beside vLLM's transfers between GPUs. Safe to call twice."""
+    """Register the weight transfer from files, beside vLLM's own. This is safe to call twice."""
     from vllm.distributed.weight_transfer.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
@@ -135,7 +136,7 @@ def _register_weight_transfer() -> None:
 
 
 def _register_config(path: str) -> None:
-    """So that ``config.json`` is read without code of the checkpoint's."""
+    """Register a configuration class, so that ``config.json`` is read without the checkpoint's code."""
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     config = imported(path)
@@ -143,7 +144,7 @@ def _register_config(path: str) -> None:
 
 
 def _by_model_type() -> dict[str, tuple[str, ...]]:
-    """Architectures that are served, for each ``model_type`` whose configuration is ours."""
+    """Return the served architectures for each ``model_type`` whose configuration is ours."""
     found: dict[str, tuple[str, ...]] = {}
     for family in (*FAMILIES, *REFUSED):
         if family.config is not None:
@@ -154,13 +155,13 @@ def _by_model_type() -> dict[str, tuple[str, ...]]:
 
 
 def imported(path: str) -> Any:
-    """What ``"module:Class"`` names."""
+    """Import the object that ``"module:Class"`` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def _engine_config(family: Family, base: Any) -> Any:
-    """The family's start-up checks; where they cannot be imported, checks that say why."""
+    """Import the family's start-up checks; on failure return checks that report the error."""
     try:
         entry = imported(family.engine_config)
     except Exception as error:

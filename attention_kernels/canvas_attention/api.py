@@ -47,7 +47,7 @@ def canvas_attention(
         query: [num_tokens, num_q_heads, head_dim], bf16, fp16, fp32, or fp64 (reference only);
             last dim contiguous. Padding rows are never read.
         cache: Keys and values.
-        sequences: Which rows and keys belong together.
+        sequences: Rows and keys of each sequence.
         options: Scale, softcap and window.
         out: [num_tokens, num_q_heads, head_dim] like ``query``; written in place. Padding rows
             are left as they are; without ``out`` they are zero.
@@ -186,7 +186,7 @@ def _implementation(impl: Impl) -> Implementation:
 
 
 def _choose(query: Tensor) -> Impl:
-    """What ``impl="auto"`` runs, logged once per choice."""
+    """Choose the implementation of ``impl="auto"``; each choice is logged once."""
     choice: Impl = "reference"
     reason = f"the tensors are on {query.device.type}"
     if query.device.type == "cuda":

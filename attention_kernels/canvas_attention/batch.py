@@ -1,6 +1,6 @@
-"""What attention runs over: the sequences of a pass on a paged cache, and what a layer asks for.
+"""Arguments of attention: the sequences of a pass on a paged cache, and the options of a layer.
 
-Each is made and checked once, and travels whole to whichever implementation runs.
+Each is made and checked once, and passed whole to the implementation that runs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class PagedCache(NamedTuple):
         key: [num_blocks, block_size, num_kv_heads, head_dim] in the dtype of the query or
             float8_e4m3fn; any strides with the last dim contiguous, so a view of a cache that
             interleaves keys and values, or heads and positions, needs no copy.
-        value: As ``key``.
-        key_scale: What an FP8 key is multiplied by: a number, or one fp32 number on the device;
-            ``None`` for other caches.
-        value_scale: As ``key_scale``, for values.
+        value: Values, like ``key``.
+        key_scale: Factor of FP8 keys: a number, or one fp32 number on the device; ``None`` for
+            other caches.
+        value_scale: Factor of FP8 values, like ``key_scale``.
     """
 
     key: Tensor
@@ -37,7 +37,7 @@ class PagedCache(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache is quantised."""
+        """True if the cache is quantised."""
         return self.key.dtype == FP8
 
     def check(self, query: Tensor) -> None:
@@ -103,17 +103,17 @@ class Sequences:
 
     Attributes:
         block_table: [num_seqs, max_blocks], int32. Entries beyond a sequence's keys are not read.
-        query_start_loc: [num_seqs + 1], int32: where the rows of each sequence start. Rows from the
-            last entry on are padding.
+        query_start_loc: [num_seqs + 1], int32: first row of each sequence. Rows from the last entry
+            on are padding.
         seq_lens: [num_seqs], int32: keys of each sequence, its query rows included.
         causal_rows: [num_seqs], int32: leading query rows that attend causally, 0 to Q.
         row_spans: [num_tokens, 2], int32: half-open key interval of the image that a row lies in (it
-            holds the row's own position), start == end where there is none. Counts on causal rows
-            only; ``None`` without images.
+            holds the row's own position), start == end if there is none. Only spans of causal rows
+            count; ``None`` without images.
         max_query_len: At least the longest query of the batch, if the caller knows it on the host;
             sizes a launch, and a result may be rounded in another order. ``None`` for what the
             shapes allow.
-        max_seq_len: As ``max_query_len``, for keys.
+        max_seq_len: At least the most keys of a sequence, like ``max_query_len``.
     """
 
     block_table: Tensor
@@ -137,11 +137,11 @@ class Sequences:
         return self.max_seq_len
 
     def bounded(self, query: Tensor, cache: PagedCache) -> Sequences:
-        """The same sequences with every bound set.
+        """Return the sequences with every bound set.
 
         Args:
             query: [num_tokens, num_q_heads, head_dim].
-            cache: The cache that they lie in.
+            cache: Cache that holds their keys and values.
 
         Raises:
             ValueError: If shapes, dtypes, devices or bounds disagree.
@@ -220,14 +220,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Window:
-    """Which keys a row sees around its anchor.
+    """Window of keys that a row sees around its anchor.
 
     Attributes:
         left: Keys before the anchor, excluding it; -1 for all. A model's ``sliding_window`` W is
             ``W - 1``.
         right: Keys that a canvas row sees after itself, only with ``anchor="query"``; -1 for all.
-        anchor: What the window of a canvas row is tied to: ``"canvas"``, the first position of its
-            canvas, so that all its rows see the same keys, or ``"query"``, the row itself.
+        anchor: Anchor of a canvas row's window: ``"canvas"``, the first position of its canvas, so
+            that all its rows see the same keys, or ``"query"``, the row itself.
 
     Raises:
         ValueError: If they disagree.
@@ -257,14 +257,14 @@ class Window:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks for.
+    """Options of a layer.
 
     Attributes:
-        scale: Multiplies the scores.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; 0 is off.
-        window: Which keys a row sees.
-        batch_invariant: The output of a sequence is the same bits whoever shares its batch. Costs
-            a few sequences with many keys the programs that would fill a GPU.
+        scale: Factor of the scores.
+        softcap: Bound of the scores, ``softcap * tanh(score / softcap)``; 0 is off.
+        window: Window of keys that a row sees.
+        batch_invariant: True if the output of a sequence has the same bits in every batch. Batches
+            of a few sequences with many keys then do not fill a GPU.
 
     Raises:
         ValueError: If ``softcap`` is negative.

@@ -61,15 +61,15 @@ def visibility_mask(
     row_spans: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Which keys each query row of one sequence sees, bool ``[query_len, seq_len]``.
+    """Compute which keys each query row of one sequence sees, bool ``[query_len, seq_len]``.
 
     Args:
         query_len: Query rows; they are the last of the ``seq_len`` keys.
         seq_len: Keys of the sequence.
         causal_rows: Leading query rows that attend causally; the rest is the canvas.
-        window: Which keys a row sees around its anchor.
+        window: Window of keys that a row sees around its anchor.
         row_spans: [query_len, 2], key interval of the image that a row lies in.
-        device: Where the mask is built.
+        device: Device of the mask.
     """
     lower, upper = row_bounds(query_len, seq_len, causal_rows, window, device)
     spans = None if row_spans is None else causal_spans(row_spans, seq_len, causal_rows)

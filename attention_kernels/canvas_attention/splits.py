@@ -21,7 +21,7 @@ SCRATCH_BYTES = 256 * 2**20
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 elsewhere, where one program runs after the other."""
+    """Return the number of a GPU's multiprocessors; 1 elsewhere, where programs run in sequence."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -33,18 +33,18 @@ def longest_tile(window_left: int, max_query_len: int) -> int:
 
 
 def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
-    """Pieces that the keys of a tile are cut into, so that a GPU is neither idle nor busy folding.
+    """Return the number of pieces of a tile's keys, so that a GPU is neither idle nor busy folding.
 
     Args:
-        programs: Of a launch in which every tile is in one piece.
+        programs: Programs of a launch in which every tile is in one piece.
         at_once: Programs that the GPU runs at once.
-        keys: Of the longest tile.
-        partial_bytes: Scratch of a piece.
+        keys: Keys of the longest tile.
+        partial_bytes: Scratch bytes of a piece.
 
     Returns:
-        The fewest of those that take the least time: as often as the GPU fills with programs, the
-        keys of one and what its partial costs. 1 where whole tiles fill it one and a half times:
-        of two rounds little is idle then.
+        The smallest number with the least time. The time is the number of rounds of programs on the
+        GPU, times the keys of a piece and the cost of its partial. The number is 1 if whole tiles
+        fill the GPU one and a half times: little of two rounds is idle then.
     """
     if programs >= 1.5 * at_once:
         return 1

@@ -1,4 +1,4 @@
-"""What sampling needs of each row's logits, without a copy of them in float32."""
+"""Statistics of each row's logits for sampling, without a copy of the logits in float32."""
 
 from attention_kernels.vocab_statistics.api import (
     Impl,

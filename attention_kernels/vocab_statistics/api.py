@@ -30,21 +30,21 @@ def update_statistics(
     product: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
-    """Take one tile of the vocabulary into each row's statistics.
+    """Add one tile of the vocabulary to each row's statistics.
 
     The logits of a row need never be whole: a caller projects a tile, calls this, and projects the
     next over it. What comes out depends on the tiles' order (ascending, for ties) but not on where
     they are cut, up to the rounding of the sums; the noise of an id depends on neither.
 
     Args:
-        running: Of the tiles before, updated in place.
-        rows: The tile. Its ``first_id`` is a multiple of 4.
+        running: Statistics of the previous tiles, updated in place.
+        rows: Logits of the tile. Their ``first_id`` is a multiple of 4.
         draws: Temperatures and keys of the rows.
         weights: [num_rows, num_ids], floating point: filled with exp(x - maximum), x being the
             logits over the schedule's temperature and the maximum that after this tile.
         occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: filled with 1 where a chunk of ``weights`` has
             one that is not 0, and with 0 elsewhere.
-        least: Where ``occupied`` is asked for, smaller weights become 0 (:func:`least_weight`).
+        least: Bound below which weights become 0 if ``occupied`` is given (:func:`least_weight`).
         product: [num_rows, any], float32: sums of the weights of earlier tiles times something,
             brought down to the new maximum in place.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``. Only ``"auto"`` chooses: Triton for
@@ -76,16 +76,16 @@ def update_statistics(
 def add_product(
     product: Tensor, weights: Tensor, embedding: Tensor, occupied: Tensor, *, impl: Impl = "auto"
 ) -> None:
-    """``product += weights @ embedding``, without the chunks of ids that have no weights.
+    """Add ``weights @ embedding`` to ``product``, without the chunks of ids that have no weights.
 
-    What is left out adds zeros: a row's sum does not depend on which rows it is computed with.
+    Omitted chunks would add zeros: a row's sum does not depend on the rows it is computed with.
 
     Args:
         product: [num_rows, hidden_size], float32.
         weights: [num_rows, num_ids], in the dtype of ``embedding``.
         embedding: [num_ids, hidden_size].
         occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: see :func:`update_statistics`.
-        impl: As for :func:`update_statistics`; ``"reference"`` waits for the device.
+        impl: Implementation, as in :func:`update_statistics`; ``"reference"`` waits for the device.
 
     Raises:
         ValueError: If shapes, dtypes or ``impl`` are wrong.
@@ -106,12 +106,12 @@ def add_product(
 
 
 def scaled_logits(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """Capped and adjusted logits over a divisor.
+    """Compute capped and adjusted logits over a divisor.
 
     Args:
         rows: A few rows with all their ids, since these are in float32.
         divisor: [num_rows], float32, above 0.
-        impl: As for :func:`update_statistics`.
+        impl: Implementation, as in :func:`update_statistics`.
 
     Returns:
         [num_rows, num_ids], float32.
@@ -146,7 +146,7 @@ def weigh(
     by_mass: bool,
     impl: Impl = "auto",
 ) -> Tensor:
-    """What the ids weigh whose logits reach each of some pivots.
+    """Sum the weights of the ids whose logits reach each of some pivots.
 
     Weights are integers, so that no order in which they are added changes a sum.
 
@@ -159,9 +159,9 @@ def weigh(
         bounds: [num_rows, 2], int64: only keys at or above the first and below the second count;
             no pivot is below the first. Where they are neighbours or equal the row is settled, and
             its weights mean nothing.
-        by_mass: An id weighs its probability relative to the maximum, in units of
-            1 / ``MASS_SCALE``; otherwise 1.
-        impl: As for :func:`update_statistics`.
+        by_mass: True if an id's weight is its probability relative to the maximum, in units of
+            1 / ``MASS_SCALE``; otherwise it is 1.
+        impl: Implementation, as in :func:`update_statistics`.
 
     Returns:
         [num_rows, num_pivots], int64.
@@ -189,7 +189,7 @@ def draw(
     *,
     impl: Impl = "auto",
 ) -> FilteredDraw:
-    """Gumbel-max over the ids whose logits reach a threshold, and what they weigh together.
+    """Draw by Gumbel-max among the ids whose logits reach a threshold, and sum their mass.
 
     Args:
         rows: Kept rows. Their ``first_id`` is a multiple of 4.
@@ -197,7 +197,7 @@ def draw(
         maximum: [num_rows], float32: largest of the scaled logits, of all ranks.
         keys: [num_rows], int64: the thresholds, as keys (:func:`ordered_keys`).
         draws: Keys of the noise.
-        impl: As for :func:`update_statistics`.
+        impl: Implementation, as in :func:`update_statistics`.
 
     Raises:
         ValueError: If shapes, ``first_id`` or ``impl`` are wrong.

@@ -20,10 +20,10 @@ MASS_SCALE = 2.0**40
 
 
 class LogitAdjustments(NamedTuple):
-    """What requests ask of the logits of their rows; applied in this order.
+    """Adjustments of the logits of rows by their requests, applied in this order.
 
-    Tables have a row for each of those who ask, and a column (or a bit) for each id of the whole
-    vocabulary. An index of -1 asks for nothing; a table that nobody uses may have no rows.
+    Tables have a row for each request with the adjustment, and a column (or a bit) for each id of
+    the whole vocabulary. An index of -1 means no adjustment; an unused table may have no rows.
 
     Attributes:
         offset_idx: [num_rows], int32, into ``offsets``.
@@ -54,7 +54,7 @@ class LogitAdjustments(NamedTuple):
     pin: Tensor
 
     def rows(self, some: slice | Tensor) -> LogitAdjustments:
-        """Of some of the rows."""
+        """Select the adjustments of some rows."""
         return self._replace(
             offset_idx=self.offset_idx[some],
             penalty_idx=self.penalty_idx[some],
@@ -130,7 +130,7 @@ class RowLogits(NamedTuple):
         return logits / divisor[:, None]
 
     def rows(self, some: slice) -> RowLogits:
-        """Of some of the rows."""
+        """Select the logits of some rows."""
         adjustments = None if self.adjustments is None else self.adjustments.rows(some)
         return self._replace(projected=self.projected[some], adjustments=adjustments)
 

@@ -1,4 +1,4 @@
-"""What is known of each row after some tiles of the vocabulary, and what its draws are keyed by."""
+"""Statistics of each row after some tiles of the vocabulary, and the keys of its draws."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RowDraws(NamedTuple):
     position: Tensor
 
     def rows(self, some: slice | Tensor) -> RowDraws:
-        """Of some of the rows."""
+        """Select the draws of some rows."""
         return RowDraws(*(values[some] for values in self))
 
     @property
@@ -52,7 +52,7 @@ class RowDraws(NamedTuple):
 
 
 class FilteredDraw(NamedTuple):
-    """What is drawn of the ids that a filter keeps; x are their logits over a divisor.
+    """Draw among the ids that a filter keeps; x are their logits over a divisor.
 
     Attributes:
         best: [num_rows], float32: largest x + Gumbel noise; minus infinity if nothing is possible.
@@ -69,10 +69,10 @@ class FilteredDraw(NamedTuple):
 
 @dataclass(frozen=True)
 class RunningStatistics:
-    """Of the tiles that a row has seen; x are its logits over the schedule's temperature.
+    """Statistics of the tiles that a row has seen; x are its logits over the schedule's temperature.
 
     Attributes:
-        maximum: [num_rows], float32: of x.
+        maximum: [num_rows], float32: maximum of x.
         total: [num_rows], float32: sum of exp(x - maximum).
         weighted: [num_rows], float32: sum of exp(x - maximum) * (x - maximum).
         argmax: [num_rows], int64: the first id with the largest x.
@@ -91,7 +91,7 @@ class RunningStatistics:
 
     @staticmethod
     def empty(num_rows: int, device: torch.device) -> RunningStatistics:
-        """Of no tile at all."""
+        """Make the statistics of no tile."""
 
         def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((num_rows,), value, dtype=dtype, device=device)
@@ -179,7 +179,7 @@ def drawn_share(drawn: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
 
 
 def least_weight(dtype: torch.dtype, num_ids: int) -> float:
-    """The smallest weight that a weighted sum of embeddings is to know of.
+    """Return the smallest weight that a weighted sum of embeddings takes into account.
 
     Weights are relative to the largest of their row, which is 1, so that all below this have at most
     ``finfo(dtype).eps / 2`` of a row's mass together: what rounding that one weight to the dtype of the
@@ -187,7 +187,7 @@ def least_weight(dtype: torch.dtype, num_ids: int) -> float:
     is added up in parts, each with its own largest weight, the same holds, as the sum of the parts'.
 
     Args:
-        dtype: Of the embeddings, and of the weights.
-        num_ids: Of a row.
+        dtype: Type of the embeddings and of the weights.
+        num_ids: Number of ids of a row.
     """
     return torch.finfo(dtype).eps / 2 / num_ids

@@ -53,13 +53,13 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class CanvasAttentionMetadata:
-    """One step's batch, as :func:`canvas_attention` takes it.
+    """Batch of one step for :func:`canvas_attention`.
 
     Attributes:
-        sequences: The requests.
+        sequences: Sequences of the requests.
         num_tokens: Rows of the batch, without padding.
         window_anchor: ``"canvas"`` or ``"query"``.
-        plans: What the step comes to for each kind of layer, made by the first one of it.
+        plans: Launch plan of the step for each kind of layer, made by the first layer of the kind.
     """
 
     sequences: Sequences
@@ -77,7 +77,7 @@ def bind_canvas(
     """Give each layer's metadata the rows and spans that the engine's interface cannot carry.
 
     Args:
-        attn_metadata: What ``build_attn_metadata`` returned: layer name to metadata.
+        attn_metadata: Result of ``build_attn_metadata``, metadata by layer name.
         causal_rows: [num_reqs], int32, at an address that does not change between steps.
         row_spans: [num_tokens, 2], int32, or ``None``.
         window_anchor: ``"canvas"`` or ``"query"``.
@@ -308,7 +308,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         return plan
 
     def _options(self, window_anchor: WindowAnchor) -> AttentionOptions:
-        """What layers of this kind ask for in steps of a window anchor."""
+        """Return the options of layers of this kind in steps with a window anchor."""
         right = self.window if window_anchor == "query" else -1
         window = Window(self.window, right, window_anchor)
         return AttentionOptions(self.scale, self.softcap, window, envs.VLLM_BATCH_INVARIANT)
@@ -323,13 +323,14 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
     def warm_up(
         self, layer: Any, window_anchor: WindowAnchor, with_spans: list[bool], dtype: torch.dtype
     ) -> None:
-        """Compile the kernels of whatever step layers of this kind may be in.
+        """Compile the kernels for all steps that layers of this kind may run.
 
         Args:
-            layer: One of them, with its cache.
-            window_anchor: Of the steps.
-            with_spans: Whether they have image spans; both, where some have.
-            dtype: Of queries.
+            layer: Layer of the kind, with its cache.
+            window_anchor: Window anchor of the steps.
+            with_spans: True for steps with image spans, false for steps without; both if both
+                occur.
+            dtype: Type of queries.
         """
         wanted: dict[Impl, list[bool]] = {}
         for has_spans in with_spans:

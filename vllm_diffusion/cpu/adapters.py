@@ -20,7 +20,7 @@ from vllm_diffusion.cpu.linear import linear
 
 
 class RowsByAdapter(PunicaWrapperCPU):
-    """Which adapter each row of a pass has, and its products."""
+    """Adapter of each row of a pass, and the products with it."""
 
     def update_metadata(
         self,
@@ -89,12 +89,13 @@ class RowsByAdapter(PunicaWrapperCPU):
 
 @dataclass(frozen=True)
 class ExpertAdapters:
-    """Matrices of a layer's experts, and which rows have which.
+    """LoRA matrices of a layer's experts, with the adapter of each row.
 
     Attributes:
-        rows_by_adapter: Of the pass.
-        gate_up: A's and B's, each [slots, experts, ...]: one pair of both halves, or a pair of each.
-        down: The same of the second product.
+        rows_by_adapter: Adapters of the pass's rows.
+        gate_up: Matrices A and B, [slots, experts, ...] each: one pair for both halves, or a pair
+            each.
+        down: Matrices A and B of the second product.
     """
 
     rows_by_adapter: RowsByAdapter
@@ -134,7 +135,7 @@ class ExpertAdapters:
 
 
 class _ExpertsOnCpu:
-    """In front of vLLM's layers, whose constructor and mapping are about kernels of GPUs."""
+    """Mixin that precedes vLLM's layers, whose constructor and mapping are for GPU kernels."""
 
     def __init__(self, base_layer: Any) -> None:
         BaseLayerWithLoRA.__init__(self)

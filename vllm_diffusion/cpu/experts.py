@@ -48,16 +48,16 @@ def routed_experts(
     activation: MoEActivation,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Sum of each token's chosen experts, one matrix product per expert that any token chose.
+    """Sum each token's chosen experts, with one matrix product per expert that any token chose.
 
     Args:
         hidden: [num_tokens, hidden_size].
         gate_up: [num_experts, 2 * intermediate_size, hidden_size].
         down: [num_experts, hidden_size, intermediate_size].
-        expert_weights: [num_tokens, top_k], what each chosen expert's output is multiplied by.
+        expert_weights: [num_tokens, top_k], factor of each chosen expert's output.
         expert_ids: [num_tokens, top_k], rows of ``gate_up``; -1 for an expert of another rank.
         activation: The gated activation.
-        adapters: Of these experts.
+        adapters: LoRA adapters of these experts.
 
     Returns:
         [num_tokens, hidden_size] in the dtype of ``hidden``; products are summed in float32.
@@ -96,7 +96,7 @@ def sum_over_experts(
     Args:
         hidden: [num_tokens, hidden_size].
         num_experts: Experts of this rank.
-        expert_weights: [num_tokens, top_k], what each chosen expert's output is multiplied by.
+        expert_weights: [num_tokens, top_k], factor of each chosen expert's output.
         expert_ids: [num_tokens, top_k]; -1 for an expert of another rank.
         expert: An expert's index and [num_rows], int64, its tokens in, its output
             [num_rows, hidden_size] out. Called for experts that some token chose.
@@ -125,10 +125,10 @@ class TorchExperts(UnquantizedFusedMoEMethod):
 
     @property
     def supports_internal_mk(self) -> bool:
-        """Whether ``apply`` takes a rank's own tokens to the other engines' experts by itself.
+        """Return true: ``apply`` sends a rank's own tokens to the other engines' experts by itself.
 
-        vLLM would take router logits there: a router that looks at a block at a time (LLaDA2.2) would
-        then see the blocks of several engines. On a GPU a kernel does what this does.
+        vLLM would send router logits there: a router that reads a block at a time (LLaDA2.2) would
+        then see the blocks of several engines. On a GPU a kernel does the same.
         """
         return True
 

@@ -132,7 +132,7 @@ def compute_slot_mappings(
     PAD_ID: int,  # noqa: N803
     **_: Any,
 ) -> None:
-    """Where in the cache each token's key and value go; padding goes nowhere."""
+    """Compute the cache slots of each token's key and value; padding gets none."""
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism is not served on the CPU platform")
     starts = query_start_loc.tolist()
@@ -220,7 +220,7 @@ def combine_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,  # noqa: N803
     **_: Any,
 ) -> None:
-    """Which rows are sampled, and the sampled and draft tokens among the inputs."""
+    """Write the indices of sampled rows, and the sampled and draft tokens among the inputs."""
     ends = query_start_loc.tolist()[1:]
     bounds = cu_num_logits.tolist()
     indices = logits_indices.numpy()

@@ -1,7 +1,7 @@
-"""Two operators of vLLM's compiled extension that models call directly, in PyTorch.
+"""Operators of vLLM's compiled extension that models call directly, in PyTorch.
 
 Drafts of ``method: dflash`` prepare keys and values of their context with them, whatever
-``custom_ops`` says. They are written for CPU tensors only, beside what the extension may define.
+``custom_ops`` is. They are registered for CPU tensors only, beside the extension's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: floa
     """Write ``input`` over its root mean square, times ``weight``, rounded as vLLM's layer does.
 
     Args:
-        result: As ``input``, written.
+        result: Output, like ``input``.
         input: [..., size].
         weight: [size]; or [num_groups, size], one for each of the first dimension of ``input``.
         epsilon: Added to the mean of squares.
@@ -66,12 +66,12 @@ def rotary_embedding(
     Args:
         positions: [num_tokens].
         query: [num_tokens, num_heads * head_size], or with heads as a dimension; written.
-        key: As ``query``, or ``None``.
+        key: Keys like ``query``, or ``None``.
         head_size: Elements of a head.
         cos_sin_cache: [max_position, rotary_dim], cosines, then sines.
-        is_neox: Whether an element's partner is half a rotated part away, or beside it.
+        is_neox: True if an element's partner is half a rotated part away; false if it is adjacent.
         rope_dim_offset: Elements of a head before those that are rotated.
-        inverse: Rotate back.
+        inverse: True to rotate back.
     """
     cos, sin = cos_sin_cache[positions.flatten()][:, None].chunk(2, dim=-1)
     if inverse:

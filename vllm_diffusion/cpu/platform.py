@@ -49,7 +49,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Nothing to import: there is no compiled CPU extension."""
+        """Import nothing, since there is no compiled CPU extension."""
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
@@ -88,7 +88,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
     @classmethod
     def discover_numa_topology(cls) -> list[list[int]]:
-        """None that NIXL may bind the engine to: it takes the cores named here from everything else."""
+        """Return no cores, since NIXL would take cores named here from everything else."""
         return []
 
     @classmethod

@@ -29,7 +29,7 @@ _BYTES = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], dim=
 
 
 def value_dtype(activations: torch.dtype) -> torch.dtype:
-    """What values are held in: bfloat16 for a bfloat16 model, else float32 (float16 overflows)."""
+    """Return the dtype of values: bfloat16 for a bfloat16 model, else float32 (float16 overflows)."""
     return torch.bfloat16 if activations == torch.bfloat16 else torch.float32
 
 
@@ -78,12 +78,12 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def unpack_nvfp4(packed: Tensor, group_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of a packed weight; the tensor is these over its global scale.
+    """Unpack the values of a weight; the tensor is these divided by its global scale.
 
     Args:
         packed: [..., n / 2], uint8, two numbers a byte, the first in the low half.
         group_scales: [..., n / 16], E4M3.
-        dtype: Of the result: bfloat16 or float32.
+        dtype: Type of the result, bfloat16 or float32.
 
     Returns:
         [..., n].

@@ -62,7 +62,7 @@ def _stand_behind(oracle: Any, name: Any, experts: list[type]) -> None:
 
 
 class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
-    """What both formats share; a format says how one expert's two products are computed."""
+    """Base of both formats' experts; a subclass computes one expert's two products."""
 
     format_name: str
     emulated = "weights and activations"

@@ -175,7 +175,7 @@ def bias(
     CHECK_ALL_MASKED_ROWS: bool,  # noqa: N803
     **_: Any,
 ) -> None:
-    """What each row's request allows, biases, and keeps from ending it too soon."""
+    """Apply each row's allowed tokens and biases, and mask end tokens before its minimum length."""
     slots = expanded_idx_mapping.long()
     counts = (num_allowed_token_ids, num_logit_bias, num_stop_token_ids)
     listed = zip(*(count[slots].tolist() for count in counts), strict=True)

@@ -86,10 +86,10 @@ class DiffusionCpuWorker(CPUWorker):
         return [one.data for name, one in parameters.items() if name not in preserved]
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing: what was discarded takes memory again when it is written."""
+        """Do nothing: discarded memory is allocated again when it is written."""
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """What ``/release_kv_cache_memory`` asks for."""
+        """Release memory for ``/release_kv_cache_memory``."""
         if "kv_cache" in tags:
             self._discard("the KV cache", self.model_runner.kv_caches)
 

@@ -1,4 +1,4 @@
-"""What a family says of its canvases, and what holds where a request says nothing."""
+"""Description of a family's canvases, with the defaults of requests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vllm_diffusion.layouts import CanvasLayout
 
 @dataclass(frozen=True)
 class CanvasSpec:
-    """Chosen at start-up, and known to the API process, the scheduler and the workers.
+    """Description of canvases, made at start-up for API process, scheduler and workers.
 
     Attributes:
-        layout: How canvases lie in a sequence.
-        rule: What to keep of a canvas, and when it is done.
-        max_denoising_steps: N, the step cap, also the most that a request may ask for.
-        settings: The rule's, by name.
-        mask_token_id: What fills undecided positions; ``None`` for uniformly random tokens. It is
-            never drawn in a canvas.
+        layout: Layout of canvases in a sequence.
+        rule: Rule that decides which tokens a step keeps, and when a canvas is done.
+        max_denoising_steps: N, the step cap, also the largest that a request may ask for.
+        settings: Default settings of the rule, by name.
+        mask_token_id: Token of undecided positions, never drawn in a canvas; ``None`` for uniformly
+            random tokens.
     """
 
     layout: CanvasLayout
@@ -33,29 +33,29 @@ class CanvasSpec:
 
     @property
     def length(self) -> int:
-        """C, positions that are denoised together."""
+        """Canvas length C: positions that are denoised together."""
         return self.layout.length
 
     def num_given(self, num_known: int) -> int:
-        """Leading positions of the canvas behind ``num_known`` known tokens that are known too."""
+        """Return how many leading positions of the canvas behind ``num_known`` tokens are known too."""
         return self.layout.num_given(num_known)
 
     @property
     def never_drawn(self) -> tuple[int, ...]:
-        """Token ids that no position draws; what verifies draws whatever the model says."""
+        """Token ids that no position draws; a verifying pass may draw any token."""
         if self.mask_token_id is None or self.layout.verifies:
             return ()
         return (self.mask_token_id,)
 
     def refused_fields(self) -> dict[str, str]:
-        """Request fields that this model cannot honour, each with the reason and the remedy."""
+        """Return the request fields that are not supported, each with the reason and the remedy."""
         return {**self.layout.refused_fields, **self.rule.refused_fields}
 
     def converges_at_end(self, is_asked: bool) -> bool:
-        """Whether a canvas is judged by its positions up to its first end token only.
+        """Return true if a canvas is judged by its positions up to its first end token only.
 
         Args:
-            is_asked: The server's ``converge_at_end``.
+            is_asked: Setting ``converge_at_end`` of the server.
         """
         return is_asked or self.rule.judges_to_end
 
@@ -71,35 +71,35 @@ class CanvasSpec:
     # The order of passes.
 
     def commits_in_place(self, is_async: bool) -> bool:
-        """Whether a canvas is emitted by the pass that makes its keys and values final.
+        """Return true if a canvas is emitted by the pass that makes its keys and values final.
 
-        Otherwise the step that converges emits it, and it is encoded as known tokens are.
+        Otherwise the step that converges emits it, and it is encoded like other known tokens.
 
         Args:
-            is_async: Whether passes are scheduled before the last one's output is known.
+            is_async: True if passes are scheduled before the last one's output is known.
         """
         return is_async or self.rule.can_finish_kv or self.layout.verifies
 
     def emits_by_encoding(self, is_async: bool) -> bool:
-        """Whether the pass that emits a canvas runs its rows as known tokens."""
+        """Return true if the pass that emits a canvas runs its rows as known tokens."""
         return self.commits_in_place(is_async) and not self.rule.can_finish_kv
 
     def extra_async_passes(self) -> int:
-        """Passes of a canvas that the asynchronous order takes beyond those of the synchronous one.
+        """Return the passes per canvas that the asynchronous order takes beyond the synchronous one.
 
-        A canvas that begins with a token of the encoding pass, and one whose last step mostly leaves
-        final keys and values, take as many in both.
+        Canvases that begin with a token of the encoding pass, and canvases whose last step mostly
+        leaves final keys and values, take as many in both.
         """
         return 0 if self.layout.starts_from_commit or self.rule.can_finish_kv else 1
 
     def why_prompt_apart(self) -> str | None:
-        """Why the end of a prompt and the canvas behind it share no pass; ``None`` if they may."""
+        """Return why the end of a prompt and its canvas cannot share a pass; ``None`` if they can."""
         if self.layout.starts_from_commit:
             return "this model's canvases begin with a token that the encoding pass gives"
         return None
 
     def why_encoded_apart(self, is_async: bool) -> str | None:
-        """Why a finished canvas and the one behind it share no pass; ``None`` if they may."""
+        """Return why a finished canvas and the next cannot share a pass; ``None`` if they can."""
         if self.layout.starts_from_commit:
             return self.why_prompt_apart()
         if is_async:

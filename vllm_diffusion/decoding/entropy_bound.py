@@ -10,17 +10,17 @@ from torch import Tensor
 from vllm_diffusion.decoding.rule import DecodingRule, Memory, StepDecision, StepInputs
 from vllm_diffusion.decoding.settings import FLOAT32_MAX, FLOAT32_MIN, INT32_MAX, Setting
 
-# Logits are divided by it: they stay apart, and finite.
+# Bounds of temperatures: divided logits stay distinct and finite.
 _LEAST, _MOST = 1e-4, 1e4
 
 
 class EntropyBound(DecodingRule):
     """Accept positions from most to least certain while the entropy before each is in budget.
 
-    Done when the argmax canvas repeated for ``stability_threshold`` steps and the mean entropy is
-    below ``confidence_threshold``. What is committed is the argmax canvas, not the noisy one. The
-    temperature falls from ``t_max`` towards ``t_min``; a request's own multiplies it where tokens are
-    drawn.
+    A canvas is done when its argmax repeated for ``stability_threshold`` steps and the mean entropy
+    is below ``confidence_threshold``. The argmax canvas is committed, not the noisy one. The
+    temperature falls from ``t_max`` towards ``t_min``; a request's own temperature multiplies it in
+    draws.
 
     Source: arXiv:2505.24857 (the bound) and ``EntropyBoundSampler`` and
     ``StableAndConfidentStoppingCriteria`` of transformers' diffusion_gemma.
@@ -45,8 +45,8 @@ class EntropyBound(DecodingRule):
         "t_min": Setting(float, _LEAST, _MOST, "what the temperature falls to, over the N steps"),
         "t_max": Setting(float, _LEAST, _MOST, "the temperature at the first step"),
     }
-    # Trade-offs between passes and quality; "balanced" is what DiffusionGemma is published with. What
-    # they cost and give on the shipped checkpoint is in docs/requests.md, with the command.
+    # Trade-offs between passes and quality; "balanced" has DiffusionGemma's published values.
+    # docs/requests.md has their figures on the shipped checkpoint, with the command.
     presets = {
         "fast": {"entropy_bound": 0.1, "confidence_threshold": 0.01, "stability_threshold": 0},
         "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},
@@ -56,7 +56,7 @@ class EntropyBound(DecodingRule):
             "stability_threshold": 2,
         },
     }
-    # How many steps in a row repeated the argmax of the step before them.
+    # Number of consecutive steps that repeated the argmax of the previous step.
     memory = {"stable_steps": Memory(torch.int32)}
 
     def contradiction(

@@ -1,4 +1,4 @@
-"""LLaDA2.2's rule: reveal and rewrite, and also delete positions and put masks before them."""
+"""LLaDA2.2's rule: reveal and rewrite, and also delete positions and insert masks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from vllm_diffusion.decoding.reveal_and_edit import RevealAndEdit
 from vllm_diffusion.decoding.rule import Memory, StepDecision, StepInputs
 from vllm_diffusion.decoding.settings import Choice, Setting
 
-# How often a step that repeats an earlier one draws a position again.
+# Positions that a step which repeats an earlier one draws again, at most.
 MAX_ESCAPES = 5
 
 
 class Levenshtein(RevealAndEdit):
-    """As :class:`RevealAndEdit`, and tokens that a step writes may move those behind them.
+    """Rule :class:`RevealAndEdit` with tokens that move the positions behind them.
 
-    - DELETE drops its position: what follows moves left, and masks fill up on the right. SPLIT becomes
-      a mask and behind it the token that stood there before the step; what falls off on the right is
-      lost. Both act among the positions that are not fixed, and neither is ever part of a result.
+    - DELETE drops its position: the tokens behind it move left, and masks fill up on the right.
+    SPLIT
+      becomes a mask and, behind it, the token that stood there before the step; tokens that move
+      beyond the end are lost. Both act among the positions that are not fixed, and neither is ever
+      part of a result.
     - A step reveals at least its share of the canvas's first masks over ``reveal_steps`` steps, and as
-      many more as edits have made; after them all.
+      many more as edits have made. Later steps reveal all masks.
     - Steps that find none of the first masks are post steps. The ``max_post_steps``-th is the final
-      one, as is the last that the step cap allows: it reveals every mask, and writes the likeliest
+      step, as is the last that the step cap allows: it reveals every mask, and writes the likeliest
       token that neither deletes nor splits. With ``max_post_steps`` 0 the final step is the one that
       reveals the last of the first masks.
     - A step whose tokens, before they move anything, are those of an earlier step of this canvas, gives
@@ -34,8 +36,8 @@ class Levenshtein(RevealAndEdit):
     - The canvas is done with a step that leaves no mask and repeats the one before it, or with the
       final one.
 
-    Masks are drawn at the request's temperature and judged by the model's own probability of what was
-    drawn; what is rewritten takes the likeliest token.
+    Masks are drawn at the request's temperature and judged by the model's own probability of the
+    drawn token; rewritten positions take the likeliest token.
 
     Source: the description of ``_joint_decode_block`` of inclusionAI/LLaDA2.2-flash in FLX-OSS/FluxServe
     and ``decoders/levenshtein.py`` there, at 5dcf8a8.
@@ -58,18 +60,18 @@ class Levenshtein(RevealAndEdit):
             "the first masks are revealed over as many steps; a later one reveals all",
         ),
     }
-    # Published with one mode.
+    # The checkpoint is published with one mode.
     presets = {}
     memory = {
         "post_steps": Memory(torch.int32),
         # Masks that the canvas began with and that no step has revealed; they move with the rest.
         "is_first": Memory(torch.bool, "position"),
-        # Of what each earlier step wrote.
+        # Fingerprints of the tokens that each earlier step wrote.
         "fingerprints": Memory(torch.int64, "step"),
     }
-    # One to take, one to take instead, and one that is neither DELETE nor SPLIT.
+    # The likeliest token, its alternative, and one that is neither DELETE nor SPLIT.
     num_choices = 3
-    # They are kept by position from the step that draws a token to the one that emits it.
+    # Log-probabilities are kept by position from the step that draws a token to its emission.
     refused_fields = dict.fromkeys(
         ("logprobs", "logprob_token_ids"),
         "is not supported by this model, which moves tokens behind the position that they were drawn "
@@ -77,12 +79,12 @@ class Levenshtein(RevealAndEdit):
     )
 
     def __init__(self, mask_token_id: int, *, delete_token_id: int, split_token_id: int) -> None:
-        """What a checkpoint fixes.
+        """Set the token ids of a checkpoint.
 
         Args:
-            mask_token_id: Stands for "not yet revealed".
-            delete_token_id: DELETE.
-            split_token_id: SPLIT.
+            mask_token_id: Token of positions that are not revealed.
+            delete_token_id: Token DELETE.
+            split_token_id: Token SPLIT.
         """
         super().__init__(mask_token_id, at_request_temperature=False)
         self.delete_token_id = delete_token_id
@@ -104,7 +106,7 @@ class Levenshtein(RevealAndEdit):
 
         most = settings["max_post_steps"]
         finds_first = is_first.any(dim=-1)
-        # Where none is left there is none in any later step.
+        # No later step has first masks once none is left.
         post_steps = memory["post_steps"] + (~finds_first).to(torch.int32)
         reveals_last = finds_first & ~(is_first & ~reveal).any(dim=-1)
         at_cap = inputs.step + 1 >= inputs.max_steps
@@ -121,7 +123,7 @@ class Levenshtein(RevealAndEdit):
         left = free & (tokens == self.mask_token_id)
         counted = inputs.counted(tokens, ~left)
         leaves_none = ~(left & counted).any(dim=-1)
-        # As it was before this step, unless a constraint made some of it a mask again.
+        # True if the canvas is as before this step, unless a constraint masked some of it again.
         repeats = ((tokens == inputs.previous_result) | ~counted).all(dim=-1)
         done = (leaves_none & (repeats | (post_steps >= most))) | at_cap
         # Behind an end token masks may be left.
@@ -143,7 +145,7 @@ class Levenshtein(RevealAndEdit):
         return (tokens == self.delete_token_id) | (tokens == self.split_token_id)
 
     def _plain(self, choices: Tensor) -> Tensor:
-        """[R, C], int64: the likeliest token that neither deletes nor splits."""
+        """Return the likeliest token that neither deletes nor splits, [R, C], int64."""
         is_plain = ~self._is_operation(choices)
         first = is_plain.to(torch.int32).argmax(dim=-1, keepdim=True)
         return choices.gather(-1, first)[..., 0]
@@ -151,8 +153,8 @@ class Levenshtein(RevealAndEdit):
     def _reveal(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], masked: Tensor, is_first: Tensor
     ) -> Tensor:
-        """[R, C], bool: the masks that a step reveals which is not the final one."""
-        # Slots that nobody has taken are set to 0.
+        """Return the masks that a step before the final one reveals, [R, C], bool."""
+        # Unused slots hold 0.
         steps = settings["reveal_steps"].clamp(min=1)
         num_masks = (inputs.valid & ~inputs.fixed).sum(dim=-1)
         share = num_masks // steps + (inputs.step < num_masks % steps).long()
@@ -168,17 +170,17 @@ class Levenshtein(RevealAndEdit):
         may_escape: Tensor,
         fingerprints: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What a step writes that must not repeat an earlier one.
+        """Change the tokens of a step that would repeat an earlier one.
 
         Args:
-            inputs: Of the step.
-            written: [R, C], int64, what it would write.
-            confidence: [R, C], float32.
-            may_escape: [R], bool.
-            fingerprints: [R, N], int64, of the steps before.
+            inputs: Inputs of the step.
+            written: [R, C], int64, tokens that it would write.
+            confidence: [R, C], float32, their probabilities.
+            may_escape: [R], bool, canvases that may be changed.
+            fingerprints: [R, N], int64, fingerprints of the previous steps.
 
         Returns:
-            [R, C], int64, and the fingerprints with this step's.
+            The tokens, [R, C], int64, and the fingerprints with this step's.
         """
         assert inputs.choices is not None
         column = torch.arange(fingerprints.shape[-1], device=written.device)
@@ -200,24 +202,24 @@ class Levenshtein(RevealAndEdit):
     def _move(
         self, written: Tensor, before: Tensor, free: Tensor, is_first: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Delete and split.
+        """Carry out the deletions and splits of a step.
 
         Args:
-            written: [R, C], int64, what a step wrote.
-            before: [R, C], int64, what stood there.
+            written: [R, C], int64, tokens that the step wrote.
+            before: [R, C], int64, tokens before the step.
             free: [R, C], bool, positions that may move.
-            is_first: [R, C], bool, which were among the canvas's first masks.
+            is_first: [R, C], bool, positions that were among the canvas's first masks.
 
         Returns:
-            The tokens, and which of their positions were among the first masks.
+            The tokens, and true for positions that were among the first masks, both [R, C].
         """
         length = written.shape[-1]
         deletes = free & (written == self.delete_token_id)
         splits = free & (written == self.split_token_id)
-        # Counted among the free positions: where each one's tokens begin.
+        # Index, among the free positions, of the first token of each.
         num_tokens = free.long() - deletes.long() + splits.long()
         start = num_tokens.cumsum(dim=-1) - num_tokens
-        # Those that are no more, or beyond the end, go where nobody reads.
+        # Deleted tokens, and tokens beyond the end, go to a column that is not read.
         nowhere = torch.full_like(start, length)
         first = torch.where(free & ~deletes, start, nowhere).clamp(max=length)
         second = torch.where(splits, start + 1, nowhere).clamp(max=length)
@@ -235,7 +237,7 @@ class Levenshtein(RevealAndEdit):
 
 
 def _fingerprint(tokens: Tensor) -> Tensor:
-    """[R], int64: 64 bits of [R, C] token ids below 2**24, in which each position counts for itself.
+    """Hash [R, C] token ids below 2**24 with their positions to 64 bits, [R], int64.
 
     Source: the finaliser of SplitMix64, as int64 wraps it, over token and position.
     """

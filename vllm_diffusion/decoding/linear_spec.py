@@ -1,4 +1,4 @@
-"""The rule that drafts a whole canvas in one step, for a causal pass to keep what it agrees with."""
+"""Rule that drafts a whole canvas in one step, of which a causal pass keeps a verified prefix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class LinearSpec(DecodingRule):
     """Draft a canvas behind its first token, which is certain; the pass that commits it verifies it.
 
     A draft is the likeliest token of every position, in one step. Then a causal pass over the canvas
-    draws, in each row, the token behind it, as without any draft. The drafted tokens that equal what
-    is drawn are kept up to the first that does not, and what was drawn there begins the next canvas.
-    So the tokens are those of drawing one after another: the draft decides only how many come at once.
+    draws, in each row, the token behind it, as without any draft. Drafted tokens are kept up to the
+    first that differs from the drawn one, and the token drawn there begins the next canvas. So the
+    tokens are those of drawing one after another: the draft decides only how many come at once.
 
     Source: ``linear_spec_generate`` of nvidia/Nemotron-Labs-Diffusion with ``threshold=0``. It differs:
     a draft is greedy at any temperature, and a first token that is the mask token stays, where that code

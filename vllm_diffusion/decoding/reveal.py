@@ -1,4 +1,4 @@
-"""The rule of masked models: reveal what is confident, keep it, stop when nothing is masked."""
+"""Rule of masked models: reveal confident tokens, keep them, stop when nothing is masked."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DYNAMIC, STATIC, SEQUENTIAL = STRATEGIES = ("dynamic", "static", "sequential")
 
 
 class Reveal(DecodingRule):
-    """Reveal masks by the probability of the token drawn there; a revealed one stays.
+    """Reveal masks by the probability of the token drawn there; a revealed token stays.
 
     A canvas of C positions has N steps, N the step cap: step s is to reveal at least n[s] masks,
     which is C spread evenly over the steps, the larger numbers first; or, with ``spreads_masks``, the
     masks that the canvas began with. ``dynamic``: every mask whose
     probability is above ``reveal_threshold`` if these are n[s], else the n[s] most probable.
     ``static``: the n[s] most probable. ``sequential``: the n[s] leftmost. The canvas is done when
-    nothing is masked; at the step cap whatever still is is taken as it is drawn. Among equals the
+    nothing is masked; at the step cap the remaining masks take their drawn tokens. Among equals the
     leftmost comes first.
 
     Source: ``block_diffusion_generate`` of JetAstra/SDAR, ``generate.py`` at c2041a8; threshold and
-    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3. What a family does otherwise is
-    said in its start-up checks.
+    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3. Deviations of a family are stated
+    in its start-up checks.
     """
 
     settings = {
@@ -50,17 +50,18 @@ class Reveal(DecodingRule):
         spreads_masks: bool = False,
         sub_block_length: int | None = None,
     ) -> None:
-        """What a family fixes.
+        """Set the options that a family fixes.
 
         Args:
-            mask_token_id: Stands for "not yet revealed".
-            includes_threshold: Whether a probability that equals the threshold suffices.
-            at_request_temperature: Whether the probability is that under the request's temperature
-                and filters, or the model's own at temperature 1.
-            judges_to_end: Whether an end token with no mask before it ends the canvas.
-            spreads_masks: Whether a canvas's own masks are spread over the steps, which are fewer than
-                its positions where some are given, or its length.
-            sub_block_length: Masks are revealed in the first sub-block that has any; ``None`` in all.
+            mask_token_id: Token of positions that are not revealed.
+            includes_threshold: True if a probability that equals the threshold suffices.
+            at_request_temperature: True if the probability is that under the request's temperature
+                and filters; false for the model's own at temperature 1.
+            judges_to_end: True if an end token with no mask before it ends the canvas.
+            spreads_masks: True if a canvas's masks, without given positions, are spread over the
+                steps; false if its length is.
+            sub_block_length: Positions of a sub-block; masks are revealed only in the first
+                sub-block that has any. ``None`` to reveal in the whole canvas.
         """
         self.mask_token_id = mask_token_id
         self.includes_threshold = includes_threshold
@@ -97,7 +98,7 @@ class Reveal(DecodingRule):
         )
 
     def masked(self, inputs: StepInputs) -> Tensor:
-        """[R, C], bool: positions that are not decided before the step."""
+        """Return the positions that are not decided before the step, [R, C], bool."""
         return (inputs.canvas == self.mask_token_id) & inputs.valid & ~inputs.fixed
 
     def revealed(
@@ -107,13 +108,13 @@ class Reveal(DecodingRule):
         masked: Tensor,
         num_least: Tensor,
     ) -> Tensor:
-        """[R, C], bool: the masks that the step reveals.
+        """Return the masks that the step reveals, [R, C], bool.
 
         Args:
-            inputs: Of the step.
-            settings: [R] each.
+            inputs: Inputs of the step.
+            settings: Settings of the rule, [R] each.
             masked: [R, C], bool, the masks.
-            num_least: [R], how many it is to reveal at least, where there are as many.
+            num_least: [R], the least number of masks to reveal, if there are as many.
         """
         candidates = masked
         if self.sub_block_length is not None:
@@ -142,15 +143,15 @@ class Reveal(DecodingRule):
         return torch.where(strategy == STRATEGIES.index(SEQUENTIAL), leftmost, chosen)
 
     def num_least(self, inputs: StepInputs, masked: Tensor) -> Tensor:
-        """[R]: how many masks the step is to reveal at least, and never none.
+        """Return the least number of masks that the step reveals, [R], at least 1.
 
         Args:
-            inputs: Of the step.
+            inputs: Inputs of the step.
             masked: [R, C], bool, the masks.
         """
         max_steps = inputs.max_steps.clamp(min=1)
         if self.spreads_masks:
-            # What an even schedule has left, its larger numbers first, begins with its mean, rounded up.
+            # The rest of an even schedule, larger numbers first, begins with its mean rounded up.
             steps_left = (max_steps - inputs.step).clamp(min=1)
             least = (masked.sum(dim=-1) + steps_left - 1) // steps_left
         else:

@@ -1,4 +1,4 @@
-"""LLaDA2.1's rule: reveal what is confident, and rewrite what is not right any more."""
+"""LLaDA2.1's rule: reveal confident tokens, and rewrite tokens that the model now rejects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from vllm_diffusion.decoding.settings import Setting
 
 
 class RevealAndEdit(Reveal):
-    """As :class:`Reveal`, and every step also rewrites revealed tokens.
+    """Rule :class:`Reveal` with steps that also rewrite revealed tokens.
 
-    One is rewritten where the step draws another and its probability is above ``editing_threshold``:
-    one of 0 rewrites whatever differs. A canvas is done with a step that found no mask and changed
-    nothing, which ran on the final tokens, so that its keys and values are final; or when
-    ``max_post_steps`` steps found no mask, whatever they changed.
+    A token is rewritten if the step draws another one with a probability above
+    ``editing_threshold``: a threshold of 0 rewrites every token that differs. A canvas is done with
+    a step that found no mask and changed nothing: it ran on the final tokens, so its keys and
+    values are final. It is also done when ``max_post_steps`` steps found no mask, whatever they
+    changed.
 
     Source: ``generate`` of ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.1-mini.
     """
@@ -37,7 +38,7 @@ class RevealAndEdit(Reveal):
         "quality": {"reveal_threshold": 0.7, "editing_threshold": 0.5},
         "speed": {"reveal_threshold": 0.5, "editing_threshold": 0.0},
     }
-    # Steps that found no mask.
+    # Number of steps that found no mask.
     memory = {"post_steps": Memory(torch.int32)}
     can_finish_kv = True
 

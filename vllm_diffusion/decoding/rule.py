@@ -1,9 +1,9 @@
-"""The rule that decides, after each denoising step, what of a canvas to keep and when to stop.
+"""Decoding rules: after each denoising step they decide which tokens to keep and when to stop.
 
-A rule owns its settings, from which start-up, requests, presets and documentation derive; what it
-remembers of a canvas from step to step; and its step. The step is a pure function of tensors, one
-row per request slot. It runs inside a compiled function, so it has no branch on a tensor's value;
-rows of idle slots hold anything and what it says of them is ignored.
+A rule owns its settings, from which start-up, requests, presets and documentation derive; its
+memory of a canvas from step to step; and its step. The step is a pure function of tensors, one row
+per request slot. It runs inside a compiled function, so it has no branch on a tensor's value; rows
+of idle slots hold arbitrary values, and its result for them is ignored.
 
 R is the number of request slots, C the canvas length, N the server's step cap.
 """
@@ -21,18 +21,19 @@ from vllm_diffusion.decoding.settings import Choice, Setting
 
 
 class StepInputs(NamedTuple):
-    """What is known after a step's forward pass.
+    """Inputs of a rule after a step's forward pass.
 
     Attributes:
         canvas: [R, C], int64, the tokens that the step started from.
         candidate: [R, C], int64, the token drawn at each position.
-        drawn_confidence: [R, C], float32, its probability in what it was drawn from.
+        drawn_confidence: [R, C], float32, its probability in the distribution that it was drawn
+            from.
         argmax: [R, C], int64, the likeliest token.
         entropy: [R, C], float32, nats.
-        previous_result: [R, C], int64, what the step before would have committed; -1 on a canvas's
-            first step.
+        previous_result: [R, C], int64, the result of the previous step; -1 on a canvas's first
+            step.
         valid: [R, C], bool, positions that the request's canvas has.
-        fixed: [R, C], bool, those whose token is given, by the prompt or the request.
+        fixed: [R, C], bool, positions whose token is given, by the prompt or the request.
         end_tokens: [R, E], int64, tokens that end the request, -1 where there are fewer; ``None``
             if a canvas is judged by all of its positions.
         step: [R], int32, steps of this canvas before this one.
@@ -59,13 +60,13 @@ class StepInputs(NamedTuple):
     choices: Tensor | None = None
 
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
-        """[R, C], bool: the positions by which a canvas is judged.
+        """Return the positions by which a canvas is judged, [R, C], bool.
 
-        All valid ones, or those up to the first end token: what follows it is thrown away.
+        These are all valid positions, or those up to the first end token: the rest is discarded.
 
         Args:
-            tokens: [R, C], int64.
-            decided: [R, C], bool, where an end token counts as one; ``None`` everywhere.
+            tokens: [R, C], int64, tokens of the canvas.
+            decided: [R, C], bool, positions at which an end token counts; ``None`` for all.
         """
         if self.end_tokens is None:
             return self.valid
@@ -76,16 +77,16 @@ class StepInputs(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """What becomes of each canvas.
+    """Decision of a rule about each canvas.
 
     Attributes:
         keep: [R, C], bool, positions whose token enters the next step; the rest is noise again.
         tokens: [R, C], int64, the token at kept positions.
-        result: [R, C], int64, what is committed if this was the canvas's last step.
-        done: [R], bool, the canvas has converged.
-        memory: What the rule remembers, by name, in the shapes of :class:`Memory`.
-        has_final_kv: [R], bool: keys and values that this pass wrote are those of ``result``;
-            ``None`` if they never are.
+        result: [R, C], int64, tokens to commit if this was the canvas's last step.
+        done: [R], bool, true if the canvas has converged.
+        memory: New memory of the rule, by name, in the shapes of :class:`Memory`.
+        has_final_kv: [R], bool, true if the keys and values that this pass wrote are those of
+            ``result``; ``None`` if they never are.
     """
 
     keep: Tensor
@@ -97,12 +98,12 @@ class StepDecision(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A tensor in which a rule remembers something of each canvas; 0 when a canvas begins.
+    """Tensor that a rule keeps for each canvas from step to step; 0 when a canvas begins.
 
     Attributes:
-        dtype: Of its elements.
-        per: What has an element: a canvas, [R]; each position of one, [R, C]; each step of one up to
-            the server's cap, [R, N].
+        dtype: Type of its elements.
+        per: Unit of an element: a canvas, [R]; a position of a canvas, [R, C]; a step of a canvas
+            up to the server's cap, [R, N].
     """
 
     dtype: torch.dtype
@@ -110,13 +111,13 @@ class Memory(NamedTuple):
 
 
 def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
-    """Temperatures of a rule that judges tokens in the distribution they are drawn from.
+    """Return the temperatures of a rule that judges tokens in the distribution they are drawn from.
 
     Args:
         requested: [R], float32; 0 takes the likeliest token at its plain probability.
 
     Returns:
-        As :meth:`DecodingRule.temperatures`.
+        Both temperatures, as in :meth:`DecodingRule.temperatures`.
     """
     one = torch.ones_like(requested)
     is_greedy = requested == 0
@@ -124,21 +125,21 @@ def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class DecodingRule(ABC):
-    """One way to denoise; an instance holds what a family fixes of it.
+    """Base of decoding rules; an instance holds the options that a family fixes.
 
     Attributes:
-        settings: What a server and a request may set, by name.
-        presets: Values that go together, by name.
-        memory: What is remembered of a canvas from step to step, by name.
+        settings: Settings of servers and requests, by name.
+        presets: Sets of settings that go together, by name.
+        memory: Tensors that are kept of a canvas from step to step, by name.
         refused_fields: Request fields that the rule cannot honour, each with the reason and the
             remedy.
-        refused_settings: The same for what an operator sets.
-        num_choices: How many of the likeliest tokens of each position a step looks at, where the
-            likeliest and the drawn one are not enough; 0 if they are.
-        can_finish_kv: Whether the last step's keys and values may be those of the result, so that no
-            pass need encode it.
-        judges_to_end: Whether a canvas is judged by its positions up to its first end token, whatever
-            the server's ``converge_at_end`` says.
+        refused_settings: Settings of the server that the rule cannot honour, each with the reason.
+        num_choices: Number of the likeliest tokens per position that a step needs; 0 if the
+            likeliest and the drawn one suffice.
+        can_finish_kv: True if the last step's keys and values may be those of the result, so that
+            no pass need encode it.
+        judges_to_end: True if a canvas is always judged by its positions up to its first end token,
+            whatever the server's ``converge_at_end`` is.
     """
 
     settings: ClassVar[Mapping[str, Setting | Choice]]
@@ -153,7 +154,7 @@ class DecodingRule(ABC):
     def contradiction(
         self, values: Mapping[str, float | str]
     ) -> tuple[tuple[str, ...], str] | None:
-        """Settings whose values are each allowed but do not go together, and the reason."""
+        """Return the settings whose values do not go together, and the reason; ``None`` if all do."""
         return None
 
     @abstractmethod
@@ -164,13 +165,15 @@ class DecodingRule(ABC):
         max_steps: Tensor,
         requested: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Two float32 tensors [R]: what logits are divided by where a step judges them, and by what
-        more where it draws from them; 0 there takes the likeliest token.
+        """Return the temperatures of judging and of drawing, two float32 tensors [R].
+
+        Logits are divided by the first when the step judges them, and by both when it draws from
+        them; a second temperature of 0 takes the likeliest token.
 
         Args:
-            settings: [R] each.
-            step: [R], int32.
-            max_steps: [R], int32.
+            settings: Settings of the rule, [R] each.
+            step: [R], int32, steps of each canvas before this one.
+            max_steps: [R], int32, the step cap.
             requested: [R], float32, the ``temperature`` of the requests.
         """
 
@@ -178,10 +181,10 @@ class DecodingRule(ABC):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        """What becomes of the canvases.
+        """Decide about each canvas after a step.
 
         Args:
-            inputs: What the pass found.
-            settings: [R] each.
-            memory: As the step before left it.
+            inputs: Results of the pass.
+            settings: Settings of the rule, [R] each.
+            memory: Memory as the previous step left it.
         """

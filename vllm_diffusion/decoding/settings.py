@@ -1,8 +1,7 @@
-"""The settings that steer denoising, and what they may be.
+"""Kinds of settings that steer denoising, with their allowed values.
 
-A server sets them under these names, a request with ``diffusion_`` before them. The bounds of numbers
-are those of the element of a tensor that holds the number on the device: what an integer of 32 bits
-or float32 does not hold would be another number there, or none.
+A server sets them under these names, a request with the prefix ``diffusion_``. Numbers are bounded
+by the dtype of the tensor that holds them on the device, int32 or float32.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class Setting:
-    """A number.
+    """Setting whose value is a number.
 
     Attributes:
         kind: ``int`` or ``float``.
-        low: The least.
-        high: The largest.
-        meaning: What it does, in a few words of Markdown.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+        meaning: Effect of the setting, in a few words of Markdown.
     """
 
     kind: type[int] | type[float]
@@ -33,9 +32,9 @@ class Setting:
     meaning: str = ""
 
     def allows(self, value: object) -> bool:
-        """Whether ``value`` is such a number."""
+        """Return true if ``value`` is an allowed number."""
         kinds = (int,) if self.kind is int else (int, float)
-        # JSON's true and false are integers to Python, and a NaN is within nothing.
+        # JSON's true and false are integers in Python; NaN fails the comparison.
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
         number: float = value
@@ -43,33 +42,33 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """What is said of a number that is not allowed, behind its name."""
+        """End of the message about a number that is not allowed, behind its name."""
         noun = "an integer" if self.kind is int else "a number"
         return f"must be {noun} of at least {self.low:.10g} and at most {self.high:.10g}"
 
     @property
     def values(self) -> str:
-        """What it may be, in a few words."""
+        """Allowed values in a few words, for the documentation."""
         noun = "integer" if self.kind is int else "number"
         return f"{noun}, {self.low:.7g} to {self.high:.7g}"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor that holds it."""
+        """Type of the tensor that holds it."""
         return torch.int32 if self.kind is int else torch.float32
 
     def number(self, value: float | str) -> float:
-        """What the tensor holds."""
+        """Convert a value to the number in the tensor."""
         return self.kind(value)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few words.
+    """Setting whose value is one of a few words.
 
     Attributes:
-        words: All of them; a tensor holds the place of one.
-        meaning: What it does, in a few words of Markdown.
+        words: Allowed words; the tensor holds the index of one.
+        meaning: Effect of the setting, in a few words of Markdown.
     """
 
     words: tuple[str, ...]
@@ -77,25 +76,25 @@ class Choice:
     dtype = torch.int32
 
     def allows(self, value: object) -> bool:
-        """Whether ``value`` is one of the words."""
+        """Return true if ``value`` is one of the words."""
         return isinstance(value, str) and value in self.words
 
     @property
     def values(self) -> str:
-        """What it may be, in a few words."""
+        """Allowed values in a few words, for the documentation."""
         return ", ".join(f'`"{word}"`' for word in self.words)
 
     @property
     def rule(self) -> str:
-        """What is said of a word that is not allowed, behind its name."""
+        """End of the message about a word that is not allowed, behind its name."""
         return f"must be one of {', '.join(self.words)}"
 
     def number(self, value: float | str) -> float:
-        """What the tensor holds."""
+        """Convert a word to its index in the tensor."""
         return self.words.index(str(value))
 
 
-# Each step is a pass: more of them end no canvas that is not a mistake.
+# Each step is a pass: a larger cap would only be a mistake.
 MAX_STEPS = Setting(int, 1, 10_000)
-# A request's is lowered to the server's.
+# A request's step cap is lowered to the server's.
 REQUESTED_STEPS = Setting(int, 1, INT32_MAX)

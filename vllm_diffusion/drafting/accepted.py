@@ -1,4 +1,4 @@
-"""How much of its drafts verifications kept: what drafts are compared by."""
+"""Acceptance statistics of drafts, by which two drafts are compared."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-# By how much more tokens a verification a draft must give to be better than another, and by how many
-# standard errors of the difference: one that was measured on a few answers may only have been lucky.
+# A better draft gives at least this share more tokens per verification, and its lead is at least
+# this many standard errors of the difference: a draft that was measured on few answers may have
+# been lucky.
 MARGIN = 0.02
-# As many make it worse: one that is as good is taken for worse one time in forty.
+# A worse draft is behind by as many: an equally good draft is judged worse one time in forty.
 NUM_ERRORS = 2.0
-# Fewer verifications of a served draft are nothing to call another one worse by.
+# Fewer verifications of the served draft are too few to call another draft worse.
 LEAST = 30
-# A server remembers as many of the draft before, to compare another one with.
+# Verifications of the previous draft that a server remembers, to compare the next draft with.
 MOST = 10_000
 
 
 @dataclass(frozen=True)
 class Yield:
-    """What verifying a draft gives.
+    """Mean number of tokens that a verification gives, with its error.
 
     Attributes:
-        tokens: A verification: those that it keeps, and the target's own.
-        standard_error: Of that mean, with verifications taken as independent of one another.
+        tokens: Tokens per verification: the accepted drafts, and the target's own token.
+        standard_error: Standard error of that mean; verifications are taken as independent.
     """
 
     tokens: float
@@ -34,13 +35,13 @@ class Yield:
 
 @dataclass(frozen=True)
 class Verifications:
-    """Of a draft, counted by place in the block.
+    """Counts of a draft's verifications, by place in the block.
 
     Attributes:
-        number: How many.
-        drafted: Which of them were given a token at the place.
-        accepted: Which kept it, and so all before it.
-        tested: Which looked at it: everything before it was kept.
+        number: Number of verifications.
+        drafted: Verifications whose draft had a token at the place.
+        accepted: Verifications that accepted this token, and so all tokens before it.
+        tested: Verifications that accepted all tokens before the place, and so tested this one.
     """
 
     number: int = 0
@@ -50,7 +51,7 @@ class Verifications:
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_places: int) -> Verifications:
-        """From what each verification kept of a draft of ``num_places`` tokens."""
+        """Count the accepted ``lengths`` of drafts that all had ``num_places`` tokens."""
         accepted = [sum(length > place for length in lengths) for place in range(num_places)]
         return cls._of_whole_drafts(len(lengths), accepted)
 
@@ -58,12 +59,14 @@ class Verifications:
     def from_counters(
         cls, num_verifications: float, kept_by_position: Mapping[int, float]
     ) -> Verifications:
-        """From the growth of vLLM's counters between two looks, which do not say how long drafts were.
+        """Convert the growth of vLLM's counters between two readings.
+
+        The counters do not tell how long drafts were, so every draft is taken as a whole one.
 
         Args:
-            num_verifications: Of ``vllm:spec_decode_num_drafts_total``.
-            kept_by_position: Of ``vllm:spec_decode_num_accepted_tokens_per_pos_total``, by its label
-                ``position``.
+            num_verifications: Growth of ``vllm:spec_decode_num_drafts_total``.
+            kept_by_position: Growth of ``vllm:spec_decode_num_accepted_tokens_per_pos_total``, by
+                its label ``position``.
 
         Raises:
             ValueError: If more were kept at a position than at the one before it, or a position is
@@ -80,11 +83,11 @@ class Verifications:
 
     @classmethod
     def of_step(cls, stats: Any) -> Verifications:
-        """Those of one step of the engine.
+        """Convert the statistics of one step of the engine.
 
         Args:
-            stats: vLLM's ``SpecDecodingStats``, from which ``/metrics`` counts too. All requests of a step
-                have drafts of one length, up to the ends of answers.
+            stats: vLLM's ``SpecDecodingStats``, which ``/metrics`` counts too. All requests of a
+                step have drafts of one length, except at the end of an answer.
         """
         drafted = tuple(stats.num_draft_tokens_per_pos)
         accepted = tuple(stats.num_accepted_tokens_per_pos)
@@ -110,26 +113,26 @@ class Verifications:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many kept exactly 0, 1, ... leading tokens of their draft."""
+        """Number of verifications that accepted exactly 0, 1, ... leading tokens of their draft."""
         reached = itertools.pairwise((self.number, *self.accepted, 0))
         return tuple(here - there for here, there in reached)
 
     @property
     def tokens(self) -> float:
-        """What one gave in the mean: the tokens that it kept, and the target's own."""
+        """Mean tokens per verification: the accepted ones, and the target's own."""
         return 1 + sum(self.accepted) / max(self.number, 1)
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """Share of them that kept the token at a position, from the anchor on."""
+        """Share of verifications that accepted the token at each position behind the anchor."""
         return tuple(count / max(self.number, 1) for count in self.accepted)
 
     def yield_of(self, num_places: int) -> Yield:
-        """What they would have given with drafts of ``num_places`` tokens.
+        """Estimate the tokens per verification with drafts of ``num_places`` tokens.
 
-        Adaptive drafts have several lengths. So the shares that are kept, of the drafts that were tested
-        at a place, are multiplied up (Kaplan and Meier), and the variance is Greenwood's. Where all
-        drafts are as long it is their mean, and that mean's variance.
+        Adaptive drafts have several lengths. So the accepted shares of the drafts that were tested
+        at each place are multiplied (Kaplan and Meier), and the variance is Greenwood's. If all
+        drafts have the same length, the estimate is their mean, with the variance of that mean.
         """
         pairs = list(zip(self.accepted, self.tested, strict=True))[:num_places]
         reached, reaching = 1.0, []
@@ -144,9 +147,10 @@ class Verifications:
         return Yield(1.0 + sum(reaching), sqrt(variance))
 
     def is_better_than(self, other: Verifications) -> bool:
-        """Whether they gave more tokens, by :data:`MARGIN` and beyond chance.
+        """Return true if these gave more tokens than ``other``, by :data:`MARGIN` and beyond chance.
 
-        They are taken to be independent of each other; nothing is better on none.
+        The two samples are taken as independent; without verifications on both sides nothing is
+        better.
         """
         if not self.number or not other.number:
             return False
@@ -155,7 +159,10 @@ class Verifications:
         return more > max(MARGIN * other.tokens, NUM_ERRORS * error)
 
     def is_worse_than(self, other: Verifications) -> bool:
-        """Whether they give fewer tokens beyond chance, of the places of the block that both drafted."""
+        """Return true if these give fewer tokens than ``other`` beyond chance.
+
+        Only the places of the block that both drafted are compared.
+        """
         if other.number < LEAST:
             return False
         places = places_of_both(self, other)
@@ -164,7 +171,10 @@ class Verifications:
         return ours.tokens + NUM_ERRORS * error < theirs.tokens
 
     def _cautious_squared_error(self) -> float:
-        """Of the mean, with one of each length beside: a few that agree do not say that all would."""
+        """Return the squared standard error of the mean, with one verification of each length added.
+
+        The added ones keep the error of a few verifications that happen to agree from vanishing.
+        """
         mean = self.tokens - 1
         total = sum((count + 1) * (at - mean) ** 2 for at, count in enumerate(self.lengths))
         return total / self.number**2
@@ -175,6 +185,6 @@ def _sum(some: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
 
 
 def places_of_both(one: Verifications, other: Verifications) -> int:
-    """How many places of the block were drafted with both."""
+    """Return the number of places of the block that both drafted."""
     pairs = zip(one.drafted, other.drafted, strict=False)
     return sum(bool(first and second) for first, second in pairs)

@@ -1,4 +1,4 @@
-"""How many drafted tokens to verify: chosen a step at a time, from what steps accept and what they cost.
+"""Choice of the number of drafted tokens for each step, from measured acceptance and step times.
 
 Drafting pays where a verification gives more tokens a second than a step without one. Both sides of
 that move: acceptance with the text, seconds with the number of requests and their length. So both are
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-# By how much more tokens a second another level must promise.
+# Share by which another level must promise more tokens per second.
 MARGIN = 0.03
-# How many times as fast as none a level must be for its word to be taken at a load where none was run.
+# A level that is this many times as fast as no drafts is trusted without a probe of no drafts.
 CLEARLY = 1.5
-# Share of all seconds that probes may lose, and how many steps' seconds they may save up for.
+# Share of all seconds that probes may lose, and the number of steps whose time they may save up.
 PROBING = 0.01
 SAVED_STEPS = 8
 # Verifying steps after which half of what was seen before has gone.
@@ -36,14 +36,14 @@ FIRST_STEPS = PROBE_STEPS + 1
 
 
 class Acceptance:
-    """How often a drafted token is accepted whose predecessors were: of each request, and of all.
+    """Acceptance rates of drafted tokens whose predecessors were accepted, per request and over all.
 
-    Traffic changes with its requests: what one says is known or unknown to the draft, and the next one's
-    may be the other. So a request is believed to be like all others until its own drafts tell, and what
-    one of them lost does not count against another.
+    Traffic changes with its requests: the draft may know the text of one and not that of the next.
+    So a request is taken to be like all others until its own drafts tell, and the rejected drafts
+    of one request do not count against another.
 
     Args:
-        num_positions: Of the longest draft.
+        num_positions: Tokens of the longest draft.
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -57,10 +57,10 @@ class Acceptance:
         self._of_request: dict[str, Any] = {}
 
     def observe(self, num_drafted: int, accepted: Mapping[str, int]) -> None:
-        """Take in a step that verified drafts of a length, and how much of each request's it accepted."""
+        """Record a step that verified ``num_drafted`` tokens per request, and the accepted ones."""
         lengths = np.fromiter(accepted.values(), dtype=np.int64, count=len(accepted))[:, None]
-        # Where nobody got, or what was not drafted, is forgotten as well: it is then taken to be as the
-        # position before it.
+        # Counts of positions that no draft reached decay as well: the position is then taken to be
+        # as the one before it.
         is_drafted = self._positions < num_drafted
         # [request, accepted or tested, position]
         seen = (
@@ -73,10 +73,12 @@ class Acceptance:
             self._of_request[request] = kept * before + of_request
 
     def tokens(self, requests: Sequence[str]) -> list[float]:
-        """Expected tokens of a verification, by the drafted ones: the accepted and the target's own.
+        """Return the expected tokens of a verification for each number of drafted tokens, from 0 on.
+
+        Both the accepted drafts and the target's own token count.
 
         Args:
-            requests: That are running, of which it is the mean; others are forgotten.
+            requests: Running requests, over which the mean is taken; others are forgotten.
         """
         self._of_request = {
             request: self._of_request[request]
@@ -117,24 +119,24 @@ class Costs:
         self._measured: dict[Load, dict[int, deque[float]]] = {}
 
     def observe(self, level: int, load: Load, seconds: float) -> None:
-        """Take in one step."""
+        """Record the seconds of one step."""
         levels = self._measured.setdefault(load, {})
         levels.setdefault(level, deque(maxlen=NUM_COSTS)).append(seconds)
 
     def is_measured(self, level: int, load: Load) -> bool:
-        """Whether a step was run at it."""
+        """Return true if a step was run at this level and load."""
         return level in self._measured.get(load, {})
 
     @property
     def is_any_measured(self) -> bool:
-        """Whether there is anything to estimate by."""
+        """True if any step was measured, so that costs can be estimated."""
         return bool(self._measured)
 
     def estimate(self, level: int, load: Load) -> float:
-        """Of a step: the quickest here, or in proportion to a load that is like this one.
+        """Estimate a step's seconds: the quickest at this load, or in proportion to a similar one.
 
-        A level that was never run lies on the line between those that were. None costs more than one
-        above it did here.
+        A level that was never run lies on the line between its measured neighbours. No level costs
+        more than a higher one did at this load.
 
         Raises:
             ValueError: If nothing was measured.
@@ -169,7 +171,7 @@ class Costs:
 
 
 class AdaptiveDraft:
-    """The level of each step.
+    """Chooser of the number of drafted tokens (the level) of each step.
 
     Args:
         levels: Numbers of drafted tokens to choose from, above 0; none is always a choice.
@@ -181,23 +183,23 @@ class AdaptiveDraft:
         self.forget_acceptance()
         # The longest draft and none, to begin with: what lies between is estimated.
         self._probed.extend([0] * FIRST_STEPS)
-        # Of a verification with this step's requests, by level.
+        # Expected tokens of a verification with this step's requests, by level.
         self._tokens: list[float] = []
         # Seconds that probes may still cost.
         self._credit = 0.0
 
     def forget_acceptance(self) -> None:
-        """Another draft or target is there, and costs what the last one did: try the longest."""
+        """Start over with the longest draft, since draft or target changed; costs stay known."""
         self.acceptance = Acceptance(self.levels[-1])
         self._level = self.levels[-1]
         self._probed = deque([self._level] * FIRST_STEPS)
 
     def choose(self, requests: Sequence[str], mean_tokens: float) -> int:
-        """Tokens to draft in a step for the next one, one number for all of its requests.
+        """Return the number of tokens to draft in a step, the same for all of its requests.
 
         Args:
-            requests: Of the step.
-            mean_tokens: Of a request, prompt and answer.
+            requests: Requests of the step.
+            mean_tokens: Mean tokens of a request, prompt and answer.
         """
         load = load_of(len(requests), mean_tokens)
         self._tokens = self.acceptance.tokens(requests)
@@ -216,15 +218,15 @@ class AdaptiveDraft:
         seconds: float,
         accepted: Mapping[str, int],
     ) -> None:
-        """Take in a step.
+        """Record a step.
 
         Args:
             verified: Level of what it verified.
             drafted: Level that it drafted for the next one.
             num_reqs: Requests of the step.
-            mean_tokens: As :meth:`choose` takes it.
-            seconds: Of the step.
-            accepted: Tokens accepted of each request's draft that it verified.
+            mean_tokens: Mean tokens of a request, as in :meth:`choose`.
+            seconds: Duration of the step.
+            accepted: Number of accepted tokens of each request's draft that the step verified.
         """
         load = load_of(num_reqs, mean_tokens)
         if accepted:
@@ -246,7 +248,7 @@ class AdaptiveDraft:
         return self._tokens[level] / self.costs.estimate(level, load)
 
     def _probe(self, load: Load) -> list[int]:
-        """Levels of the next steps, beside the settled one: to learn costs, or acceptance."""
+        """Return the levels of the next steps if these are to probe costs or acceptance."""
         ours = self.costs.estimate(self._level, load)
         if self._level:
             if self._speed(self._level, load) > CLEARLY * self._speed(0, load):
@@ -278,5 +280,5 @@ class AdaptiveDraft:
 
 
 def load_of(num_reqs: int, mean_tokens: float) -> Load:
-    """The class of a step's load: steps of one class cost about the same."""
+    """Return the class of a step's load: steps of one class cost about the same."""
     return (max(num_reqs, 1) - 1).bit_length(), (max(int(mean_tokens), 1) - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What is checked of a draft, and chosen for it, when it is configured: before anything is loaded."""
+"""Checks and choices for a draft when it is configured, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 SCHEDULER = "vllm_diffusion.drafting.scheduling.draft_scheduler.draft_scheduler"
 ARCHITECTURE = "DFlashMaskedDraftModel"
-# What ours serves too, where the operator sets something of it.
+# Our class serves this architecture too if the operator sets anything about the draft.
 STOCK_ARCHITECTURE = "DFlashDraftModel"
 
 
 def install() -> None:
-    """Have drafts looked at where vLLM looks at their target. Safe to call twice.
+    """Check drafts where vLLM checks their target. This is safe to call twice.
 
-    vLLM asks a table of architectures about the model that is served, and nothing about its draft.
+    vLLM looks up the served model in a table of architectures, but not its draft.
     """
     from vllm.config import VllmConfig
 
     def make(stock: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
         def try_verify_and_update_config(self: VllmConfig) -> None:
-            # A configuration is copied for each part of the engine, and is looked at once.
+            # A configuration is copied for each part of the engine, and is checked once.
             is_new = not getattr(self.model_config, "config_updated", False)
             stock(self)
             if is_new:
@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def check_draft(vllm_config: VllmConfig) -> None:
-    """Refuse a draft that does not fit; have ours serve it where anything is set of it.
+    """Refuse a draft that does not fit; choose our class for it if the operator sets anything about it.
 
     Raises:
         ValueError: Naming the setting or the field, what it is, and the remedy.
@@ -91,10 +91,10 @@ def check_draft(vllm_config: VllmConfig) -> None:
 
 
 def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
-    """Have our scheduler do what vLLM's has no option for.
+    """Choose our scheduler for the settings that vLLM's does not support.
 
     Raises:
-        ValueError: If there is another scheduler, or what it is to do cannot be done.
+        ValueError: If another scheduler is set, or a setting is not possible.
     """
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls == SCHEDULER:
@@ -116,7 +116,7 @@ def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
             return
     if settings.record is not None:
         try:
-            # What is wrong with the folder is said now; the engine locks it when it is there.
+            # A bad folder is refused now; the engine locks the folder later.
             os.close(recording_ring(settings.record).lock())
         except ValueError as error:
             raise ValueError(f"{OPTION}: record.{error}") from None
@@ -124,7 +124,10 @@ def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
 
 
 def _adapt(vllm_config: VllmConfig) -> bool:
-    """Give vLLM numbers of drafts to capture CUDA graphs for; whether they can be chosen among.
+    """Set the numbers of drafts that vLLM captures CUDA graphs for.
+
+    Returns:
+        True if the scheduler can choose among them; false with data parallelism.
 
     Raises:
         ValueError: If there is no draft.
@@ -143,7 +146,7 @@ def _adapt(vllm_config: VllmConfig) -> bool:
         return False
     longest = spec.num_speculative_tokens
     if not spec.num_speculative_tokens_per_batch_size:
-        # vLLM captures graphs for the numbers of this table; for which batch says the scheduler.
+        # vLLM captures graphs for the numbers of this table; the scheduler chooses one per batch.
         levels = [longest >> halvings for halvings in range(longest.bit_length())]
         levels = [*levels[: max(scheduler.max_num_seqs - 1, 1)], 0]
         spec.num_speculative_tokens_per_batch_size = [
@@ -167,14 +170,14 @@ def check_pair(
     *,
     by_stock: bool = False,
 ) -> None:
-    """Whether the draft's ``config.json`` and the target's describe a pair, and a block is not too long.
+    """Check that the configurations of draft and target describe a pair, and a block is not too long.
 
     Args:
-        draft: Its configuration.
-        model: What it is called.
-        target: Of the model that verifies.
+        draft: Configuration of the draft.
+        model: Name or path of the draft.
+        target: Configuration of the model that verifies.
         num_drafts: ``num_speculative_tokens``.
-        by_stock: As :func:`check_fit` has it.
+        by_stock: True if vLLM's own class serves the draft, as in :func:`check_fit`.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
@@ -206,17 +209,18 @@ def check_fit(
     num_layers: int,
     by_stock: bool = False,
 ) -> None:
-    """Whether a draft and a target are a pair.
+    """Check that a draft and a target are a pair.
 
     Args:
-        draft: The content of its ``config.json``, as attributes.
-        where: What an error calls that file.
-        vocab_size: Of the target.
-        hidden_size: Of the target.
-        num_layers: Of the target.
-        by_stock: Whether vLLM's own class serves it, which knows drafts that propose from a part of the
-            vocabulary, that are narrower or wider than their target, that read its last layer, or whose
-            layers and mask token stand elsewhere. Refused is what it would fail at, or read in silence.
+        draft: Content of the draft's ``config.json``, as attributes.
+        where: Name of that file in errors.
+        vocab_size: Vocabulary size of the target.
+        hidden_size: Hidden size of the target.
+        num_layers: Number of layers of the target.
+        by_stock: True if vLLM's own class serves the draft. It supports drafts that propose from a
+            part of the vocabulary, that are narrower or wider than their target, that read its last
+            layer, or whose layers and mask token stand elsewhere. What it would fail at, or misread
+            without an error, is refused.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
@@ -246,7 +250,7 @@ def check_fit(
         )
     of_draft: Mapping[str, Any] = getattr(draft, "dflash_config", None) or {}
     layers = of_draft.get("target_layer_ids")
-    # The last layer's output is known behind the target's last norm only, but to vLLM.
+    # Only vLLM gives the last layer's output before the target's last norm.
     num_readable = num_layers if by_stock else num_layers - 1
     if not (by_stock and layers is None) and (
         not isinstance(layers, list | tuple)
@@ -270,7 +274,7 @@ def _is_within(number: object, bound: int) -> bool:
 
 
 def set_window(config: Any, window: int) -> None:
-    """Have every layer see ``window`` tokens back; which of them are causal stays."""
+    """Set the window of every layer to ``window`` tokens back; causal layers stay causal."""
     layer_types = set(getattr(config, "layer_types", None) or [])
     if len(layer_types) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the operator sets of drafts with ``--additional-config``, validated once."""
+"""Settings of drafts in ``--additional-config``, validated once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "--additional-config '{\"drafting\": {...}}'"
-# Settings of any target and any draft; the others are of a draft that this package serves.
+# Settings for any target and any draft; the others need a draft that this package serves.
 GENERAL_SETTINGS = frozenset({"adaptive", "record"})
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Where a server's traffic is recorded, and how much of it.
+    """Settings of a recording of a server's traffic.
 
     Attributes:
-        folder: Made if it is not there; for its owner alone.
-        max_mib: MiB that an engine keeps; one holds some 200,000 tokens. The oldest go first.
+        folder: Folder of the recording, made if absent, readable by its owner alone.
+        max_mib: MiB that an engine keeps; 1 MiB holds some 200,000 tokens. The oldest go first.
     """
 
     folder: str
@@ -52,11 +52,11 @@ def _record_settings(section: Any) -> RecordSettings:
 
 
 def recording_ring(settings: RecordSettings, engine: int = 0) -> Ring:
-    """Where an engine records.
+    """Return the files that an engine records to.
 
     Args:
-        settings: What the operator set.
-        engine: Its index among those of data parallelism.
+        settings: Settings of the recording.
+        engine: Index of the engine in data parallelism.
     """
     folder = Path(settings.folder).expanduser().absolute()
     return Ring(folder, f"engine{engine}", settings.max_mib * 2**20)
@@ -64,18 +64,18 @@ def recording_ring(settings: RecordSettings, engine: int = 0) -> Ring:
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What the operator sets with ``--additional-config '{"drafting": {...}}'``.
+    """Settings in ``--additional-config '{"drafting": {...}}'``.
 
     Attributes:
-        steps: Passes over a block.
-        schedule: How many positions each pass reveals, a key of :data:`SCHEDULES`.
-        order: Which of them: the most confident, or the leftmost.
-        reveals: With what: the likeliest token. A pass that drew tokens would make its order depend on
-            what it drew, and vLLM's test of a proposal by ``p / q`` is exact only where a position's
-            tokens were drawn from the same distribution whatever was drawn at the others.
-        window: Tokens that a row of the draft sees back; ``None`` for what its checkpoint says.
-        adaptive: Whether each step drafts as many tokens as pay, none where none do. Of any draft.
-        record: Where the traffic is recorded; ``None`` for nowhere. With any draft, and with none.
+        steps: Number of passes over a block.
+        schedule: Number of positions that each pass reveals, a key of :data:`SCHEDULES`.
+        order: Order of revealing: the most confident position first, or the leftmost.
+        reveals: Token that is revealed: always the likeliest. If passes drew tokens, their order
+            would depend on the draws, and vLLM's test of a proposal by ``p / q`` is exact only if a
+            position's distribution does not depend on the draws at others.
+        window: Tokens that a row of the draft sees back; ``None`` for the checkpoint's window.
+        adaptive: True if each step drafts as many tokens as pay, or none. It works with any draft.
+        record: Settings of the recording; ``None`` for none. It works with and without a draft.
     """
 
     steps: int = 1
@@ -110,7 +110,7 @@ class DraftSettings:
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
 
     def unmask_counts(self, num_positions: int) -> tuple[int, ...]:
-        """Positions that each pass over a block with ``num_positions`` masks reveals.
+        """Return the number of positions that each pass over ``num_positions`` masks reveals.
 
         Raises:
             ValueError: If there are more passes than positions.

@@ -1,4 +1,4 @@
-"""What of its target a DFlash draft reads: hidden states of a few layers, side by side.
+"""Input of a DFlash draft: hidden states of a few layers of its target, side by side.
 
 Source: z-lab's DFlash (arXiv:2602.06036).
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
-    """Layers of the target whose outputs a draft reads, one for each layer of the draft.
+    """Choose the layers of the target whose outputs a draft reads, one for each layer of the draft.
 
-    A draft of one layer reads the middle one, a deeper one layers spread evenly from 1 to the third
-    from the end. A configuration may name other layers, and any number of them.
+    A draft of one layer reads the middle layer; a deeper draft reads layers spread evenly from 1 to
+    the third from the end. A configuration may name other layers, and any number of them.
 
     Args:
-        num_target_layers: Of the target.
-        num_draft_layers: Of the draft.
+        num_target_layers: Number of layers of the target.
+        num_draft_layers: Number of layers of the draft.
 
     Returns:
-        Rising, from 0.
+        Layer indices, rising, counted from 0.
 
     Raises:
         ValueError: If the target has too few layers for as many different ones.
@@ -48,12 +48,12 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
 def check_target_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
     """Raise ``ValueError`` unless a draft can read these layers of its target.
 
-    The last layer is none of them: ``transformers`` gives its output behind the model's last norm,
-    vLLM before it.
+    A draft cannot read the last layer: ``transformers`` gives its output behind the model's last
+    norm, vLLM before it.
 
     Args:
         layer_ids: ``dflash_config.target_layer_ids``.
-        num_target_layers: Of the target.
+        num_target_layers: Number of layers of the target.
     """
     known = range(num_target_layers - 1)
     wrong = [i for i in layer_ids if i not in known]
@@ -65,12 +65,12 @@ def check_target_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> 
 
 
 def context_rows(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:
-    """The outputs of the target's layers ``layer_ids``, side by side.
+    """Concatenate the outputs of the target's layers ``layer_ids``.
 
     Args:
-        hidden_states: What ``transformers`` gives with ``output_hidden_states``: the embeddings, then
-            each layer's output, [..., hidden] each.
-        layer_ids: From 0, in the order in which the draft was trained.
+        hidden_states: Output of ``transformers`` with ``output_hidden_states``: the embeddings,
+            then each layer's output, [..., hidden] each.
+        layer_ids: Layers counted from 0, in the order in which the draft was trained.
 
     Returns:
         [..., len(layer_ids) * hidden].

@@ -1,4 +1,4 @@
-"""A draft that looks at its block several times, and keeps what each look revealed."""
+"""DFlash draft that reveals its block in several passes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm_diffusion.drafting.reveal import likeliest, revealed, without_mask_tok
 class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
     """vLLM's DFlash draft in several passes: each reveals some masks for the next ones to see.
 
-    A block is an anchor, the token that the target said last, and masks. Every pass runs the same rows
-    at the same positions and places of the cache, so a block's keys and values are overwritten. The
-    hidden row that is returned of a position is that of the pass that revealed it: what vLLM proposes
-    from it, its argmax or a draw, then has a distribution that does not depend on what is proposed at
-    other positions, and its verification is exact.
+    A block is an anchor, the target's last token, and masks. Every pass runs the same rows at the
+    same positions and cache slots, so a block's keys and values are overwritten. The hidden row
+    that is returned for a position is that of the pass that revealed it. The token that vLLM
+    proposes from it, argmax or draw, then has a distribution that does not depend on the proposals
+    at other positions, and its verification is exact.
 
-    Which positions a pass reveals is decided on the device, by a number of operations that does not
-    depend on the batch: a CUDA graph holds all passes.
+    The positions that a pass reveals are chosen on the device, by a number of operations that does
+    not depend on the batch: a CUDA graph holds all passes.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -33,20 +33,20 @@ class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
         self.mask_token_id = int(self.model.mask_token_id)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """As vLLM's, with the mask token at minus infinity."""
+        """Compute vLLM's logits, with the mask token's at minus infinity."""
         logits = super().compute_logits(hidden_states)
         return None if logits is None else without_mask_token(logits, self.mask_token_id)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Hidden rows of blocks.
+        """Compute the hidden rows of blocks.
 
         Args:
             input_ids: [num_tokens], int32: an anchor and its masks, block after block. Rows behind the
                 last whole block are padding.
             positions: [num_tokens], int64.
-            inputs_embeds: ``None``, as DFlash has it.
+            inputs_embeds: Always ``None`` for DFlash.
 
         Returns:
             [num_tokens, hidden_size].
@@ -74,7 +74,7 @@ class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
             tokens.copy_(torch.where(now, drafts.to(tokens.dtype), tokens))
             masked &= ~now
             hidden = super().forward(input_ids, positions)
-            # Of what is still masked: a later pass may write it again.
+            # Rows of positions that are still masked; a later pass may overwrite them.
             of_kept = _without_anchors(kept, num_rows, width)
             of_kept.copy_(
                 torch.where(masked[..., None], _without_anchors(hidden, num_rows, width), of_kept)
@@ -83,5 +83,5 @@ class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
 
 
 def _without_anchors(rows: Tensor, num_rows: int, width: int) -> Tensor:
-    """[num_blocks, width - 1, hidden_size], a view of ``rows`` [num_tokens, hidden_size]."""
+    """Return a view [num_blocks, width - 1, hidden_size] of ``rows`` [num_tokens, hidden_size]."""
     return rows[:num_rows].view(num_rows // width, width, rows.shape[-1])[:, 1:]

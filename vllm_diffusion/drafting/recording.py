@@ -1,9 +1,9 @@
-"""Token ids of a server's own traffic on disk: what a draft is calibrated on.
+"""Recordings: token ids of a server's own traffic on disk, which drafts are calibrated on.
 
-A *recording* is a folder of JSON lines that its owner alone can read. A line is an *exchange*, a prompt and
-what the target answered. Each engine writes files of its own in turn, and the oldest go when all of them
-would take more than they may: a ring, whose state is nothing but the files, so that it outlives its
-server and may be cleared while it is written.
+A *recording* is a folder of JSON lines that its owner alone can read. A line is an *exchange*: a
+prompt and the target's answer. Each engine writes files of its own in turn, and its oldest files
+are deleted when all of them would exceed their limit. The files are this ring's only state, so that
+it outlives its server and may be cleared while it is written.
 
 Sampled or greedy, drafted or not: the answers are the target's own, and a replay gives its hidden states.
 """
@@ -26,18 +26,18 @@ from typing import Any
 
 from vllm_diffusion.weights.regular_files import open_own, why_not_file, why_not_folder
 
-# Files of an engine: what goes at once is an eighth of what may be kept.
+# Files of an engine: an eighth of the limit is deleted at once.
 _NUM_SEGMENTS = 8
 # Token ids that wait for the disk, at most; a disk slower than the traffic loses the rest.
 _MAX_PENDING_TOKENS = 2**22
-# Seconds that a server which ends waits for what is not written yet.
+# Seconds that a server which shuts down waits for pending writes.
 _CLOSE_SECONDS = 5.0
-# Ids that are made text at once: between two of these other threads have their turn.
+# Ids that are converted to text at once: between two conversions other threads can run.
 _IDS_AT_ONCE = 4096
-# One exchange in so many is not trained on.
+# One exchange in this many is held out of training.
 _HELD_OUT_EVERY = 10
 _SUFFIX = ".jsonl"
-# The largest id that is believed. What a vocabulary holds is its target's to say.
+# Largest valid id. The target's vocabulary sets the real bound.
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -46,9 +46,9 @@ class Exchange:
     """A prompt and its answer.
 
     Attributes:
-        prompt_token_ids: ``array("i")``, may be empty.
-        output_token_ids: ``array("i")``, the target's own tokens.
-        time: When it ended, in seconds since the epoch; 0 where nobody knows.
+        prompt_token_ids: Tokens of the prompt, ``array("i")``, may be empty.
+        output_token_ids: Tokens of the answer, ``array("i")``, the target's own.
+        time: Time of its end, in seconds since the epoch; 0 if unknown.
     """
 
     prompt_token_ids: array[int]
@@ -61,18 +61,19 @@ class Exchange:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether drafts are compared on it and never trained on it: by its prompt, so always the same."""
+        """True if drafts are compared on it and never trained on it; the prompt alone decides this."""
         prompt = self.prompt_token_ids or self.output_token_ids
         return zlib.crc32(prompt.tobytes()) % _HELD_OUT_EVERY == 0
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What was read.
+    """Content of a recording.
 
     Attributes:
-        exchanges: Oldest first.
-        num_damaged: Lines that are none: half written when a server was killed or its disk was full.
+        exchanges: Exchanges, oldest first.
+        num_damaged: Number of damaged lines, half written when a server was killed or its disk was
+            full.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
@@ -80,12 +81,12 @@ class Recording:
 
 
 def read_recording(path: str | Path) -> Recording:
-    """All exchanges of a recording, or of one file of JSON lines.
+    """Read all exchanges of a recording, or of one file of JSON lines.
 
-    A line of a file of yours holds ``prompt_token_ids`` and ``output_token_ids``, or ``token_ids``.
+    A line of a user's file holds ``prompt_token_ids`` and ``output_token_ids``, or ``token_ids``.
 
     Args:
-        path: A folder, whose damaged lines are counted; or a file, which must have none.
+        path: Folder, whose damaged lines are counted, or a file, which must have none.
 
     Raises:
         ValueError: Naming the path, and the line, if it cannot be read or holds no exchange.
@@ -133,10 +134,10 @@ def read_recording(path: str | Path) -> Recording:
 
 
 def _parsed(line: bytes) -> Exchange:
-    """An exchange of a line.
+    """Parse a line.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is no exchange.
     """
     try:
         found = json.loads(line)
@@ -166,11 +167,11 @@ def _ids(line: Mapping[str, Any], name: str) -> array[int]:
 
 
 def wants_recording(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request may be recorded: it says nothing of ``record``, or true.
+    """Return true if a request may be recorded: its argument ``record`` is absent or true.
 
     Args:
-        extra_args: ``SamplingParams.extra_args``; ``vllm_xargs`` over HTTP, which makes booleans of JSON
-            0 and 1.
+        extra_args: ``SamplingParams.extra_args``; over HTTP ``vllm_xargs``, which turns booleans
+            into 0 and 1.
     """
     return (extra_args or {}).get("record", True) in (True, "true", "True")
 
@@ -180,9 +181,9 @@ class Ring:
     """One engine's files in a recording.
 
     Attributes:
-        folder: Of the recording.
-        name: Of the engine.
-        max_bytes: Of all of its files, never exceeded.
+        folder: Folder of the recording.
+        name: Name of the engine.
+        max_bytes: Limit for all files of the engine, never exceeded.
     """
 
     folder: Path
@@ -190,10 +191,10 @@ class Ring:
     max_bytes: int
 
     def lock(self) -> int:
-        """Make the folder if it is not there, and keep other servers off these files.
+        """Make the folder if it is absent, and lock these files against other servers.
 
         Returns:
-            A file descriptor; closing it gives them free.
+            A file descriptor; closing it releases the lock.
 
         Raises:
             ValueError: Naming the folder and the remedy, if it cannot be written, belongs to another user
@@ -257,7 +258,7 @@ class Ring:
             newest = max(files, default=0)
             if files.get(newest, 0) + size > self.max_bytes // _NUM_SEGMENTS:
                 newest += 1
-            # One more byte: what was half written before may have to be ended first.
+            # One more byte: a half-written line may have to be ended first.
             while files and sum(files.values()) + size + 1 > self.max_bytes:
                 oldest = min(files)
                 self._path(oldest).unlink(missing_ok=True)
@@ -269,7 +270,7 @@ class Ring:
         return self.folder / f"{self.name}-{number:08d}{_SUFFIX}"
 
     def _files(self) -> dict[int, int]:
-        """Bytes of each file, by number."""
+        """Return the size of each file in bytes, by number."""
         found = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -293,17 +294,18 @@ def _write(path: Path, line: bytes) -> None:
 
 
 class Recorder:
-    """Writes exchanges in a thread of its own: whoever adds one never waits for a disk.
+    """Writer of exchanges in a thread of its own: the engine never waits for a disk.
 
-    Nothing is raised after it was made: what cannot be written is lost, and the first loss is told.
+    No method but the constructor raises: an exchange that cannot be written is lost, and ``warn``
+    is called for the first one.
     """
 
     def __init__(self, ring: Ring, warn: Callable[[str], None]) -> None:
-        """Begin.
+        """Lock the ring and start the thread.
 
         Args:
-            ring: Where to.
-            warn: Told of the first loss.
+            ring: Files to write to.
+            warn: Called with a message for the first lost exchange.
 
         Raises:
             ValueError: As :meth:`Ring.lock`.
@@ -318,7 +320,7 @@ class Recorder:
         self._thread.start()
 
     def add(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        """Record an exchange soon. Neither sequence may change any more."""
+        """Queue an exchange. Neither sequence may change afterwards."""
         num_tokens = len(prompt_token_ids) + len(output_token_ids)
         with self._changed:
             is_lost = self._pending_tokens + num_tokens > _MAX_PENDING_TOKENS
@@ -330,7 +332,7 @@ class Recorder:
             self._lose("its disk is slower than the traffic")
 
     def close(self) -> None:
-        """Write what is pending, for a few seconds at most, and give the files free."""
+        """Write pending exchanges, for a few seconds at most, and release the files."""
         with self._changed:
             if self._is_closed:
                 return
@@ -380,7 +382,7 @@ def _pieces(ids: Sequence[int]) -> Iterator[str]:
 
 
 def clear_recording(folder: str | Path) -> int:
-    """Delete what was recorded, also while a server records; how many files that were."""
+    """Delete a recording, also while a server records, and return the number of files."""
     files = list(Path(folder).glob(f"*{_SUFFIX}"))
     for file in files:
         file.unlink(missing_ok=True)

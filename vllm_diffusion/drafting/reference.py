@@ -1,12 +1,12 @@
-"""A DFlash draft in plain PyTorch, and speculative decoding with it: the definition of correct.
+"""DFlash draft in plain PyTorch, and speculative decoding with it: the definition of correct.
 
 The tensor names and the configuration are those of z-lab's checkpoints, which vLLM loads as
-``DFlashDraftModel``. Embedding and output head are the target's. This is also what is trained
+``DFlashDraftModel``. Embedding and output head are the target's. Training uses this class too
 (``vllm_diffusion/drafting/calibration/train.py``).
 
-A *block* is an *anchor*, the last token that is known and that the target has not read, and masks
-behind it. Its rows attend to each other in both directions, and to the target's hidden states of the
-positions before the anchor through keys and values of the draft's own.
+A *block* is an *anchor*, the last known token, which the target has not read, and masks behind it.
+Its rows attend to each other in both directions, and to the target's hidden states of the positions
+before the anchor through keys and values of the draft's own.
 
 Source: z-lab's DFlash (arXiv:2602.06036). Several passes over a block are this project's.
 """
@@ -55,14 +55,15 @@ def draft_config(
     window: int | None = None,
     architecture: str = STOCK_ARCHITECTURE,
 ) -> Qwen3Config:
-    """The configuration of a new draft, in z-lab's layout.
+    """Make the configuration of a new draft, in z-lab's layout.
 
     Args:
-        target: The text configuration of its target, whose sizes it takes.
-        num_layers: Of the draft.
-        block_size: Anchor and masks; vLLM's ``num_speculative_tokens`` is one less.
+        target: Text configuration of the target, whose sizes the draft takes.
+        num_layers: Number of layers of the draft.
+        block_size: Positions of a block, anchor and masks; vLLM's ``num_speculative_tokens`` is one
+            less.
         mask_token_id: A token of the target's vocabulary that no text has.
-        target_layer_ids: Which layers it reads; by default :func:`build_target_layer_ids`.
+        target_layer_ids: Layers that the draft reads; by default :func:`build_target_layer_ids`.
         window: Positions that a row sees back and ahead, itself included; ``None`` for all.
         architecture: ``DFlashDraftModel``, or ``DFlashMaskedDraftModel`` for several passes.
 
@@ -106,11 +107,11 @@ def draft_config(
 
 
 class Reach(NamedTuple):
-    """Which positions a row of a layer sees.
+    """Range of positions that a row of a layer sees.
 
     Attributes:
-        window: How many back, itself included, and as many ahead; ``None`` for all.
-        causal: Whether it sees none ahead.
+        window: Number of positions back, itself included, and ahead; ``None`` for all.
+        causal: True if a row sees no position ahead.
     """
 
     window: int | None
@@ -118,14 +119,14 @@ class Reach(NamedTuple):
 
 
 def reach_of_layer(config: Qwen3Config, layer: int) -> Reach:
-    """What a layer's rows see, as published drafts spell it and vLLM reads it.
+    """Read the range of a layer's rows as published drafts spell it and vLLM reads it.
 
     ``is_causal`` decides, else ``dflash_config.causal``, else a layer is causal if its type is
     ``sliding_attention``. A window is ``swa_window_size`` or ``sliding_window``, for layers of that
     type, and for all where ``use_swa`` is set and no type says which.
 
     Raises:
-        ValueError: If a layer has a window and nothing says how wide.
+        ValueError: If a layer has a window without a width.
     """
     options = getattr(config, "dflash_config", None) or {}
     types = config.layer_types or ["full_attention"] * config.num_hidden_layers
@@ -167,7 +168,7 @@ class DraftAttention(nn.Module):
         return rows.view(*rows.shape[:2], heads, self.head_dim).transpose(1, 2)
 
     def keys_values(self, rows: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
-        """Of rows [B, T, hidden], whether the context's or the block's."""
+        """Compute keys and values of rows [B, T, hidden], the context's or the block's."""
         key = self.k_norm(self._heads(self.k_proj(rows)))
         return _rotated(key, rotation), self._heads(self.v_proj(rows))
 
@@ -205,7 +206,7 @@ class DraftLayer(nn.Module):
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
-# What drafts of others have, which this file has not.
+# Options of published drafts that this file does not implement.
 _UNKNOWN_OPTIONS = ("attention_sink_bias", "attention_value_scale")
 
 
@@ -213,10 +214,11 @@ class ReferenceDraft(nn.Module):
     """A DFlash draft without its target's embedding and head.
 
     Args:
-        config: Of :func:`draft_config`, or of a published draft.
+        config: Result of :func:`draft_config`, or the configuration of a published draft.
 
     Raises:
-        ValueError: If the configuration lacks ``dflash_config``, or asks for what is not written here.
+        ValueError: If the configuration lacks ``dflash_config``, or has an option that is not
+            supported.
     """
 
     def __init__(self, config: Qwen3Config):
@@ -251,10 +253,10 @@ class ReferenceDraft(nn.Module):
         return iter(cast("Iterable[DraftLayer]", self.layers))
 
     def context(self, rows: Tensor, positions: Tensor) -> list[KeysValues]:
-        """Each layer's keys and values of the target's hidden states.
+        """Compute each layer's keys and values of the target's hidden states.
 
         Args:
-            rows: Of :func:`context_rows`, [B, T, layers * hidden].
+            rows: Result of :func:`context_rows`, [B, T, layers * hidden].
             positions: [B, T], int64.
         """
         features = self.hidden_norm(self.fc(rows))
@@ -269,17 +271,18 @@ class ReferenceDraft(nn.Module):
         context: Sequence[KeysValues],
         context_positions: Tensor,
     ) -> Tensor:
-        """One pass over blocks of the same sequences.
+        """Run one pass over blocks of the same sequences.
 
         Args:
-            embeddings: Of the blocks' tokens, by the target's embedding, [B, N, hidden].
-            positions: Of the same in their sequence, [B, N], int64.
-            anchors: The position of each row's anchor, which tells blocks apart, [B, N], int64.
-            context: Of :meth:`context`.
-            context_positions: [B, T], int64. A block sees those before its anchor.
+            embeddings: Embeddings of the blocks' tokens by the target, [B, N, hidden].
+            positions: Positions of these tokens in their sequence, [B, N], int64.
+            anchors: Position of each row's anchor, which tells blocks apart, [B, N], int64.
+            context: Result of :meth:`context`.
+            context_positions: Positions of the context, [B, T], int64. A block sees those before
+                its anchor.
 
         Returns:
-            What the target's head turns into logits of each row's own position, [B, N, hidden].
+            Hidden rows, [B, N, hidden]; the target's head gives logits of each row's own position.
         """
         distance = positions[:, :, None] - torch.cat([context_positions, positions], 1)[:, None]
         before = context_positions[:, None] < anchors[:, :, None]
@@ -298,7 +301,7 @@ class ReferenceDraft(nn.Module):
 
 
 def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReferenceDraft:
-    """A draft in z-lab's layout, for inference.
+    """Load a draft in z-lab's layout, for inference.
 
     Raises:
         ValueError: If it is no folder of files, or its tensors are not those of its configuration.
@@ -325,9 +328,10 @@ def save_draft(
     """Write ``config.json`` and ``model.safetensors`` as vLLM, SGLang and z-lab's own code load them.
 
     Args:
-        draft: On any device.
-        folder: Made if absent.
-        dtype: Of the tensors in the file. What a server computes in is ``config.json``'s ``dtype``.
+        draft: Draft to save, on any device.
+        folder: Folder to write to, made if absent.
+        dtype: Type of the tensors in the file. A server computes in the ``dtype`` of
+            ``config.json``.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -339,13 +343,13 @@ def save_draft(
 
 @dataclass
 class Context:
-    """What a draft keeps of one sequence: keys and values of every position the target has verified.
+    """Cache of a draft for one sequence: keys and values of every position the target has verified.
 
-    It holds nothing of a block, so nothing of it is ever wrong: a rejected token leaves no trace here.
+    It holds nothing of a block, so a rejected token leaves no trace here.
 
     Attributes:
-        draft: Whose they are.
-        keys_values: Of each layer, for positions 0 to ``length - 1``.
+        draft: Draft that computed them.
+        keys_values: Keys and values of each layer, for positions 0 to ``length - 1``.
     """
 
     draft: ReferenceDraft
@@ -356,7 +360,7 @@ class Context:
         return self.keys_values[0][0].shape[2] if self.keys_values else 0
 
     def append(self, rows: Tensor) -> None:
-        """Take the target's hidden states of the next positions, [T, layers * hidden]."""
+        """Append the target's hidden states of the next positions, [T, layers * hidden]."""
         start = self.length
         positions = torch.arange(start, start + len(rows), device=rows.device)[None]
         new = self.draft.context(rows[None], positions)
@@ -383,13 +387,13 @@ def propose(
     """Fill the masks behind an anchor, the likeliest token each.
 
     Args:
-        context: Of the positions before the anchor.
-        target: Whose embedding and head the draft uses.
-        anchor: The token at position ``context.length``.
-        num_proposals: Masks; by default those of a whole block.
-        steps: Passes over the block.
-        schedule: How many masks each reveals (:func:`unmask_counts`).
-        order: Which (:func:`revealed`).
+        context: Cache of the positions before the anchor.
+        target: Model whose embedding and head the draft uses.
+        anchor: Token at position ``context.length``.
+        num_proposals: Number of masks; by default those of a whole block.
+        steps: Number of passes over the block.
+        schedule: Number of masks that each pass reveals (:func:`unmask_counts`).
+        order: Order in which masks are revealed (:func:`revealed`).
 
     Returns:
         The proposals, [num_proposals], int64, and the logits of the pass that revealed each,
@@ -421,20 +425,21 @@ def propose(
 def verify(
     target_probs: Tensor, proposals: Tensor, draft_probs: Tensor, generator: torch.Generator | None
 ) -> tuple[int, int]:
-    """Keep as many proposals as the target's own law allows, and draw the token behind them.
+    """Accept as many proposals as the target's distribution allows, and draw the token behind them.
 
-    The law of what is kept is the target's if each proposal was drawn from its row of
+    The accepted tokens have the target's distribution if each proposal was drawn from its row of
     ``draft_probs``, which must not depend on draws at later positions. A row with all of its mass on
     the proposal is always allowed.
 
     Args:
-        target_probs: [num_proposals + 1, vocab_size], float64.
-        proposals: [num_proposals], int64.
-        draft_probs: [num_proposals, vocab_size], float64, above 0 at the proposals.
-        generator: Of the draws.
+        target_probs: Probabilities of the target, [num_proposals + 1, vocab_size], float64.
+        proposals: Drafted tokens, [num_proposals], int64.
+        draft_probs: Probabilities of the draft, [num_proposals, vocab_size], float64, above 0 at
+            the proposals.
+        generator: Generator of the draws.
 
     Returns:
-        How many of the proposals are kept, and the next token.
+        The number of accepted proposals, and the next token.
     """
     chosen = proposals[:, None]
     ratio = (target_probs[:-1].gather(1, chosen) / draft_probs.gather(1, chosen)).squeeze(1)
@@ -442,13 +447,13 @@ def verify(
     kept = int((draws < ratio).long().cumprod(0).sum())
     law = target_probs[kept]
     if kept < len(proposals):
-        # What the target says more often than the draft does.
+        # The residual: probability that the target has in excess of the draft.
         law = (law - draft_probs[kept]).clamp(min=0)
     return kept, int(torch.multinomial(law, 1, generator=generator))
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """The law that tokens are drawn from, float64; at temperature 0 the likeliest alone."""
+    """Return the probabilities that tokens are drawn from, float64; at temperature 0 one-hot."""
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
     return (logits.double() / temperature).softmax(-1)
@@ -458,9 +463,9 @@ class Generated(NamedTuple):
     """One answer.
 
     Attributes:
-        tokens: Behind the prompt, up to and with the first stop token.
-        accepted: For each verification how many proposals it kept, also behind a stop token, as
-            vLLM's counters have it.
+        tokens: Tokens behind the prompt, up to and including the first stop token.
+        accepted: Number of proposals that each verification accepted, also behind a stop token, as
+            in vLLM's counters.
     """
 
     tokens: list[int]
@@ -468,7 +473,7 @@ class Generated(NamedTuple):
 
     @property
     def tokens_per_verification(self) -> float:
-        """What a verification gives in the mean: the proposals it kept, and one more."""
+        """Mean tokens per verification: the accepted proposals, and one more."""
         return 1 + sum(self.accepted) / max(1, len(self.accepted))
 
 
@@ -487,20 +492,20 @@ def spec_generate(
     order: str = CONFIDENCE,
     generator: torch.Generator | None = None,
 ) -> Generated:
-    """An answer of the target, several tokens a pass. Its law is that of the target alone.
+    """Generate an answer of the target, several tokens per pass, with the target's own distribution.
 
     Args:
         target: An autoregressive model of ``transformers`` with attention in every layer.
-        draft: Trained for it.
-        input_ids: The prompt, [1, T], int64, on the target's device.
-        max_new_tokens: Longest answer.
-        temperature: Of the draws; 0 takes the likeliest token.
-        stop_token_ids: The answer ends with the first of these.
-        sampled: Propose tokens drawn from the draft's rows, in place of the likeliest.
-        steps: Passes over a block. Each reveals the likeliest tokens.
-        schedule: How many masks a pass reveals.
-        order: Which.
-        generator: Of the draws, on the target's device.
+        draft: Draft that was trained for the target.
+        input_ids: Prompt, [1, T], int64, on the target's device.
+        max_new_tokens: Limit for the tokens of the answer.
+        temperature: Temperature of the draws; 0 takes the likeliest token.
+        stop_token_ids: Tokens that end the answer.
+        sampled: True to propose tokens drawn from the draft's rows, in place of the likeliest.
+        steps: Number of passes over a block. Each reveals the likeliest tokens.
+        schedule: Number of masks that each pass reveals.
+        order: Order in which masks are revealed.
+        generator: Generator of the draws, on the target's device.
     """
     # Without the configuration no layer forgets what is behind a window, so that all can be cropped.
     cache = DynamicCache()

@@ -1,7 +1,7 @@
-"""Which masks of a draft's block a pass reveals, and with what.
+"""Revealing of masks in a draft's block: choice of positions and of their tokens.
 
-All of it is a fixed number of tensor operations whatever the number of requests and positions, and
-none waits for the device: a CUDA graph can hold it.
+The number of tensor operations does not depend on the number of requests and positions, and none of
+them waits for the device: a CUDA graph can hold them.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ CONFIDENCE, POSITION = ORDERS = ("confidence", "position")
 
 
 def without_mask_token(logits: Tensor, mask_token_id: int) -> Tensor:
-    """``logits`` with that of the mask token at minus infinity, in place: it is never proposed.
+    """Set the mask token's logits to minus infinity, in place, so that it is never proposed.
 
     Args:
         logits: [..., vocab_size], written.
-        mask_token_id: Stands for "not yet revealed".
+        mask_token_id: Token that marks a position as not revealed.
     """
     logits[..., mask_token_id] = float("-inf")
     return logits
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's most likely token, and its probability.
+    """Return each row's most likely token, and its probability.
 
     Args:
         logits: [..., vocab_size], any float dtype.
 
     Returns:
-        [...], int64, and [...], float32. Among equal logits the token is that of ``argmax``, which is
-        what vLLM proposes from the same row.
+        Tokens, [...], int64, and probabilities, [...], float32. Among equal logits the token is
+        that of ``argmax``, which vLLM proposes from the same row.
     """
     tokens = logits.argmax(dim=-1)
     log_sum = torch.logsumexp(logits.float(), dim=-1)
@@ -40,13 +40,13 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def revealed(order: str, masked: Tensor, confidence: Tensor, count: int) -> Tensor:
-    """The masks that a pass reveals: ``count`` of each request's, which has as many.
+    """Choose the masks that a pass reveals, ``count`` of each request, which has at least as many.
 
     Args:
         order: One of :data:`ORDERS`: the most confident, the leftmost of equals first; or the leftmost.
         masked: [num_reqs, num_positions], bool, the masks.
         confidence: [num_reqs, num_positions], float32, probabilities.
-        count: How many.
+        count: Number of masks to reveal in each request.
 
     Returns:
         [num_reqs, num_positions], bool.

@@ -1,7 +1,7 @@
-"""How many positions of a draft's block each pass reveals.
+"""Schedules: the number of positions of a draft's block that each pass reveals.
 
-A schedule says which share of the block is still masked after a share ``t`` of the passes. Rounded
-shares are differences of one falling sequence, so the counts sum to the block whatever they round to.
+A schedule gives the share of the block that is still masked after a share ``t`` of the passes. The
+counts are differences of one falling sequence, so they sum to the block whatever they round to.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def unmask_counts(num_positions: int, steps: int, schedule: str) -> tuple[int, ...]:
-    """Positions that each pass reveals: ``steps`` numbers, 1 or more each, with sum ``num_positions``.
+    """Return the positions that each pass reveals: ``steps`` counts that sum to ``num_positions``.
 
     Args:
-        num_positions: Masks of the block; its anchor is none of them.
+        num_positions: Number of masks of the block, without its anchor.
         steps: Passes over the block.
         schedule: A key of :data:`SCHEDULES`.
 
@@ -39,7 +39,7 @@ def unmask_counts(num_positions: int, steps: int, schedule: str) -> tuple[int, .
     masked = num_positions
     for step in range(1, steps + 1):
         share = SCHEDULES[schedule](step / steps)
-        # One for each pass still to come, and one less than before this one.
+        # Each later pass keeps at least one mask, and this pass reveals at least one.
         left = min(max(round(share * num_positions), steps - step), masked - 1)
         counts.append(masked - left)
         masked = left

@@ -1,6 +1,6 @@
-"""An EAGLE-3 draft with random weights: to see that one is served, and what it costs.
+"""EAGLE-3 draft with random weights, to check that one is served and to measure its cost.
 
-It proposes what chance has it propose, so that it is good for nothing else.
+Its proposals are random, so it has no other use.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def save_untrained_eagle3(target: Path, folder: Path, seed: int = 0) -> Path:
 
     Args:
         target: A checkpoint of Qwen3 or Llama, with ``lm_head.weight`` or tied to its embedding.
-        folder: Made if absent.
-        seed: Of the weights.
+        folder: Folder to write to, made if absent.
+        seed: Seed of the weights.
 
     Raises:
         ValueError: If the target's files are not those of a language model with attention heads and at
@@ -105,7 +105,7 @@ def save_untrained_eagle3(target: Path, folder: Path, seed: int = 0) -> Path:
 
 
 def _head(target: Path) -> Tensor:
-    """[vocab_size, hidden]: the target's output head, which may be its embedding."""
+    """Read the target's output head, [vocab_size, hidden], which may be its embedding."""
     found: dict[str, Tensor] = {}
     for path in sorted(target.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class DreamConfig(PretrainedConfig):
-    """As much of it as is read before the refusal."""
+    """Configuration with the fields that are read before the refusal."""
 
     model_type = "Dream"
 
 
 class LLaDAConfig(PretrainedConfig):
-    """As much of it as is read before the refusal."""
+    """Configuration with the fields that are read before the refusal."""
 
     model_type = "llada"
 

@@ -8,10 +8,10 @@ _ROOM = "vllm_diffusion.families."
 
 
 class Family(NamedTuple):
-    """A family of block-diffusion models, by names: nothing of it is imported to register it.
+    """Family of block-diffusion models, by names: its registration imports none of its modules.
 
     Attributes:
-        architecture: As ``architectures`` of its checkpoints' ``config.json`` says.
+        architecture: Name in ``architectures`` of its checkpoints' ``config.json``.
         model: ``"module:Class"``: layers and weight names; its ``get_model_state_cls`` names the
             state.
         engine_config: ``"module:Class"``, a :class:`BlockDiffusionEngineConfig`.

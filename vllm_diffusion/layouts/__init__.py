@@ -1,4 +1,4 @@
-"""How canvases lie in a sequence; a family names one."""
+"""Layouts of canvases in a sequence; a family names one."""
 
 from vllm_diffusion.layouts.aligned_block import AlignedBlock
 from vllm_diffusion.layouts.canvas_layout import (

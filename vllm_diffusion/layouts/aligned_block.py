@@ -53,10 +53,10 @@ class AlignedBlock(CanvasLayout):
         return num_known % self.length
 
     def rows(self, request: RequestRows) -> ScheduledRows:
-        """Whole blocks, of known tokens or of a canvas.
+        """Schedule whole blocks, of known tokens or of a canvas.
 
         Known tokens that do not fill a block are rows of the canvas, and computed in each of its
-        passes: the stock scheduler has not counted those.
+        passes: the stock scheduler does not count them.
         """
         to_encode = max(request.num_known - self.num_given(request.num_tokens), 0)
         num_rows = min(request.num_granted, to_encode, request.num_left)
@@ -65,7 +65,7 @@ class AlignedBlock(CanvasLayout):
         if to_encode == 0:
             has_canvas = not request.awaits_output
         elif request.is_at_prompt:
-            # What is in flight of a request at its prompt decides nothing of its canvas.
+            # A pass in flight of a request at its prompt does not affect its canvas.
             has_canvas = request.shares_prompt
         else:
             has_canvas = request.shares_commit
@@ -88,7 +88,7 @@ class AlignedBlock(CanvasLayout):
         return num_canvas
 
     def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
-        # What stands behind the canvas's end is any token of it.
+        # Positions behind the canvas's end hold an arbitrary token of it.
         position = torch.arange(result.shape[-1], device=result.device)[None, :]
         source = position + num_given[:, None]
         return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())

@@ -1,4 +1,4 @@
-"""How canvases lie in a request's sequence, as an object that every part of a pass asks.
+"""Layout of canvases in a request's sequence, as an object that every part of a pass asks.
 
 The scheduler asks which rows to run, the runner where the rows of a pass read their hidden states,
 the sampler what each row draws, the step what a canvas emits, and start-up what an engine must be.
@@ -21,7 +21,7 @@ from attention_kernels.vocab_statistics import RowDraws
 
 
 class RequestRows(NamedTuple):
-    """A request as the scheduler finds it when it composes a pass.
+    """State of a request when the scheduler composes a pass.
 
     Attributes:
         num_tokens: Tokens of the request that are known.
@@ -31,12 +31,12 @@ class RequestRows(NamedTuple):
         num_left: Rows that the pass has left for this request and those after it.
         max_model_len: Tokens of the longest sequence.
         canvas_width: Positions of the request's canvas.
-        is_at_prompt: Whether no canvas of the request has been scheduled yet.
-        is_prefilled_only: Whether the request ends with its prompt.
-        awaits_output: Whether a pass in flight decides what the next canvas is.
-        narrows_later: Whether a pass in flight may move on to a last, narrower canvas.
-        shares_prompt: Whether the pass that ends the prompt may run the canvas behind it.
-        shares_commit: Whether the pass that encodes a finished canvas may run the next one.
+        is_at_prompt: True if no canvas of the request has been scheduled yet.
+        is_prefilled_only: True if the request ends with its prompt.
+        awaits_output: True if the next canvas depends on a pass in flight.
+        narrows_later: True if a pass in flight may move on to a last, narrower canvas.
+        shares_prompt: True if the pass that ends the prompt may run the canvas behind it.
+        shares_commit: True if the pass that encodes a finished canvas may run the next one.
     """
 
     num_tokens: int
@@ -60,12 +60,12 @@ class RequestRows(NamedTuple):
 
 
 class SampledRows(Protocol):
-    """The rows of a pass that are sampled, N of them. Each property is computed when it is read.
+    """Sampled rows of a pass, N of them. Each property is computed when it is read.
 
     Attributes:
         committed: [N], bool: rows of canvases that the pass commits.
         seeding: [N], bool: rows of known tokens behind which a canvas begins.
-        at: [N], int64: where in its sequence each row stands.
+        at: [N], int64: position of each row in its sequence.
     """
 
     @property
@@ -79,11 +79,11 @@ class SampledRows(Protocol):
 
 
 class ScheduledRows(NamedTuple):
-    """A request's part of a pass.
+    """Rows of a request in a pass.
 
     Attributes:
-        num_rows: Its rows, those of a canvas included.
-        num_added: Canvas rows among them that the stock scheduler does not know of.
+        num_rows: Number of rows, those of a canvas included.
+        num_added: Canvas rows among them that the stock scheduler did not grant.
     """
 
     num_rows: int
@@ -92,13 +92,13 @@ class ScheduledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """One way in which canvases lie; what a subclass does not answer is a free canvas's answer.
+    """Base of layouts; its own answers are those of a free canvas.
 
     Attributes:
-        length: C, positions of a canvas.
-        summary: Where canvases lie and how the tokens before them attend, for the documentation.
+        length: Positions of a canvas, C.
+        summary: Place of canvases and attention of the tokens before them, for the documentation.
         refused_fields: Request fields that this layout cannot honour, each with the reason.
-        refused_arguments: The same for ``diffusion_*`` arguments.
+        refused_arguments: ``diffusion_*`` arguments that it cannot honour, each with the reason.
     """
 
     length: int
@@ -111,48 +111,48 @@ class CanvasLayout:
 
     @property
     def alignment(self) -> int:
-        """Tokens of which the model length and blocks of the KV cache must be a multiple."""
+        """Number of tokens of which the model length and KV cache blocks must be multiples."""
         return 1
 
     @property
     def starts_from_commit(self) -> bool:
-        """Whether a canvas needs the pass that writes the keys and values before it."""
+        """True if a canvas needs the pass that writes the keys and values before it."""
         return False
 
     @property
     def verifies(self) -> bool:
-        """Whether the commit keeps of a canvas only what its own rows draw."""
+        """True if the commit keeps only the tokens of a canvas that its own rows draw."""
         return False
 
     def attention_problem(self, backend: str, setting: str) -> str | None:
-        """Why an attention back end cannot serve this layout, in a sentence; ``None`` if it can.
+        """Return why an attention back end cannot serve this layout; ``None`` if it can.
 
         Args:
-            backend: Its name in vLLM; ``"CUSTOM"`` is this package's.
-            setting: The operator's ``attention``.
+            backend: Name of the back end in vLLM; ``"CUSTOM"`` is this package's.
+            setting: Setting ``attention`` of the operator.
         """
         return None
 
     def warmed_spans(self, has_images: bool) -> tuple[bool, ...]:
-        """Variants of the attention kernel that passes launch: without spans, with spans, or both.
+        """Return the variants of the attention kernel that passes launch: with spans or without.
 
         Args:
-            has_images: Whether a pass may hold an image, whose tokens attend in both directions.
+            has_images: True if a pass may hold an image, whose tokens attend in both directions.
         """
         return (False, True) if has_images else (False,)
 
     def allows_width(self, width: int) -> bool:
-        """Whether a request may have canvases of ``width`` positions, at most C."""
+        """Return true if a request may have canvases of ``width`` positions, at most C."""
         return True
 
     # The scheduler.
 
     def num_given(self, num_known: int) -> int:
-        """Leading positions of the canvas behind ``num_known`` known tokens that are known too."""
+        """Return how many leading positions of the canvas behind ``num_known`` tokens are known too."""
         return 0
 
     def rows(self, request: RequestRows) -> ScheduledRows:
-        """Rows that a request runs in a pass: a canvas whole or not at all."""
+        """Return the rows that a request runs in a pass: a canvas whole or not at all."""
         known = max(min(request.num_granted, request.num_known), 0)
         if request.is_prefilled_only:
             return ScheduledRows(min(request.num_granted, request.num_known))
@@ -163,10 +163,10 @@ class CanvasLayout:
         return ScheduledRows(self._rows_with_canvas(request))
 
     def _rows_of_prompt(self, request: RequestRows, known: int) -> ScheduledRows:
-        """Rows of a prompt, and of the canvas behind it if the prompt ends with them.
+        """Return the rows of a prompt, and of the canvas behind it if the prompt ends with them.
 
-        Nothing that is in flight decides what that canvas is. A canvas that is in flight itself
-        leaves no token of the prompt.
+        That canvas depends on no pass in flight, and once a canvas is in flight no token of the
+        prompt is left.
         """
         width = min(request.canvas_width, request.room)
         ends = request.num_granted == request.num_known > 0
@@ -176,11 +176,11 @@ class CanvasLayout:
         return ScheduledRows(known)
 
     def _rows_with_canvas(self, request: RequestRows) -> int:
-        """Rows of a request that has a canvas behind its known tokens."""
+        """Return the rows of a request that has a canvas behind its known tokens."""
         num_granted, num_known = request.num_granted, request.num_known
         if num_granted <= num_known:
             return num_granted if num_known else 0
-        # A canvas that the model length cuts is as wide as it will ever be.
+        # A canvas that the model length cuts waits for the pass that may narrow it.
         if request.room < request.canvas_width and request.narrows_later:
             return 0
         is_whole = num_granted - num_known >= min(request.canvas_width, request.room)
@@ -191,19 +191,19 @@ class CanvasLayout:
     # The rows of a pass.
 
     def row_spans(self, positions: Tensor, spans: Tensor) -> Tensor | None:
-        """[num_tokens, 2], int32: the span in which each known token attends in both directions.
+        """Write the span in which each known token attends in both directions.
 
         Args:
-            positions: [num_tokens], of the sequence.
-            spans: [num_tokens, 2], int32, where they are written.
+            positions: [num_tokens], positions in the sequence.
+            spans: [num_tokens, 2], int32, output.
 
         Returns:
-            ``spans``; ``None`` where known tokens are causal.
+            ``spans``; ``None`` if known tokens are causal.
         """
         return None
 
     def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:
-        """[R], int32: rows of each request that attend in both directions.
+        """Return the number of rows of each request that attend in both directions, [R], int32.
 
         Args:
             num_canvas: [R], int32, canvas rows of each request.
@@ -212,10 +212,10 @@ class CanvasLayout:
         return torch.where(is_committed(), 0, num_canvas)
 
     def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
-        """Requests whose last known row is sampled for the first token of their canvas.
+        """Return the requests whose last known row is sampled for the first token of their canvas.
 
         Args:
-            ends_known: [num_reqs], bool: requests whose known tokens end in this pass, and which
+            ends_known: [num_reqs], bool: requests whose known tokens end in this pass, and that
                 have no canvas in it.
 
         Returns:
@@ -224,93 +224,93 @@ class CanvasLayout:
         return None
 
     def hidden_index(self, index: Tensor) -> Tensor:
-        """[N], int64: the tensor that holds where the hidden state of each sampled row is.
+        """Return the tensor for the index of each sampled row's hidden state, [N], int64.
 
         Args:
-            index: [N], int64, where each sampled row is.
+            index: [N], int64, index of each sampled row.
         """
         return index
 
     def hidden_at(self, at: Tensor, position: Tensor, is_seed: Callable[[], Tensor]) -> Tensor:
-        """[N], int: the row whose hidden state tells what stands at a sampled row.
+        """Return the row whose hidden state predicts the token at each sampled row, [N], int.
 
         Args:
             at: [N], int, the sampled rows.
-            position: [N], int32, each one's position in its canvas.
-            is_seed: Computes [N], bool: rows that tell a canvas's first token.
+            position: [N], int32, position of each row in its canvas.
+            is_seed: Computes [N], bool: rows that predict a canvas's first token.
 
         Returns:
-            ``at`` itself where each row tells its own token.
+            ``at`` itself if each row predicts its own token.
         """
         return at
 
     # The sampler.
 
     def drawn_at(self, rows: SampledRows) -> Tensor:
-        """[N], int64: where in its sequence the token stands that each row draws."""
+        """Return the position in its sequence of the token that each row draws, [N], int64."""
         return rows.at
 
     def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
-        """Temperatures and noise keys of the rows of a pass.
+        """Return the temperatures and noise keys of the rows of a pass.
 
         Args:
-            draws: What they are for rows of canvases.
-            rows: The rows.
+            draws: Values for rows of canvases.
+            rows: Sampled rows of the pass.
         """
         return draws
 
     def reports_unscaled(self, reports_raw: bool) -> bool:
-        """Whether log-probabilities are reported at temperature 1 for every request.
+        """Return true if log-probabilities are reported at temperature 1 for every request.
 
         Args:
-            reports_raw: Whether the server reports them before penalties and filters.
+            reports_raw: True if the server reports them before penalties and filters.
         """
         return False
 
     # The step.
 
     def num_final(self, canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
-        """[R], int32: leading positions of each canvas that its commit emits.
+        """Return the number of leading positions of each canvas that its commit emits, [R], int32.
 
         Args:
-            canvas: [R, C], int64.
-            drawn: [R, C], int64, by each row.
+            canvas: [R, C], int64, tokens of each canvas.
+            drawn: [R, C], int64, token that each row draws.
             num_rows: [R], int32, rows of each canvas.
         """
         return num_rows
 
     def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
-        """[R, C], int64: ``result`` from its first position that is not given on.
+        """Shift ``result`` to begin at its first position that is not given, [R, C], int64.
 
         Args:
-            result: [R, C], int64.
-            num_given: [R], int32.
+            result: [R, C], int64, tokens of each canvas.
+            num_given: [R], int32, given positions of each canvas.
         """
         return result
 
     def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
-        """[R], int64: the first token of canvases that begin now; ``None`` where they begin as noise.
+        """Return the first token of canvases that begin now, [R], int64; ``None`` if it is noise.
 
         Args:
-            drawn: [R, C], int64, by each row.
+            drawn: [R, C], int64, token that each row draws.
             committed: [R], bool: slots whose last canvas this pass commits.
-            num_final: [R], int32: see :meth:`num_final`.
+            num_final: [R], int32: result of :meth:`num_final`.
         """
         return None
 
     # Log-probabilities.
 
     def reporting_row(self, row: Tensor, position: Tensor) -> Tensor:
-        """[N], int64: the row whose log-probabilities are those of the token at each row.
+        """Return the row whose log-probabilities are those of the token at each row, [N], int64.
 
         Args:
-            row: [N], int64, from 0 on.
-            position: [N], int64, each one's position in its canvas.
+            row: [N], int64, rows counted from 0.
+            position: [N], int64, position of each row in its canvas.
         """
         return row
 
     def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-        """[N], bool: rows whose token was given, by the prompt or by the request.
+        """Return true for rows whose token was given, by the prompt or the request, [N], bool.
 
         Args:
             unwritten: [N], bool: rows whose position no step ever wrote.
@@ -320,25 +320,25 @@ class CanvasLayout:
         return unwritten
 
     def was_reported(self, position: Tensor, is_seed: Tensor, is_decided: Tensor) -> Tensor:
-        """[N], bool: rows whose log-probabilities an earlier pass computed.
+        """Return true for rows whose log-probabilities an earlier pass computed, [N], bool.
 
         Args:
-            position: [N], int64.
+            position: [N], int64, position of each row in its canvas.
             is_seed: [N], bool: rows of known tokens behind which a canvas begins.
             is_decided: [N], bool: rows whose token an earlier step decided.
         """
         return is_decided
 
     def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
-        """[n], int64: the row of each canvas that tells the first token of the canvas behind it.
+        """Return the row of each canvas that predicts the next canvas's first token, [n], int64.
 
         Args:
             first: [n], int64, the first row of each canvas in the pass.
-            num_rows: [n], int64, its rows.
-            num_final: [n], int32, how many of its positions the pass made final.
+            num_rows: [n], int64, rows of each canvas.
+            num_final: [n], int32, number of its positions that the pass made final.
 
         Returns:
-            ``None`` where canvases begin as noise.
+            The rows; ``None`` if canvases begin as noise.
         """
         return None
 

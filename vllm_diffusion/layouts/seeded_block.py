@@ -16,17 +16,17 @@ from vllm_diffusion.layouts.canvas_layout import CanvasLayout, SampledRows
 
 
 def _seeding(ends_known: np.ndarray) -> np.ndarray | None:
-    """Requests whose known tokens end in a pass; ``None`` if there are none."""
+    """Return the requests whose known tokens end in a pass; ``None`` if there are none."""
     return ends_known if ends_known.any() else None
 
 
 def _given(unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-    """Rows of given tokens; a first token was drawn before its canvas's first step."""
+    """Return the rows of given tokens; a first token was drawn before its canvas's first step."""
     return unwritten & ((position > 0) | is_pinned)
 
 
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
-    """Noise keys of first tokens: before the canvas's first step, at a position behind its end."""
+    """Set the noise keys of first tokens: step 0 of the canvas, at a position behind its end."""
     committed = rows.committed
     is_seed = committed | rows.seeding
     return draws._replace(
@@ -38,10 +38,10 @@ def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
 
 @dataclass(frozen=True)
 class SeededBlock(CanvasLayout):
-    """A canvas behind causal tokens, whose last row tells its first token, the *seed*.
+    """Layout of canvases behind causal tokens, whose last row predicts the first token, the *seed*.
 
-    The pass that commits a canvas is causal too, and its last row tells the next canvas's seed. So
-    no canvas shares a pass with the tokens before it.
+    The pass that commits a canvas is causal too, and its last row predicts the next canvas's seed.
+    So no canvas shares a pass with the tokens before it.
     """
 
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
@@ -74,12 +74,11 @@ class SeededBlock(CanvasLayout):
 
 @dataclass(frozen=True)
 class ShiftedBlock(AlignedBlock):
-    """Aligned blocks whose rows tell what stands behind them.
+    """Layout of aligned blocks whose rows predict the token behind them.
 
-    A position's token comes from the row before it. Nothing has to be told of a block's first
-    position, whose token is the likeliest one behind the block before. So the block's last row, which
-    nothing else of the block reads, stands for its first position and tells the next block's first
-    token.
+    A position's token comes from the row before it. A block's first position needs no row, since
+    its token is the likeliest one behind the previous block. So the block's last row, which nothing
+    else of the block reads, takes its place and predicts the next block's first token.
     """
 
     summary: ClassVar[str] = (

@@ -1,4 +1,4 @@
-"""Canvases that are drafts, of which a causal pass keeps what it draws itself."""
+"""Layout of canvases that are drafts, of which a causal pass keeps the tokens that it draws too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _ONE_STEP = (
 
 @dataclass(frozen=True)
 class VerifiedDraft(SeededBlock):
-    """A draft behind a certain first token; each row of its commit draws the token behind it.
+    """Layout of drafts behind a certain first token; each row of a commit draws the next token.
 
     Tokens are those of drawing one after another, so their noise is keyed by the position in the
     sequence, however the answer was cut into canvases. Drafts are greedy.
     """
 
-    # Each changes the law of a token by those before it, which a draft's rows do not know yet.
+    # Each changes a token's distribution by the tokens before it, which a draft's rows do not have
+    # yet.
     refused_fields: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             "presence_penalty",
@@ -70,13 +71,14 @@ class VerifiedDraft(SeededBlock):
         )
 
     def reports_unscaled(self, reports_raw: bool) -> bool:
-        # As what draws one token after another reports them.
+        # An autoregressive server reports them so.
         return reports_raw
 
     def num_final(self, canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
-        """Leading tokens that the causal pass draws too, [R], int32.
+        """Return the number of leading tokens that the causal pass draws too, [R], int32.
 
-        The first is there without it; row i draws what stands at i + 1. 1 where there are no rows.
+        The first token is always kept; row i draws the token at i + 1. The number is 1 without
+        rows.
         """
         position = torch.arange(1, canvas.shape[-1], device=canvas.device)
         agrees = (canvas[:, 1:] == drawn[:, :-1]) & (position < num_rows[:, None])

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 class _Told:
-    """What a request of this process was told so far."""
+    """State of the reports that a request of this process has received so far."""
 
     def __init__(self, shown: Shown, inbox: Inbox | None, prompt_index: int) -> None:
         self.shown = shown

@@ -1,4 +1,4 @@
-"""What is shown of a canvas, with the text that its tokens would add to the answer."""
+"""Frames of a canvas, with the text that its tokens would add to the answer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from vllm_diffusion.canvas.report import ReportedFrame
 
 @dataclass(frozen=True)
 class CanvasFrame:
-    """A canvas as it stands after a denoising step.
+    """Canvas after a denoising step.
 
     Attributes:
         index: Place of the answer among the ``n`` of its prompt.
         prompt_index: Place of the prompt among the prompts of the call.
         block: Canvases of the answer before this one.
-        step: The step, from 1 on. A constraint may hold a canvas beyond ``total``.
-        total: The step cap.
-        offset: Where in the answer's text the canvas begins, in characters.
-        text: What the canvas would add to it if it were committed as it is, before a chat's parsers.
-        withheld: Text before it that deltas have not brought, since a stop string may begin in it.
-        answer_token_ids: The tokens that it would add: up to an end token, a stop string, a detected
-            repetition, ``max_tokens`` or, of a verified draft, the first token that is refused.
-        ends_answer: Whether the answer would end with them.
-        is_last: Whether the canvas is committed as it is; its tokens follow.
-        begins_anew: Whether an earlier frame of this canvas was of one that was lost: the request was
+        step: Number of the step, from 1 on. A constraint may hold a canvas beyond ``total``.
+        total: Step cap of the canvas.
+        offset: Position of the canvas's start in the answer's text, in characters.
+        text: Text that the canvas would add if it were committed as it is, before a chat's parsers.
+        withheld: Text before it that deltas have not sent yet, since a stop string may begin in it.
+        answer_token_ids: Tokens that it would add: up to an end token, a stop string, a detected
+            repetition, ``max_tokens`` or, for a verified draft, the first rejected token.
+        ends_answer: True if the answer would end with them.
+        is_last: True if the canvas is committed as it is; its tokens follow.
+        begins_anew: True if an earlier frame showed this canvas before it was lost: the request was
             preempted, and denoises the canvas again.
-        token_ids: The tokens of all its positions; ``None`` if not asked for, as the fields below.
-        tokens: The text of each token by itself, as ``logprobs`` spell it, special tokens too; ``None``
-            also where the request is not to be detokenized.
+        token_ids: Tokens of all its positions; ``None`` if not requested, like the fields below.
+        tokens: Text of each token by itself, spelled as in ``logprobs``, special tokens too;
+            ``None`` also if the request is not detokenized.
         kept: Positions whose token enters the next step as it is.
         entropy: Entropy of each position's distribution, in nats.
     """
@@ -75,12 +75,12 @@ class CanvasStepMap:
 def frame_of(
     reported: ReportedFrame, fields: tuple[str, ...], state: Any, prompt_index: int
 ) -> CanvasFrame:
-    """Make a frame for whoever watches.
+    """Make a frame for the client.
 
     Args:
-        reported: The engine's report.
-        fields: What the frame holds besides its text.
-        state: vLLM's state of the request, as its committed tokens left it.
+        reported: Report of the engine.
+        fields: Fields of the frame besides its text.
+        state: vLLM's state of the request after its committed tokens.
         prompt_index: Place of the prompt in the call.
     """
     tokens: list[int] = np.frombuffer(reported.tokens, np.int32).tolist()
@@ -108,12 +108,12 @@ def frame_of(
 
 
 class Addition(NamedTuple):
-    """What tokens add to an answer.
+    """Text that tokens add to an answer.
 
     Attributes:
-        text: Their text, which may be none of a special token.
-        num_tokens: How many of them there are up to the end of a stop string.
-        is_stopped: Whether there is one.
+        text: Text of the tokens; a special token may have none.
+        num_tokens: Number of tokens up to the end of a stop string.
+        is_stopped: True if there is a stop string.
     """
 
     text: str
@@ -122,12 +122,12 @@ class Addition(NamedTuple):
 
 
 def added_by(detokenizer: Any, token_ids: list[int], is_stopped: bool) -> Addition:
-    """Return what the answer's own detokenizer would make of more tokens, and leave it as it is.
+    """Detokenize further tokens with a copy of the answer's detokenizer, which stays as it is.
 
     Args:
-        detokenizer: vLLM's, of the answer.
-        token_ids: The tokens that would follow.
-        is_stopped: Whether the last of them is one at which the request stops.
+        detokenizer: vLLM's detokenizer of the answer.
+        token_ids: Tokens that would follow.
+        is_stopped: True if the request stops at the last of them.
     """
     ahead = copy.copy(detokenizer)
     for name, value in vars(detokenizer).items():

@@ -1,4 +1,4 @@
-"""Where what happens to a call's requests waits for its reader, in order, within one API process.
+"""Queue of the events of a call's requests for its reader, in order, within one API process.
 
 An inbox is opened around the call that adds a request to vLLM's output processor, which finds it in
 the context of that call: no name that a client chooses leads from one request to another's frames.
@@ -92,10 +92,10 @@ class OrderedQueue:
         self.wake(is_finished=output.finished)
 
     def wake(self, *, is_finished: bool = False) -> None:
-        """Have the collector's reader look into the inbox.
+        """Wake the collector's reader, so that it reads the inbox.
 
         Args:
-            is_finished: Whether nothing follows.
+            is_finished: True if nothing follows.
         """
         from vllm import RequestOutput
 

@@ -1,4 +1,4 @@
-"""What a chat's reasoning and tool parsers would make of a canvas, as they will of its tokens."""
+"""Parsing of a canvas with a chat's reasoning and tool parsers, as they will parse its tokens."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ def watch_async(
 
 
 async def items_of(outputs: AsyncGenerator[Any, None], inbox: Inbox) -> AsyncGenerator[Any, None]:
-    """As :func:`watch_async`, with an inbox that the caller has.
+    """Yield frames and outputs as :func:`watch_async` does, with an inbox of the caller.
 
     Args:
-        outputs: As there.
-        inbox: A new one.
+        outputs: Outputs of the engine, as in :func:`watch_async`.
+        inbox: New inbox.
     """
     with opened(inbox):
         # The requests are added by the first step of the iterator, in this context.

@@ -18,10 +18,10 @@ _FIELD = re.compile(r"`\$\.(\w+)")
 
 
 def check_decodable(params: SamplingParams) -> None:
-    """Encode sampling parameters for the engine and decode them as it will.
+    """Encode sampling parameters for the engine and decode them as the engine will.
 
     Args:
-        params: What is about to be sent. An encoding that fails is left to vLLM, which answers the
+        params: Parameters of the request. An encoding that fails is left to vLLM, which answers the
             client: it fails in this process.
 
     Raises:

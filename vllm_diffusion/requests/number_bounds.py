@@ -17,12 +17,12 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 @dataclass(frozen=True)
 class NumberBounds:
-    """What a number may be.
+    """Bounds of a number.
 
     Attributes:
-        low: The least.
-        high: The largest.
-        why: What holds no others; the end of a sentence.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+        why: Reason of the bounds, the end of a sentence.
     """
 
     low: float
@@ -41,7 +41,7 @@ class NumberBounds:
 
 
 def _sent(low: int) -> NumberBounds:
-    """What the message to the engine holds; the worker lowers it to what it has."""
+    """Bound a number by the integers of the engine's message; the worker lowers larger ones."""
     return NumberBounds(low, INT64_MAX, "the engine is sent numbers of 64 bits")
 
 

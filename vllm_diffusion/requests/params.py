@@ -31,13 +31,13 @@ class RequestParamError(ValueError):
 
 @dataclass(frozen=True)
 class Shown:
-    """What is sent of a request's canvases besides their tokens.
+    """Reports of a request's canvases besides their tokens.
 
     Attributes:
-        frame_interval: Every so many steps a canvas is sent as it stands; ``None`` never.
-        frame_fields: What a frame holds besides its text.
-        step_map: Whether it is told which step decided each token.
-        trace: Whether it is told what each step began from, with the answer.
+        frame_interval: Steps between two frames of a canvas; ``None`` for no frames.
+        frame_fields: Fields of a frame besides its text.
+        step_map: True to report the step that decided each token.
+        trace: True to report the canvas that each step began from, with the answer.
     """
 
     frame_interval: int | None = None
@@ -51,17 +51,17 @@ class Shown:
 
 @dataclass(frozen=True)
 class CanvasParams:
-    """What a request asks of its canvases.
+    """Arguments of a request about its canvases.
 
     Attributes:
         max_steps: Step cap N of this request; ``None`` for the server's.
         canvas_length: Width of its canvases in tokens; ``None`` for the server's.
         seed_canvas: The first canvas's starting tokens; ``None`` for random ones.
         pinned: Positions that keep their ``seed_canvas`` token as input in every step.
-        read_only: Emit one canvas on the step that converges, and end; it is never encoded.
-        allowed_ids: The only token ids that may be read; ``None`` for all.
-        shown: What is sent of its canvases besides their tokens.
-        settings: What it sets of the decoding rule's settings, by name.
+        read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
+        allowed_ids: Only token ids that may be read; ``None`` for all.
+        shown: Reports of its canvases besides their tokens.
+        settings: Settings of the decoding rule that it sets, by name.
     """
 
     max_steps: int | None = None
@@ -91,7 +91,7 @@ _NAMES: tuple[str, ...] = (
 
 
 def argument_names(spec: CanvasSpec) -> tuple[str, ...]:
-    """What a request may name."""
+    """Return the names of the arguments that a request may have."""
     presets = ("diffusion_preset",) if spec.rule.presets else ()
     return _NAMES + presets + tuple(PREFIX + name for name in spec.rule.settings)
 
@@ -107,7 +107,7 @@ def parse_canvas_params(
 
     Args:
         extra_args: ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
-        spec: Of the server's canvases.
+        spec: Description of the server's canvases.
         vocab_size: Number of token ids.
         logprob_token_ids: ``SamplingParams.logprob_token_ids``, the allowed set of
             ``diffusion_constrained``.
@@ -179,10 +179,10 @@ def parse_canvas_params(
 
 
 def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:
-    """Check those of a request's ``diffusion_*`` arguments that say what is sent besides tokens.
+    """Check a request's ``diffusion_*`` arguments about reports besides tokens.
 
     Args:
-        extra_args: As for :func:`parse_canvas_params`.
+        extra_args: ``SamplingParams.extra_args``, as in :func:`parse_canvas_params`.
 
     Raises:
         RequestParamError: Naming the field, what it got and what is allowed.
@@ -231,7 +231,7 @@ def end_token_ids(sampling_params: Any) -> list[int]:
 
 
 def is_read_only(sampling_params: Any) -> bool:
-    """Whether the request reads one canvas and ends; the argument is checked at the door."""
+    """Return true if the request reads one canvas and ends; the API process checks the argument."""
     return bool((sampling_params.extra_args or {}).get("diffusion_read_only"))
 
 

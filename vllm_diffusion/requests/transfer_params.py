@@ -75,24 +75,24 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
 
 
 def reads_by_nixl(kv_transfer_config: Any) -> bool:
-    """Whether a server reads the parameters that are known here.
+    """Return true if a server reads the parameters that this module checks.
 
     Args:
-        kv_transfer_config: vLLM's; ``None`` without a connector.
+        kv_transfer_config: vLLM's configuration; ``None`` without a connector.
     """
     return kv_transfer_config is not None and any(map(kv_transfer_config.has_connector, _NIXL))
 
 
 def form_problem(params: Any, num_answers: int, kv_transfer_config: Any) -> tuple[str, str] | None:
-    """What is wrong with parameters by themselves.
+    """Find what is wrong with parameters by themselves.
 
     Args:
-        params: Of a request.
+        params: ``kv_transfer_params`` of a request.
         num_answers: Its ``n``.
-        kv_transfer_config: vLLM's, of the server; ``None`` without a connector.
+        kv_transfer_config: vLLM's configuration of the server; ``None`` without a connector.
 
     Returns:
-        The field and what is wrong with it, or ``None``.
+        The field and its problem, or ``None``.
     """
     if not isinstance(params, Mapping):
         return "kv_transfer_params", f"must be a mapping; got {reprlib.repr(params)}."
@@ -130,10 +130,10 @@ def agreement_problem(
     num_groups: int,
     loading: Iterable[str | None],
 ) -> str | None:
-    """Why blocks of another engine cannot be a request's prompt; ``None`` if they can.
+    """Return why another engine's blocks cannot be a request's prompt; ``None`` if they can.
 
     Args:
-        params: Of the request, without a problem of form.
+        params: ``kv_transfer_params`` of the request, which passed :func:`form_problem`.
         num_prefilled: Tokens of its prompt that are prefilled before its canvas.
         num_groups: Groups of cached layers of this engine.
         loading: ``remote_request_id`` of this engine's requests.

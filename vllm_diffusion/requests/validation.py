@@ -159,7 +159,7 @@ def _check_transfers(params: Any, model_config: Any) -> None:
 
 
 def _is_set(params: Any, field: str) -> bool:
-    """Whether a request says anything in a field."""
+    """Return true if a request sets a field to another value than the neutral one."""
     value = getattr(params, field)
     return bool(value not in (None, [], _NEUTRAL.get(field)))
 
@@ -176,9 +176,9 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     """Check ``diffusion_*`` arguments, and give a request canvases no wider than it needs.
 
     Args:
-        params: The request's ``SamplingParams``. Set in place: ``max_tokens`` and ``ignore_eos`` of
-            a read-only request, and the canvas width of one that wants less than a canvas.
-        spec: Of the server's canvases.
+        params: ``SamplingParams`` of the request. ``max_tokens`` and ``ignore_eos`` of a read-only
+            request are set in place, and the canvas width of a request for less than a canvas.
+        spec: Description of the server's canvases.
         vocab_size: Number of token ids.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the models of masked families have in common."""
+"""Mixin of the models of masked families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_diffusion.weights.adapters.worker import Adaptable
 
 
 class MaskedModel(Adaptable):
-    """In front of the class of vLLM that has the layers."""
+    """Mixin that precedes the class of vLLM that has the layers."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         worker.install()

@@ -1,7 +1,7 @@
-"""What any block-diffusion model needs of the model runner; nothing here knows an architecture.
+"""Model state of block-diffusion models, which the model runner calls; it knows no architecture.
 
-A model names it in ``get_model_state_cls()``, or a subclass that embeds canvases in its own way. What
-its canvases are is in the :class:`CanvasSpec` that start-up chose.
+A model names it in ``get_model_state_cls()``, or a subclass that embeds canvases in its own way.
+The :class:`CanvasSpec` that start-up chose describes its canvases.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class BlockDiffusionModelState(ModelState):
         )
 
     def _captured_parts(self) -> str:
-        """What :meth:`capture_graphs` captures, in words."""
+        """Describe in words what :meth:`capture_graphs` captures."""
         parts = []
         if self.is_first_stage and self.soft_embeds is not None:
             parts.append("embedding with self-conditioning")
@@ -174,9 +174,9 @@ class BlockDiffusionModelState(ModelState):
         return min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
 
     def bytes_of_other_graphs(self) -> int:
-        """What the driver keeps of graphs that are captured, and are none of a sample.
+        """Return the driver's bytes for captured graphs that the sample does not contain.
 
-        Their tensors are those of the largest one.
+        Their tensors are shared with the largest graph.
         """
         most = self.most_captured()
         sizes = 2 * (most - 1) + min(most, MAX_EXACT) - 1

@@ -1,9 +1,9 @@
-"""Where the model runner hands over to us: hidden rows, not logits; canvases, not sampled tokens.
+"""Changes to vLLM's model runner: the sampler gets hidden rows, and stages exchange canvases.
 
 The runner would project every row onto the whole vocabulary first and write a grammar's mask into
 the result. Our sampler projects for itself, a tile at a time, and takes masks from the scheduler.
-With pipeline stages the runner would tell the others a token for each request, and of drafts as many
-as a drafter has.
+With pipeline stages the runner would send the other stages one token for each request, and as many
+drafts as a drafter has.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _dropping_profiled_graphs(stock: Any) -> Any:
 
 def _relaying_canvases(stock: Any) -> Any:
     def update_pp_decode_requests(self: Any) -> None:
-        """What every pass of a stage begins with, the first one too."""
+        """Install our relay before the stage's first pass; vLLM calls this at the start of each."""
         handler, state = self.pp_handler, self.model_state
         if handler is not None and _has_canvases(self) and not isinstance(handler, StageRelay):
             num_stages = self.parallel_config.pipeline_parallel_size

@@ -1,18 +1,19 @@
-"""What a pass's last pipeline stage tells the stages before it.
+"""Messages of a pass from the last pipeline stage to the stages before it.
 
 Canvases live where the sampler is, on the last stage; their next pass begins on the first. So each
 pass ends with a message from the last stage to all others:
 
-- of each request of the pass, as int32: its phase and step, how many tokens it emitted and how many
-  rows it keeps no keys and values of (:data:`NUMBERS`); its next canvas; the tokens that it may have
-  emitted.
-- of each canvas row, to the first stage alone and in the model's dtype: the soft embedding, where a
+- for each request of the pass, as int32: its phase and step, the number of emitted tokens and of
+rows
+  whose keys and values it does not keep (:data:`NUMBERS`); its next canvas; the tokens that it may
+  have emitted.
+- for each canvas row, to the first stage alone and in the model's dtype: the soft embedding, if the
   model has self-conditioning.
 
-Both sides know from the scheduler which passes there are, and of which sizes, so that nothing but
-this is sent, and in the passes' order. A stage posts what it expects when its part of a pass has run,
-and waits for it as many passes later as there are stages: the scheduler has no request in two passes
-nearer than that if the second one's rows hang on the first.
+Both sides know the passes and their sizes from the scheduler, so that nothing else is sent, and in
+the passes' order. A stage posts its receives when its part of a pass has run, and waits for them as
+many passes later as there are stages: the scheduler has no request in two passes nearer than that
+if the second one's rows depend on the first.
 """
 
 from __future__ import annotations
@@ -62,25 +63,25 @@ class StageRelay:
         """Take the place of vLLM's handler, before the first pass.
 
         Args:
-            stock: It, whose process group is used.
-            slots: The stage's canvases: decided on the last stage, followed on the others.
-            soft_embeds: [R, C, hidden_size], of each canvas position, on the stages that have it.
-            num_stages: Of the pipeline.
+            stock: vLLM's handler, whose process group is used.
+            slots: Canvases of the stage: decided on the last stage, copied on the others.
+            soft_embeds: [R, C, hidden_size], soft embeddings, on the stages that have them.
+            num_stages: Number of stages of the pipeline.
         """
         self._group = stock.broadcast_group
         self._first, self._last = 0, num_stages - 1
         self._slots = slots
         self._soft_embeds = soft_embeds
         self._owners = np.zeros(slots.num_slots, dtype=np.int64)
-        # On the last stage: what is being sent, which must not be freed meanwhile.
+        # On the last stage: tensors being sent, which must not be freed meanwhile.
         self._sent: tuple[list[Any], list[Tensor | None]] = ([], [])
-        # On the others, by pass.
+        # On the other stages: expected messages by pass.
         self._expected: deque[_Expected | None] = deque([None] * num_stages)
 
     # What the runner calls, in the order of a pass.
 
     def on_req_idx_freed(self, slot: int) -> None:
-        """What is on its way for the slot is for nobody any more."""
+        """Discard messages in flight for the slot, whose request has ended."""
         self._owners[slot] += 1
 
     def get_prev_sampled_outputs(self) -> dict[str, Any] | None:
@@ -122,11 +123,11 @@ class StageRelay:
         }
 
     def receive(self, input_batch: InputBatch, recv_drafts: bool) -> bool:
-        """Post what the last stage will send of a pass; returns at once.
+        """Post the receives of a pass's messages, and return at once.
 
         Args:
             input_batch: The pass.
-            recv_drafts: Of no concern: canvases take the place of drafts.
+            recv_drafts: Ignored: canvases take the place of drafts.
 
         Returns:
             ``True``: the runner has nothing to add.
@@ -196,10 +197,10 @@ class StageRelay:
         self._sent = (works, [requests, soft_embeds])
 
     def broadcast_drafts(self, draft_tokens: Tensor) -> None:
-        """Nothing: draft tokens are for the scheduler."""
+        """Do nothing, since draft tokens are only for the scheduler."""
 
     def relay_aux_hidden_states(self, received: Any, output: Any) -> Any:
-        """What the next stage is sent: the model's own tensors."""
+        """Return the model's own tensors, which the next stage is sent."""
         return output
 
     def _split(self, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""What the engine schedules for block-diffusion models."""
+"""Scheduling of block-diffusion models."""

@@ -1,4 +1,4 @@
-"""What the scheduler tells of requests besides their tokens: frames, step maps, what they took."""
+"""Reports of the scheduler about requests, besides their tokens: frames, step maps, counts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 
 @dataclass
 class _Told:
-    """Of one request.
+    """State of one request's reports.
 
     Attributes:
-        request: vLLM's.
-        shown: What it asked for.
-        end_tokens: Those that end it.
-        num_canvases: Canvases that it emitted.
-        is_lost: Whether a canvas of it that was shown is lost.
-        last_frame: Of a canvas that is done, until the canvas is emitted.
-        trace: Of the canvas that is being denoised, as in :class:`RequestReport`.
-        passes: As in :class:`RequestReport`, since they were told; ``None`` behind the answer.
-        report: What this pass tells.
+        request: vLLM's request.
+        shown: Reports that the request asks for.
+        end_tokens: Token ids that end the answer.
+        num_canvases: Number of canvases that it emitted.
+        is_lost: True if a canvas of which frames were sent is lost.
+        last_frame: Frame of a finished canvas, until the canvas is emitted.
+        trace: Trace of the canvas that is being denoised, as in :class:`RequestReport`.
+        passes: Counts since the last report, as in :class:`RequestReport`; ``None`` behind the
+            answer.
+        report: Report of this pass.
     """
 
     request: Request
@@ -43,10 +44,11 @@ class _Told:
     report: RequestReport | None = None
 
     def would_commit(self, tokens: np.ndarray) -> tuple[int, bool, bool]:
-        """Say what the stock scheduler would take of a canvas, by the order of its own checks.
+        """Compute what the stock scheduler would take of a canvas, by the order of its own checks.
 
         Returns:
-            How many tokens, whether the last one is an end token, and whether the request would end.
+            The number of tokens, true if the last one is an end token, and true if the request
+            would end.
         """
         request = self.request
         room = min(len(tokens), request.max_tokens - request.num_output_tokens)
@@ -65,11 +67,11 @@ class _Told:
         return num_tokens, is_stopped, is_stopped or fills
 
     def trace_step(self, view: CanvasView) -> None:
-        """Add what a step began from and, if it was the last, what it left."""
+        """Add the canvas that a step began from and, after the last step, its result."""
         if not view.denoised:
             return
         if view.step == 1:
-            # Also of a canvas that was lost, and begins anew.
+            # A canvas that was lost begins anew, so its trace does too.
             self.trace.clear()
         began_from = view.began_from.tolist()
         self.trace.append(began_from)
@@ -104,7 +106,7 @@ class CanvasReports(SchedulerFeature):
         request_id, rows, view = part.request.request_id, part.counts, part.view
         told = self._told[request_id]
         if part.is_stale and not part.is_lost:
-            # The canvas that was taken for lost is emitted by the pass that was on its way.
+            # The canvas that was taken for lost is emitted by the pass that was in flight.
             told.is_lost = False
         if told.passes is not None:
             told.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
@@ -164,9 +166,9 @@ class CanvasReports(SchedulerFeature):
         self._reporting.discard(output.request_id)
         is_finished = output.finish_reason is not None
         if told.passes and (output.new_token_ids or is_finished):
-            # Not at the end alone: of a stop string the engine hears nothing.
+            # Not only at the end, since the engine does not learn of a stop string.
             report = report or RequestReport()
-            # What follows an answer, to keep it for the next turn, is no part of it.
+            # The pass that encodes the last canvas for the next turn is no part of the answer.
             report.passes, told.passes = told.passes, None if is_finished else []
         if report is not None:
             # Behind an end token nothing is part of the answer.

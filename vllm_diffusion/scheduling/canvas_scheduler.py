@@ -1,8 +1,8 @@
-"""vLLM's diffusion schedulers, with canvases scheduled whole or not at all.
+"""Schedulers for canvases, which are scheduled whole or not at all.
 
-:class:`CanvasScheduling` stands before one of vLLM's two. Its methods are hooks of vLLM's scheduler, in
-the order in which a pass meets them; what else is done with requests is in features
-(``feature.py``).
+:class:`CanvasScheduling` precedes one of vLLM's two diffusion schedulers in the method resolution
+order. Its methods are hooks of vLLM's scheduler, in the order in which a pass calls them;
+everything else is in features (``feature.py``).
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
 from vllm_diffusion.weights.served_weights import why_refused
 
-# As vLLM's scheduler counts them.
+# Tokens in flight of a request, as vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class PassOrder:
-    """Which rows of a request share a pass.
+    """Choice of the rows of a request that share a pass.
 
     Attributes:
-        fuses_encode: Whether a finished canvas is encoded in the pass of the next one's first step.
-        fuses_prompt: Whether the end of a prompt is, which is known in time in every order.
-        commits_in_place: Whether a canvas is emitted by a pass whose rows are computed tokens with
-            it.
-        emits_by_encoding: Whether that pass runs the canvas's rows as known tokens.
+        fuses_encode: True if a finished canvas is encoded in the pass of the next one's first step.
+        fuses_prompt: True if the end of a prompt is encoded in the pass of the first canvas's first
+            step; it is known in time in both orders.
+        commits_in_place: True if the pass that emits a canvas also computes its final keys and
+            values.
+        emits_by_encoding: True if that pass runs the canvas's rows as known tokens.
     """
 
     fuses_encode: bool
@@ -69,7 +70,7 @@ class PassOrder:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> PassOrder:
-        """The order that start-up chose."""
+        """Read the order that start-up chose."""
         spec: CanvasSpec = vllm_config.model_config.canvas_spec
         is_async: bool = vllm_config.scheduler_config.async_scheduling
         return cls(
@@ -82,11 +83,11 @@ class PassOrder:
 
 @dataclass
 class NextPass:
-    """The pass that is being scheduled.
+    """Pass that is being scheduled.
 
     Attributes:
-        num_rows_left: Rows that it has left.
-        canvases: Canvas rows that the stock scheduler knows nothing of, by request.
+        num_rows_left: Number of rows that the pass has left.
+        canvases: Number of canvas rows beyond those that the stock scheduler granted, by request.
     """
 
     num_rows_left: int = 0
@@ -94,14 +95,14 @@ class NextPass:
 
 
 class CanvasScheduling(Scheduler):
-    """Placed before a stock scheduler: see the module's docstring.
+    """Mixin that precedes a stock scheduler: see the module's docstring.
 
     Attributes:
-        spec: What canvases are.
-        order: Which rows share a pass.
-        constraints: Canvases that are held to a grammar or words.
+        spec: Description of canvases.
+        order: Choice of the rows that share a pass.
+        constraints: Canvases with a grammar, bad words or a thinking budget.
         prompt_logprobs: Log-probabilities of prompts that wait for a token.
-        stuck: Requests that settle nothing.
+        stuck: Feature that ends requests without progress.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +113,7 @@ class CanvasScheduling(Scheduler):
         self.order = PassOrder.of(self.vllm_config)
         self._next = NextPass()
         self._seeds = np.random.default_rng(self.vllm_config.model_config.seed)
-        # Whether the last pass left requests waiting.
+        # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = PassCounters()
         self._transfer = KVTransfer(self, spec)
@@ -141,19 +142,19 @@ class CanvasScheduling(Scheduler):
         return is_async
 
     def _max_steps(self, request: Request) -> int:
-        """The request's step cap."""
+        """Return the request's step cap."""
         assert request.sampling_params is not None
         cap = self.spec.max_denoising_steps
         own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
         return min(own, cap) if own else cap
 
-    # A request comes.
+    # A request arrives.
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None and params.seed is None:
-            # Each pipeline stage begins the canvases for itself. Several answers to one prompt may
-            # share their parameters.
+            # Each pipeline stage draws the canvases from this seed. Several answers to one prompt
+            # may share their parameters, so these are copied.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
         if params is not None and is_read_only(params):
@@ -183,12 +184,12 @@ class CanvasScheduling(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """How many rows the request runs: called by the stock scheduler after its own cuts.
+        """Return the number of rows that a request runs; the stock scheduler calls it after its cuts.
 
-        The hook is meant for something else, but it is the last word on every request, running or
+        The hook is meant for something else, but it is the last step for every request, running or
         waiting, before blocks are allocated. A slice of a canvas would be denoised as if the rest did
-        not exist, so a canvas runs whole or waits for a pass with room. Where a prompt ends, the stock
-        scheduler knows of no canvas behind it, so the budget is kept here as well.
+        not exist, so a canvas runs whole or waits for a pass with room. The stock scheduler does
+        not count the canvas behind the end of a prompt, so the budget is kept here as well.
         """
         if self._last_canvas.keeps(request):
             num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
@@ -208,9 +209,9 @@ class CanvasScheduling(Scheduler):
     def _rows_of(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> RequestRows:
-        """A request as its layout of canvases looks at it."""
-        # Of the prompt, or of a canvas that was emitted and has to be encoded; on the assumption
-        # that a pass on its way emits its canvas.
+        """Describe a request for its layout of canvases."""
+        # Tokens of the prompt, or of an emitted canvas that has to be encoded; a pass in flight is
+        # assumed to emit its canvas.
         num_known = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
         width = diffusion_canvas_width(request, self.num_spec_tokens)
@@ -231,16 +232,17 @@ class CanvasScheduling(Scheduler):
         )
 
     def _awaits_output(self, request: Request) -> bool:
-        """Whether what the request's next canvas is hangs on a pass that is in flight.
+        """Return true if the request's next canvas depends on a pass in flight.
 
-        Only with pipeline stages, where several passes are; the chunks of a prompt follow one another.
+        This happens only with pipeline stages, where several passes are in flight; the chunks of a
+        prompt do not depend on one another's output.
         An asynchronous scheduler counts placeholders instead, and keeps the passes of a canvas apart.
         """
         return not self._is_async and request.num_in_flight_tokens > 0
 
     def _shares_prompt(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether the pass that ends the request's prompt may have its canvas too."""
-        # Where loaded blocks turn out to be missing, a pass is repeated, and a canvas's step is not.
+        """Return true if the pass that ends the request's prompt may run its canvas too."""
+        # If loaded blocks turn out to be missing, the pass is repeated; a canvas's step cannot be.
         may_be_repeated = (
             self.connector is not None
             and self.recompute_kv_load_failures
@@ -251,27 +253,27 @@ class CanvasScheduling(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         awaits_output = self.constraints.awaits_output(scheduler_output)
-        # The rows of canvases behind a prompt, and of blocks, whatever of them is known.
+        # Rows of canvases behind a prompt, and of blocks, with the known tokens among them.
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for request_id in self._next.canvases.keys() & scheduler_output.num_scheduled_tokens.keys():
             drafts[request_id] = [-1] * self._next.canvases[request_id]
         super()._update_after_schedule(scheduler_output)
-        # The stock code knows of grammars only.
+        # The stock code sets this for grammars only.
         scheduler_output.pending_structured_output_tokens |= awaits_output
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Nothing: the canvases that a constraint reads come with the output of their pass.
+        """Do nothing: the canvases that a constraint reads come with the output of their pass.
 
-        The stock code would cut them to a valid prefix, and what it is given is of the last pass,
-        which with pipeline stages need not be these requests' own.
+        The stock code would cut them to a valid prefix, and its argument is from the last pass,
+        which with pipeline stages may hold other requests.
         """
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         return self.constraints.message(scheduler_output)
 
-    # A pass comes back.
+    # A pass returns.
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -296,7 +298,7 @@ class CanvasScheduling(Scheduler):
     def _parts(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Iterator[RequestPass]:
-        """Each request's part of a pass, before the stock code finishes any of them."""
+        """Yield each request's part of a pass, before the stock code finishes any of them."""
         emitted = model_runner_output.sampled_token_ids or []
         views = model_runner_output.aux_output_connector_output or {}
         for request_id, num_rows in scheduler_output.num_scheduled_tokens.items():
@@ -306,8 +308,8 @@ class CanvasScheduling(Scheduler):
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
             index = model_runner_output.req_id_to_index[request_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            # A pass that was on its way when its request was preempted is no step of a canvas; what
-            # it emits counts all the same.
+            # A pass that was in flight when its request was preempted is no step of a canvas; the
+            # tokens that it emits count all the same.
             is_stale = request.num_stale_output_tokens > 0
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
@@ -326,14 +328,17 @@ class CanvasScheduling(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Before the stock code registers computed blocks for the prefix cache."""
+        """Append emitted tokens, and correct the count of computed tokens.
+
+        vLLM calls this before it registers computed blocks for the prefix cache.
+        """
         if is_stale:
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         if self.order.commits_in_place:
-            # Rows of the canvas too, which no token was emitted for.
+            # Given tokens at the start of the canvas are computed too, but not emitted.
             request.num_computed_tokens += self.spec.num_given(request.num_tokens)
             return super()._update_request_with_output(request, new_token_ids, is_stale)
-        # The rows of the step that emitted them were a canvas's, not those of an encoded text.
+        # The step that emitted them ran canvas rows, so none of them is encoded yet.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
         request.num_computed_tokens = num_encoded
@@ -352,11 +357,11 @@ class CanvasScheduling(Scheduler):
     # A request leaves.
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        """False, as for a stock session that goes on, if the request stays to be encoded."""
+        """Return false, as for a session that goes on, if the request stays to be encoded."""
         return super()._handle_stopped_request(request) and not self._last_canvas.keep(request)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
-        """Called by the stock scheduler for a stopped request that goes on, once it is reported."""
+        """Queue a stopped request that goes on; vLLM calls this once the request is reported."""
         if not self._last_canvas.keeps(request):
             super()._enqueue_waiting_request(request)
             return
@@ -376,7 +381,7 @@ class CanvasScheduling(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        # The blocks that answered requests hold would forbid it.
+        # vLLM does not reset while requests hold blocks, which answered requests do.
         self._last_canvas.drop_all()
         return super().reset_prefix_cache(*args, **kwargs)
 
@@ -384,7 +389,7 @@ class CanvasScheduling(Scheduler):
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         super()._update_waiting_for_remote_kv(request)
-        # Stock computes the last token here in any case, which begins no block.
+        # Stock would compute the last token again, which begins no block.
         request.num_computed_tokens = self._transfer.num_final(request.num_computed_tokens)
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -393,11 +398,12 @@ class CanvasScheduling(Scheduler):
 
 
 class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
-    """Synchronous: each pass is scheduled with the last one's result in hand.
+    """Synchronous scheduler: each pass is scheduled with the last one's result.
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
     not computed, and are encoded like a prompt; the last canvas only with ``keep_last_canvas``.
-    With a rule that leaves final keys and values it is emitted by the pass that wrote them.
+    With a rule whose passes leave final keys and values, the pass that writes them emits the
+    canvas.
     """
 
     takes_drafts = False  # for engine_seam.py: canvases are the scheduler's own
@@ -406,7 +412,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        # A canvas may follow what has been computed now.
+        # A canvas may follow the tokens that are computed now.
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is None or request.status != RequestStatus.RUNNING:
@@ -418,16 +424,15 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
 
 
 class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
-    """Asynchronous: the next pass is scheduled while this one runs.
+    """Asynchronous scheduler: the next pass is scheduled while this one runs.
 
-    Which step converges is not known in time, so the next pass over the same rows encodes the
+    The step that converges is not known in time, so the next pass over the same rows encodes the
     canvas and emits it: the last one too, with or without ``keep_last_canvas``.
     """
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        # The stock code holds a request back whose pass in flight is sure to bring its last two
-        # tokens. A canvas is sure of nothing, and what a constraint has to be told of it comes with
-        # the next pass.
+        # The stock code holds back a request whose pass in flight will emit its last two tokens. A
+        # pass of a canvas may emit none, and a constraint needs the next pass.
         constrained = [
             request for request in self.running if self.constraints.holds(request.request_id)
         ]
@@ -441,7 +446,7 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
 
 
 def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionScheduler:
-    """The scheduler of a diffusion model, chosen when vLLM has decided on asynchronous scheduling."""
+    """Make the scheduler of a diffusion model for the order that vLLM has decided on."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = AsyncCanvasScheduler if is_async else CanvasScheduler
     end_with_threads()

@@ -1,4 +1,4 @@
-"""Constraints on what a canvas may say: a grammar, words that must not occur, a thought's length.
+"""Constraints on the tokens of a canvas: a grammar, bad words, the length of a thought.
 
 A grammar is a machine that reads tokens from left to right; a canvas is written everywhere at once.
 The two meet at the frontier, the first position that is not settled yet: the tokens before it are
@@ -9,8 +9,8 @@ moves by at least one position each time, so a canvas always comes to an end; pa
 moves in every step. A canvas is committed only in a step that repeats what was found valid. Where
 no token at all may follow what is pinned, :class:`DeadEndError` is raised, and the request ends.
 
-All this is decided in the scheduler, which owns the grammars, from the canvas of the step before;
-:class:`CanvasConstraint` is what the sampler is told.
+The scheduler, which owns the grammars, decides all this from the canvas of the previous step;
+:class:`CanvasConstraint` is its message to the sampler.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from vllm_diffusion.scheduling.thinking_budget import ThinkingBudget
 
 
 def is_constrained(request: Request) -> bool:
-    """Whether canvases of this request are held to anything."""
+    """Return true if canvases of this request have a constraint."""
     return bool(constraint_names(request))
 
 
 def constraint_names(request: Request) -> str:
-    """The request's fields that its canvases are held to."""
+    """Return the names of the request's fields that constrain its canvases."""
     params = request.sampling_params
     return " with ".join(constraining_fields(params)) if params is not None else ""
 
@@ -45,13 +45,13 @@ def _bad_words(request: Request) -> list[list[int]]:
 
 @functools.cache
 def _control_tokens(tokenizer: Any) -> frozenset[int]:
-    """Ids of tokens that stand for no text."""
+    """Return the ids of special tokens, which stand for no text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def _may_name_tokens(params: Any) -> bool:
-    """Whether the request's constraint is of a kind that can ask for a special token."""
+    """Return true if the request's constraint is of a kind that can ask for a special token."""
     constraint = params.structured_outputs
     return constraint.structural_tag is not None or constraint.grammar is not None
 
@@ -61,7 +61,10 @@ class DeadEndError(Exception):
 
 
 class ConstrainedCanvas:
-    """Where one request's current canvas stands. Told of every step, asked before the next."""
+    """Progress of one request's current canvas towards its constraint.
+
+    :meth:`denoised` records every step, :meth:`constraint` is called before the next.
+    """
 
     def __init__(self, request: Request, manager: Any) -> None:
         """Begin with a canvas that no step has seen.
@@ -81,19 +84,19 @@ class ConstrainedCanvas:
         if self._thinking is not None:
             self._thinking = self._thinking.after_prompt(request.prompt_token_ids or [])
         self._num_read = 0
-        # No other kind of grammar accepts them, and some back ends say so on the terminal each time.
+        # No other kind of grammar accepts them, and some back ends print a warning each time.
         self._controls = frozenset[int]()
         if request.use_structured_output and not _may_name_tokens(self._params):
             self._controls = _control_tokens(manager.tokenizer) - self._end_tokens
         self.begin()
 
     def begin(self) -> None:
-        """A new canvas."""
+        """Start a new canvas."""
         self.has_given_way = False
         self.begin_again()
 
     def begin_again(self) -> None:
-        """The same canvas from its start, as after a preemption: its draws are the same again."""
+        """Restart the same canvas, as after a preemption: its draws are the same again."""
         self._steps = 0
         self._pinned: list[int] = []
         self._tokens: list[int] | None = None
@@ -101,20 +104,20 @@ class ConstrainedCanvas:
 
     @property
     def num_settled(self) -> int:
-        """Leading positions of the canvas that will not change any more."""
+        """Number of leading positions of the canvas that will not change any more."""
         return len(self._pinned)
 
     def is_overdue(self, max_steps: int) -> bool:
-        """Whether the canvas takes more steps than one without a constraint may."""
+        """Return true if the canvas takes more steps than one without a constraint may."""
         return self._steps > max_steps
 
     def denoised(self, tokens: Sequence[int]) -> None:
-        """A step's argmax canvas."""
+        """Record a step's argmax canvas."""
         self._steps += 1
         self._previous, self._tokens = self._tokens, list(tokens)
 
     def constraint(self, width: int, max_steps: int) -> CanvasConstraint:
-        """What the next step has to keep to.
+        """Make the constraint of the next step.
 
         Args:
             width: Positions of the canvas.
@@ -137,7 +140,7 @@ class ConstrainedCanvas:
         elif not is_complete and self._tokens is not None and (settled or at_cap):
             self._pinned = tokens[:num_valid]
             restart = not at_cap
-            # What follows is another canvas: it has to repeat itself again.
+            # The positions behind it are denoised anew, and have to repeat themselves again.
             self._tokens = self._previous = None
         mask = None
         if len(self._pinned) < (num_valid if is_complete else num_needed):
@@ -147,7 +150,7 @@ class ConstrainedCanvas:
         return CanvasConstraint(tuple(self._pinned), mask, restart, num_valid if is_complete else 0)
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
-        """How many leading tokens satisfy the constraint, and whether that is all that is read."""
+        """Return how many leading tokens satisfy the constraint, and true if no more are needed."""
         num_thought = self._num_thought(tokens)
         num_valid = self._num_accepted(tokens, num_thought)
         longest = self._longest_word
@@ -168,7 +171,7 @@ class ConstrainedCanvas:
         return num_valid, num_needed == num_valid
 
     def _thinking_after(self, pinned: list[int]) -> ThinkingBudget | None:
-        """The request's budget behind the answer so far and ``pinned``."""
+        """Return the request's thinking budget behind the answer so far and ``pinned``."""
         if self._thinking is None:
             return None
         output = self._request.output_token_ids
@@ -177,7 +180,7 @@ class ConstrainedCanvas:
         return self._thinking.after(pinned)
 
     def _leaves_only(self, token: int, before: list[int]) -> bool:
-        """Whether the grammar leaves nothing but words that must not occur, ``token`` among them."""
+        """Return true if the grammar allows nothing but bad words, ``token`` among them."""
         if not self._request.use_structured_output:
             return False
         mask = self._allowed_after(before)
@@ -188,7 +191,7 @@ class ConstrainedCanvas:
         return list(output[max(len(output) - count, 0) :])
 
     def _num_accepted(self, tokens: list[int], num_thought: int) -> int:
-        """How many leading tokens the grammar accepts, which begins behind the thought."""
+        """Return how many leading tokens the grammar accepts, which begins behind the thought."""
         if not self._request.use_structured_output:
             return len(tokens)
         behind = tokens[num_thought:]
@@ -197,7 +200,7 @@ class ConstrainedCanvas:
         return num_thought + len(grammar.validate_tokens(behind[:spoken]))
 
     def _num_thought(self, tokens: list[int]) -> int:
-        """How many leading tokens are thoughts, which are free but for an end."""
+        """Return how many leading tokens are thoughts, in which all but end tokens are allowed."""
         if not self._request.use_structured_output:
             return 0
         bounds = self._manager._get_constraint_bounds(self._request, tokens)
@@ -207,10 +210,10 @@ class ConstrainedCanvas:
         return token in self._end_tokens and num_output_tokens > self._params.min_tokens
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
-        """Bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
+        """Return the bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
         thinking = self._thinking_after(pinned)
         if thinking is not None and (due := thinking.token_due()) is not None:
-            # Whatever else is asked for begins when the thought has ended.
+            # Other constraints begin when the thought has ended.
             return self._bits(due)
         mask = self._allowed_by_grammar(pinned)
         read = self._last_output_tokens(self._longest_word - 1) + pinned
@@ -223,13 +226,13 @@ class ConstrainedCanvas:
             return mask
         without = self._without(banned, self._readable if mask is None else mask)
         if mask is not None and not without.any():
-            # A word that the grammar leaves no way around is what the request asked for.
+            # A bad word that the grammar requires is allowed.
             return mask
         return without
 
     @functools.cached_property
     def _readable(self) -> np.ndarray:
-        """Bits of the tokens that may be said where no grammar decides."""
+        """Bits of the tokens that are allowed where no grammar decides."""
         return self._bits(self._params.allowed_token_ids or slice(self._vocab_size))
 
     @property
@@ -237,14 +240,14 @@ class ConstrainedCanvas:
         return self._manager.vllm_config.model_config.get_vocab_size()
 
     def _bits(self, tokens: list[int] | slice | int) -> np.ndarray:
-        """A mask of these tokens alone."""
+        """Return a mask of these tokens alone."""
         chosen = np.zeros(-(-self._vocab_size // 32) * 32, dtype=bool)
         chosen[tokens] = True
         return np.packbits(chosen, bitorder="little").view(np.int32)
 
     @staticmethod
     def _without(banned: Iterable[int], mask: np.ndarray) -> np.ndarray:
-        """``mask`` less some tokens."""
+        """Return ``mask`` without some tokens."""
         without = mask.copy()
         bits = without.view(np.uint32)
         for token in banned:

@@ -1,4 +1,4 @@
-"""Canvases that are held to a constraint: asked before each pass, and shown what it made of them."""
+"""Constrained canvases of a scheduler's requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Constraints(SchedulerFeature):
-    """The constrained canvases of a scheduler's requests."""
+    """Constrained canvases: they give a constraint before each pass, and read its result."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Constraints(SchedulerFeature):
         stuck: StuckRequests,
         max_steps_of: Callable[[Request], int],
     ) -> None:
-        """Hold no request to anything yet.
+        """Start without requests.
 
         Args:
-            scheduler: Whose requests are held.
-            spec: What its canvases are.
-            stuck: Ends requests whose constraint allows nothing more.
-            max_steps_of: A request's step cap.
+            scheduler: Scheduler of the requests.
+            spec: Description of canvases.
+            stuck: Feature that ends requests whose constraint allows nothing more.
+            max_steps_of: Returns a request's step cap.
         """
         self._scheduler = scheduler
         self._spec = spec
@@ -53,24 +53,24 @@ class Constraints(SchedulerFeature):
         self._canvases: dict[str, ConstrainedCanvas] = {}
 
     def __len__(self) -> int:
-        """Number of requests that are held to a constraint."""
+        """Return the number of requests with a constraint."""
         return len(self._canvases)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is held to a constraint."""
+        """Return true if a request has a constraint."""
         return request_id in self._canvases
 
     def num_settled(self, request_id: str) -> int:
-        """Leading positions of the request's canvas that will not change any more."""
+        """Return how many leading positions of the request's canvas will not change any more."""
         canvas = self._canvases.get(request_id)
         return canvas.num_settled if canvas else 0
 
     def make_room(self) -> None:
-        """Have canvases past their step cap make room for requests that wait.
+        """Preempt canvases past their step cap in favour of waiting requests.
 
-        Without a constraint nobody holds a place for longer, so that a constraint which is slow to
-        satisfy keeps nobody waiting more than another request would. Such a canvas begins again
-        behind those that wait, and then runs to its end: its tokens are the same.
+        No canvas without a constraint runs for longer, so a constraint that is slow to satisfy
+        delays waiting requests no more than another request would. Such a canvas begins again
+        behind them, and then runs to its end: its tokens are the same.
         """
         scheduler = self._scheduler
         if scheduler.policy != SchedulingPolicy.FCFS:
@@ -79,7 +79,7 @@ class Constraints(SchedulerFeature):
             self._canvases[request.request_id].has_given_way = True
             scheduler.running.remove(request)
             scheduler._preempt_request(request, time.monotonic())
-            # The stock code puts it before those that wait.
+            # The stock code puts it before the waiting requests.
             scheduler.waiting.remove_request(request)
             scheduler.waiting.add_request(request)
 
@@ -92,7 +92,7 @@ class Constraints(SchedulerFeature):
                 yield request
 
     def message(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Constraints for the canvases of a pass, from the argmax canvases of the last one."""
+        """Make the constraints for the canvases of a pass from the argmax canvases of the last one."""
         constraints: dict[str, CanvasConstraint] = {}
         for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
             canvas = self._canvases.get(request_id)
@@ -116,7 +116,7 @@ class Constraints(SchedulerFeature):
         except DeadEndError:
             reason = "allows no token here"
         except Exception as error:
-            # Of a grammar's back end: each has its own, and the engine is not to end with them.
+            # Each grammar's back end has exceptions of its own, which must not end the engine.
             logger.warning(
                 "The constraint of request %s failed.", request.request_id, exc_info=True
             )
@@ -125,7 +125,7 @@ class Constraints(SchedulerFeature):
         return CanvasConstraint((), None, restart=False, num_valid=0)
 
     def awaits_output(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether a canvas of a pass is constrained by what a pass in flight brings."""
+        """Return true if a canvas of a pass has a constraint that needs a pass in flight."""
         return any(
             request_id in self._canvases
             and self._scheduler.requests[request_id].num_output_placeholders > 0

@@ -1,4 +1,4 @@
-"""What becomes otherwise in the engine's process where something of ours runs."""
+"""Changes to vLLM's engine process for schedulers and weight updates of this package."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _THREADS = ("process_input_sockets", "process_output_sockets")
 
 @functools.cache
 def end_with_threads() -> None:
-    """Have an engine of this process end when its input or output thread ends with an error.
+    """End an engine of this process when its input or output thread ends with an error.
 
-    vLLM's engine would run on without the thread: it answers nobody, and nothing says so. A scheduler
-    of ours calls this, which its engine makes before the threads.
+    vLLM's engine would run on without the thread, answer no request, and log nothing. Our
+    schedulers call this, since an engine makes its scheduler before the threads.
     """
     usual = threading.excepthook
 
@@ -45,7 +45,7 @@ def end_with_threads() -> None:
 
 
 def _engine_of(error_traceback: Any) -> Any:
-    """The engine whose thread an exception has ended; ``None`` if it is another thread's."""
+    """Return the engine whose thread an exception has ended; ``None`` for another thread."""
     from vllm.v1.engine.core import EngineCoreProc
 
     for frame, _ in traceback.walk_tb(error_traceback):
@@ -56,12 +56,12 @@ def _engine_of(error_traceback: Any) -> Any:
 
 
 def ask_for_no_drafts() -> None:
-    """Have the synchronous loop not ask a canvas scheduler's workers. Safe to call twice.
+    """Keep the synchronous loop from asking workers for drafts of canvases. This is safe to call twice.
 
     It asks the workers for draft tokens after each pass, and waits for the answer: with pipeline stages
-    no pass would begin before the last one has ended. A canvas scheduler needs none, and stock's own
-    would be cut to what a grammar accepts of them. For every process, also one without an engine:
-    Ray's actors have the methods that their class had where the actor was made.
+    no pass would begin before the last one has ended. A canvas scheduler needs no drafts. Every
+    process calls this, also one without an engine: Ray's actors have the methods that their class
+    has in the process that makes the actor.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -69,10 +69,10 @@ def ask_for_no_drafts() -> None:
 
 
 def hear_all_workers() -> None:
-    """Have every worker's answer taken where one has refused. Safe to call twice.
+    """Take every worker's answer from its queue after a refusal. This is safe to call twice.
 
-    vLLM stops at the first refusal. What the others answer stays in their queues, and would be taken for
-    their answers to the next call: one weight update that does not fit would end a server of several
+    vLLM stops at the first refusal. The other answers stay in their queues, and would be taken for
+    answers to the next call: one weight update that does not fit would end a server of several
     ranks.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -89,13 +89,13 @@ def _not_asking(stock: Any) -> Any:
 
 
 def _loads_ours(vllm_config: Any) -> bool:
-    """Whether the model is ours, or its draft is updated by our weight transfer."""
+    """Return true if the model is ours, or its draft is updated by our weight transfer."""
     backend = getattr(vllm_config.weight_transfer_config, "backend", None)
     return vllm_config.diffusion_config is not None or backend == WEIGHT_TRANSFER
 
 
 class _Heard:
-    """A worker's queue of answers that notes when one was taken."""
+    """Queue of a worker's answers that notes when one was taken."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -109,7 +109,7 @@ class _Heard:
 
 def _hearing_all(stock: Any) -> Any:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        # A call that is not waited for is a pass of the model: its refusal is the engine's end.
+        # A call without waiting is a pass of the model: its refusal ends the engine.
         is_waited_for = not kwargs.get("non_block")
         if not _loads_ours(self.vllm_config) or not is_waited_for:
             return stock(self, method, *args, **kwargs)
@@ -122,7 +122,7 @@ def _hearing_all(stock: Any) -> Any:
             return answers
         except RuntimeError as error:
             observe_call(self.vllm_config, method, error)
-            # Without any answer it was the executor that refused, and the workers were not asked.
+            # Without any answer the executor itself refused, and the workers were not asked.
             if kwargs.get("unique_reply_rank") is None and heard[0].is_heard:
                 for each in heard:
                     if not each.is_heard:

@@ -1,4 +1,4 @@
-"""What a canvas scheduler does besides scheduling, as objects with the same few verbs."""
+"""Interface of a canvas scheduler's features: objects with the same few methods."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vllm_diffusion.metrics import RowCounts
 
 
 class RequestPass(NamedTuple):
-    """One request's part of a pass that came back.
+    """One request's part of a pass that has returned.
 
     Attributes:
-        request: The engine's request, before the stock scheduler takes what the pass emitted.
+        request: The engine's request, before the stock scheduler takes the emitted tokens.
         counts: Rows that ran, and tokens that were emitted.
-        view: What the step made of the canvas; ``None`` if nobody reads it.
-        max_steps: The request's step cap.
-        is_stale: Whether the request was preempted while the pass was in flight.
-        is_lost: Whether what the pass did is lost with that.
+        view: Result of the step for the canvas; ``None`` if no feature reads it.
+        max_steps: Step cap of the request.
+        is_stale: True if the request was preempted while the pass was in flight.
+        is_lost: True if the result of the pass is lost by that.
     """
 
     request: Request
@@ -32,26 +32,27 @@ class RequestPass(NamedTuple):
 
 
 class SchedulerFeature:
-    """One feature; a subclass has the verbs that it needs.
+    """Base of a feature; a subclass overrides the methods that it needs.
 
-    The scheduler calls them in the order in which they stand here, each for all features in turn.
+    The scheduler calls the methods in the order in which they stand here, each for all features in
+    turn.
     """
 
     def add_request(self, request: Request) -> None:
-        """Take in a request that the stock scheduler has accepted."""
+        """Add a request that the stock scheduler has accepted."""
 
     def observe(self, part: RequestPass) -> None:
-        """Take in a request's part of a pass, before the stock scheduler does."""
+        """Record a request's part of a pass, before the stock scheduler does."""
 
     def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End what the pass decided, when the stock scheduler is done with it.
+        """Complete the pass when the stock scheduler is done with it.
 
         Args:
-            outputs: The pass's outputs by API process; added to.
+            outputs: Outputs of the pass by API process; added to.
         """
 
     def preempt_request(self, request: Request) -> None:
-        """Forget the canvas of a request that has lost its memory; it begins anew."""
+        """Discard the canvas of a preempted request; it begins anew."""
 
     def remove_request(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""

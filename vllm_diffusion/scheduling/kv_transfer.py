@@ -1,7 +1,7 @@
-"""Requests whose prompt is prefilled by one engine and whose canvases are denoised by another.
+"""Transfer of requests whose prompt one engine prefills and whose canvases another denoises.
 
-vLLM's connectors carry blocks of the cache from engine to engine, or to a store, and take what is
-computed for what is final. Of a canvas that is being denoised that is not so: its rows are noise.
+vLLM's connectors carry blocks of the cache from engine to engine, or to a store, and take computed
+tokens as final. The computed rows of a canvas that is being denoised are not: they hold noise.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from vllm_diffusion.scheduling.feature import SchedulerFeature
 
 
 class KVTransfer(SchedulerFeature):
-    """What a scheduler offers its connector and takes from it; without a connector, nothing."""
+    """Feature that limits a connector to final keys and values; it does nothing without one."""
 
     def __init__(self, scheduler: Scheduler, spec: CanvasSpec) -> None:
         """Join a scheduler's connector.
 
         Args:
-            scheduler: Whose requests are transferred.
-            spec: What its canvases are.
+            scheduler: Scheduler of the requests.
+            spec: Description of canvases.
         """
         self._scheduler = scheduler
         self._spec = spec
-        # Requests that end with a prompt of which nothing is final before its canvas is.
+        # Prefill-only requests whose prompt fills no block, so that none of it is final.
         self._without_blocks: set[str] = set()
         if scheduler.connector is not None:
             replace(scheduler.connector, "get_num_new_matched_tokens", self._matched_in_blocks)
 
     def num_final(self, num_known: int) -> int:
-        """Tokens of ``num_known`` that are prefilled; the others are given ones of a canvas."""
+        """Return the number of ``num_known`` tokens that are prefilled; the rest begin a canvas."""
         return num_known - self._spec.num_given(num_known)
 
     def is_prefilled_only(self, request: Request) -> bool:
-        """Whether the request ends with its prompt, since another engine writes its answer.
+        """Return true if the request ends with its prompt, since another engine answers it.
 
-        Its client says so, or asks an engine that is there to prefill for a single token, as clients
-        of models do that cannot answer with none.
+        Its client sets this, or asks a prefill engine for a single token, as clients of models do
+        that cannot answer without a token.
         """
         if self._scheduler.connector is None:
             return False
@@ -55,11 +55,11 @@ class KVTransfer(SchedulerFeature):
         return role == "kv_producer" and request.max_tokens == 1
 
     def prepare(self, request: Request) -> str | None:
-        """Make a request ready for the stock scheduler.
+        """Prepare a request for the stock scheduler.
 
         Returns:
-            Why its prompt cannot be what it is to load, which connectors end the engine at; ``None``
-            if it can.
+            The reason why its prompt does not match the blocks to load, at which connectors would
+            end the engine; ``None`` if it does.
         """
         problem = self._transfer_problem(request)
         if problem:
@@ -69,7 +69,7 @@ class KVTransfer(SchedulerFeature):
         return problem
 
     def _cut_to_blocks(self, request: Request) -> None:
-        """Leave the end of its prompt, which fills no block, to the engine that denoises it."""
+        """Leave the end of its prompt, which fills no block, to the engine that denoises."""
         num_final = self.num_final(request.num_prompt_tokens)
         if num_final == 0:
             self._without_blocks.add(request.request_id)
@@ -79,7 +79,7 @@ class KVTransfer(SchedulerFeature):
             request.num_prompt_tokens = num_final
 
     def _matched_in_blocks(self, matched: Callable[..., Any]) -> Callable[..., Any]:
-        """A connector's count of what it loads, without what the other engine has not prefilled."""
+        """Wrap a connector's count of loaded tokens: only what the other engine prefilled counts."""
 
         def count(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
             num_loaded, is_async = matched(request, num_computed_tokens)
@@ -110,11 +110,11 @@ class KVTransfer(SchedulerFeature):
     def end_prefilled(
         self, scheduler_output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
-        """End requests whose prompt's last pass came back, with what their connector says of it.
+        """End requests whose prompt's last pass has returned, with their connector's parameters.
 
         Args:
-            scheduler_output: The pass.
-            outputs: Its outputs by API process; added to.
+            scheduler_output: Scheduled pass.
+            outputs: Outputs of the pass by API process; added to.
         """
         scheduler = self._scheduler
         if scheduler.connector is None:
@@ -132,7 +132,7 @@ class KVTransfer(SchedulerFeature):
                 stats.finalize(scheduler.kv_cache_manager.estimate_cached_tokens(request))
             params = self._finish_prefilled(request)
             if stats is not None and params is not None:
-                # The other engine reports them as this request's.
+                # The other engine reports them in this request's usage.
                 params["remote_prefill_cached_tokens"] = stats.num_cached_tokens
             told = outputs.setdefault(request.client_index, EngineCoreOutputs())
             told.outputs.append(
@@ -155,7 +155,7 @@ class KVTransfer(SchedulerFeature):
         return is_running and num_computed >= request.num_tokens and self.is_prefilled_only(request)
 
     def _finish_prefilled(self, request: Request) -> dict[str, Any] | None:
-        """What the other engine has to be told; ``None`` where there is nothing to load."""
+        """End the request; return the other engine's parameters, ``None`` if it has nothing to load."""
         status = RequestStatus.FINISHED_LENGTH_CAPPED
         if request.request_id in self._without_blocks:
             self._scheduler.finish_requests(request.request_id, status)
@@ -166,11 +166,10 @@ class KVTransfer(SchedulerFeature):
         return params
 
     def offer_final(self, request: Request) -> None:
-        """Leave a finished request nothing but final keys and values, which its connector takes.
+        """Limit a finished request to final keys and values, which its connector takes.
 
-        Those of a canvas in flight are noise, and so are those of an answer's last canvas where none
-        follows that it would be encoded with. Some connectors go by computed tokens, and some by
-        blocks that have a hash.
+        The rows of a canvas in flight are noise, and so are those of an answer's last canvas that
+        is not encoded. Some connectors go by computed tokens, and some by blocks that have a hash.
         """
         if self._scheduler.connector is None:
             return

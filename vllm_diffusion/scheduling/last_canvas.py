@@ -1,9 +1,9 @@
-"""Encode a finished request's last canvas behind its answer, for the next turn of a chat.
+"""Encoding of a finished request's last canvas behind its answer, for the next turn of a chat.
 
 The request's last step emits its canvas and the finish reason, as always: the client waits for
-nothing more. The request then stays among the running ones for one pass, as known tokens without a
-canvas; their blocks are registered for the prefix cache when that pass is scheduled. Nobody waits
-for it, so it is dropped rather than computed again when memory is short.
+nothing more. The request then stays running for one pass, as known tokens without a canvas; their
+blocks are registered for the prefix cache when that pass is scheduled. No client waits for it, so
+it is dropped rather than computed again when memory is short.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm_diffusion.scheduling.feature import SchedulerFeature
 
 
 class LastCanvas(SchedulerFeature):
-    """Requests that are answered and stay for one more pass, which encodes their last canvas."""
+    """Answered requests that stay for one more pass, which encodes their last canvas."""
 
     def __init__(self, scheduler: Scheduler, spec: CanvasSpec, is_on: bool) -> None:
-        """Keep no request yet.
+        """Start without requests.
 
         Args:
-            scheduler: Whose requests they are.
-            spec: What its canvases are.
-            is_on: The server's ``keep_last_canvas``.
+            scheduler: Scheduler of the requests.
+            spec: Description of canvases.
+            is_on: Setting ``keep_last_canvas``.
         """
         self._scheduler = scheduler
         self._spec = spec
@@ -35,7 +35,7 @@ class LastCanvas(SchedulerFeature):
         self._answered: set[str] = set()
 
     def keeps(self, request: Request) -> bool:
-        """Whether the request is answered and has tokens left to encode."""
+        """Return true if the request is answered and has tokens left to encode."""
         return request.request_id in self._answered
 
     def keep(self, request: Request) -> bool:
@@ -46,7 +46,7 @@ class LastCanvas(SchedulerFeature):
             self._is_on
             and adds_block
             and request.status != RequestStatus.FINISHED_ERROR
-            # A read is no reply, and beyond the model's length there is no next turn.
+            # A read has no next turn, and neither has a request at the model's length.
             and not is_read_only(request.sampling_params)
             and request.num_tokens < self._scheduler.max_model_len
         )
@@ -55,15 +55,15 @@ class LastCanvas(SchedulerFeature):
         return is_worth_it
 
     def num_rows(self, request: Request, num_computed_tokens: int, num_granted: int) -> int:
-        """Rows of such a request in a pass: no canvas follows."""
+        """Return the rows of an answered request in a pass: no canvas follows."""
         return min(num_granted, self._num_whole(request) - num_computed_tokens)
 
     def _num_whole(self, request: Request) -> int:
-        """Tokens that can be encoded: a block that the answer's end cuts has none."""
+        """Return the number of tokens in whole blocks, which alone can be encoded."""
         return request.num_tokens - self._spec.num_given(request.num_tokens)
 
     def drop_preempted(self) -> None:
-        """End those that lost their memory: there is nothing to keep any more."""
+        """End answered requests that were preempted: their blocks are gone."""
         requests = self._scheduler.requests
         self._finish(
             (name for name in self._answered if requests[name].status == RequestStatus.PREEMPTED),
@@ -71,11 +71,11 @@ class LastCanvas(SchedulerFeature):
         )
 
     def drop_all(self) -> None:
-        """End all of them: what they would add to the cache is to be forgotten."""
+        """End all answered requests, since the cache that they would add to is reset."""
         self._finish(self._answered, RequestStatus.FINISHED_ABORTED)
 
     def finish_encoded(self) -> None:
-        """End those whose last canvas is encoded."""
+        """End answered requests whose last canvas is encoded."""
         requests = self._scheduler.requests
         self._finish(
             (

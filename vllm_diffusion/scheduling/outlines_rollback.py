@@ -1,7 +1,7 @@
-"""Lets vLLM's outlines back end take back as many tokens as a canvas has.
+"""Rollback of vLLM's outlines back end by as many tokens as a canvas has.
 
-Its guides forget all but the last few states, unless vLLM decodes speculatively: then they keep as
-many as there are draft tokens, which a diffusion model's canvas is but is not configured as.
+Its guides keep only the last few states, unless vLLM decodes speculatively: then they keep one for
+each draft token. A canvas needs as many, but is not configured as a draft.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_diffusion.hooks.replacement import replace
 
 
 def install() -> None:
-    """Put our compilation in place of vLLM's, for diffusion models only. Safe to call twice."""
+    """Replace vLLM's compilation for diffusion models only. This is safe to call twice."""
     from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 
     replace(OutlinesBackend, "compile_grammar", _remembering)
@@ -22,7 +22,7 @@ def install() -> None:
 
 def _remembering(stock: Any) -> Any:
     def compile_grammar(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock's compilation, told of the canvas as of draft tokens."""
+        """Compile as vLLM does, with the canvas length as the number of draft tokens."""
         if not self.vllm_config.model_config.is_diffusion:
             return stock(self, *args, **kwargs)
         backend = copy.copy(self)

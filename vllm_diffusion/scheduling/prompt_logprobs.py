@@ -13,27 +13,27 @@ from vllm_diffusion.scheduling.feature import SchedulerFeature
 class PromptLogprobs(SchedulerFeature):
     """Prompt log-probabilities of requests that have not emitted a token yet.
 
-    The engine's loop takes them together with a token only; a prompt's last pass yields none.
+    The engine's loop takes them only together with a token, and a prompt's last pass emits none.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Hold nothing yet.
+        """Start without log-probabilities.
 
         Args:
-            scheduler: Whose requests they are of.
+            scheduler: Scheduler of the requests.
         """
         self._scheduler = scheduler
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def __len__(self) -> int:
-        """Number of requests whose log-probabilities are held."""
+        """Return the number of requests whose log-probabilities are held."""
         return len(self._held)
 
     def hold(self, output: ModelRunnerOutput) -> None:
-        """Take what a pass brings out of it, and put back what its first tokens go with.
+        """Move log-probabilities out of a pass's output, and back with the request's first tokens.
 
         Args:
-            output: Of the pass; changed in place.
+            output: Output of the pass; changed in place.
         """
         emitted = output.sampled_token_ids or []
         both = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
@@ -41,7 +41,7 @@ class PromptLogprobs(SchedulerFeature):
             found = tuple(part.pop(request_id, None) for part in both)
             request = self._scheduler.requests.get(request_id)
             if request is None:
-                # Ended while the pass was on its way.
+                # The request ended while the pass was in flight.
                 continue
             if found[0] is not None:
                 found = (_without_canvas(found[0], request.num_prompt_tokens), found[1])
@@ -57,7 +57,7 @@ class PromptLogprobs(SchedulerFeature):
 
 
 def _without_canvas(logprobs: LogprobsTensors, num_prompt_tokens: int) -> LogprobsTensors | None:
-    """Rows of a prompt's tokens, without those of a canvas that shared the last pass."""
+    """Return the rows of a prompt's tokens, without those of a canvas that shared the last pass."""
     num_rows = num_prompt_tokens - 1
     if num_rows == 0:
         return None

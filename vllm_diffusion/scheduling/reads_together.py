@@ -1,7 +1,7 @@
-"""Reads that belong together wait for one another, and are scheduled in one pass.
+"""Groups of reads that wait for one another, and are scheduled in one pass.
 
-With a prefix cache they compute what their prompts share once: a block is found from when it is
-scheduled, and a pass writes all keys and values of a layer before it reads them.
+With a prefix cache they compute the shared part of their prompts once: a block can be found as soon
+as it is scheduled, and a pass writes all keys and values of a layer before it reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm_diffusion.requests.read_together import parse_read_together
 from vllm_diffusion.scheduling.feature import SchedulerFeature
 
-# Seconds that those which have come wait for the next: one that is refused on its way never comes.
+# Seconds that reads of a group wait for the next one, which may never arrive if it was refused.
 PATIENCE = 0.1
 
 
@@ -26,7 +26,7 @@ class _Group:
 
 
 class ReadsTogether(SchedulerFeature):
-    """Which of a scheduler's requests wait for others."""
+    """Feature that holds reads back until their group is complete or its deadline has passed."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
@@ -47,7 +47,7 @@ class ReadsTogether(SchedulerFeature):
         self._group_of[request.request_id] = name
 
     def holds(self, request_id: str) -> bool:
-        """Whether the request still waits for others."""
+        """Return true if the request still waits for others."""
         name = self._group_of.get(request_id)
         if name is None:
             return False

@@ -1,4 +1,4 @@
-"""Requests that get nowhere are ended, with the reason: none keeps its slot for ever.
+"""End of requests that make no progress, with the reason, so that none keeps its slot for ever.
 
 Every canvas is done after its step cap, and one that is held to a constraint settles at least one
 more position in each step past it. So a request that settles nothing in as many passes as its cap
@@ -18,28 +18,28 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_diffusion.metrics import PassCounters
 from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 
-# Passes that a canvas may take beyond its cap: the scheduler hears of a step in the pass after it,
+# Passes that a canvas may take beyond its cap: the scheduler learns of a step in the pass after it,
 # and with asynchronous scheduling the finished canvas is emitted by one more.
 SLACK = 4
 
 
 class StuckRequests(SchedulerFeature):
-    """Watches over the progress of requests, and ends those that make none."""
+    """Feature that tracks the progress of requests, and ends requests that make none."""
 
     def __init__(
         self, scheduler: Scheduler, counters: PassCounters, num_settled: Callable[[str], int]
     ) -> None:
-        """Watch over nobody yet.
+        """Start without requests.
 
         Args:
-            scheduler: Whose requests are ended.
-            counters: Of the engine.
-            num_settled: Leading positions of a request's canvas that will not change any more.
+            scheduler: Scheduler of the requests.
+            counters: Counters of the engine.
+            num_settled: Returns how many leading positions of a request's canvas will not change.
         """
         self._scheduler = scheduler
         self._counters = counters
         self._num_settled = num_settled
-        # By request: passes since a position was settled, and how many of its canvas are.
+        # By request: passes since a position was settled, and the settled positions of its canvas.
         self._idle_passes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, str] = {}
 
@@ -55,11 +55,11 @@ class StuckRequests(SchedulerFeature):
             self.stop(request, f"no position was settled in {passes} passes")
 
     def stop(self, request: Request, reason: str) -> None:
-        """End the request with the pass that is on its way.
+        """End the request with the pass in flight.
 
         Args:
             request: The engine's request.
-            reason: Why it cannot go on, for its client.
+            reason: Reason for its client.
         """
         if request.request_id not in self._reasons:
             self._reasons[request.request_id] = reason
@@ -76,11 +76,11 @@ class StuckRequests(SchedulerFeature):
         """End the requests that are stuck.
 
         An answer ends where it is, with the finish reason "length" and the reason as stop reason. A
-        request that has no token yet is refused with it: the 400 that a constraint gets which
-        cannot be compiled.
+        request without a token is refused with status 400, like one whose constraint cannot be
+        compiled.
 
         Args:
-            outputs: What the pass tells each client; added to.
+            outputs: Outputs of the pass by API process; added to.
         """
         for request_id, reason in list(self._reasons.items()):
             self.remove_request(request_id)
@@ -94,11 +94,11 @@ class StuckRequests(SchedulerFeature):
             self._finish(request, status, reason, error, outputs)
 
     def refuse_all(self, outputs: dict[int, EngineCoreOutputs], reason: str) -> None:
-        """End every request with an error that lets its client try again later: a 503.
+        """End every request with status 503, so that its client tries again later.
 
         Args:
-            outputs: What clients are told; added to.
-            reason: Why nothing is answered.
+            outputs: Outputs of the pass by API process; added to.
+            reason: Reason for the clients.
         """
         error = RequestError("engine_paused", f"The request is not answered: {reason}.", True)
         for request in list(self._scheduler.requests.values()):

@@ -1,4 +1,4 @@
-"""How long a request lets the model think: ``thinking_token_budget``, which Anthropic's API sends too."""
+"""Limit for the length of thoughts: ``thinking_token_budget``, which Anthropic's API sends too."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclass
 class ThinkingBudget:
-    """Reads a request's tokens from left to right, and says what ends a thought that is too long.
+    """Reader of a request's tokens that gives the tokens which end a thought that is too long.
 
-    Each thought has the budget to itself, and does not begin again before it has ended. One that the
-    prompt has begun counts from where it began.
+    Each thought has a whole budget, and thoughts do not nest. A thought that began in the prompt
+    counts from its start.
 
     Attributes:
-        most: Tokens between the start of a thought and its end.
+        most: Limit for the tokens between the start of a thought and its end.
         start: Token ids that begin a thought.
-        end: Those with which the model ends it.
-        forced: Those that are put there when the budget is used up; the last of them are ``end``.
+        end: Token ids with which the model ends a thought.
+        forced: Token ids that are forced when the budget is used up; the last of them are ``end``.
     """
 
     most: int
@@ -34,11 +34,11 @@ class ThinkingBudget:
 
     @classmethod
     def of(cls, params: Any, vllm_config: Any) -> ThinkingBudget | None:
-        """A request's budget, with nothing read; ``None`` if it has none.
+        """Make a request's budget, with nothing read; ``None`` if it has none.
 
         Args:
-            params: Its ``SamplingParams``.
-            vllm_config: vLLM's, whose reasoning parser knows the marks.
+            params: ``SamplingParams`` of the request.
+            vllm_config: Configuration, whose reasoning parser has the marks of a thought.
         """
         if params.thinking_token_budget is None or params.thinking_token_budget < 0:
             return None
@@ -51,7 +51,7 @@ class ThinkingBudget:
         )
 
     def after(self, tokens: Iterable[int]) -> ThinkingBudget:
-        """Another one that has read ``tokens`` as well."""
+        """Return a copy that has read ``tokens`` as well."""
         later = copy.copy(self)
         later._latest = list(self._latest)
         for token in tokens:
@@ -59,14 +59,14 @@ class ThinkingBudget:
         return later
 
     def after_prompt(self, tokens: Iterable[int]) -> ThinkingBudget:
-        """As :meth:`after`; a thought that the prompt made too long ends with the next token."""
+        """Return a copy that has read the prompt; a thought that is too long in it ends at once."""
         later = self.after(tokens)
         if later._length is not None:
             later._length = min(later._length, self.most)
         return later
 
     def read(self, token: int) -> None:
-        """The next token."""
+        """Read the next token."""
         self._latest.append(token)
         del self._latest[: -max(len(self.start), len(self.end))]
         if self._length is not None:
@@ -80,7 +80,7 @@ class ThinkingBudget:
         return tuple(self._latest[-len(mark) :]) == mark
 
     def token_due(self) -> int | None:
-        """The only token that may stand next; ``None`` if the budget leaves it open."""
+        """Return the only token that may come next; ``None`` if the budget does not fix it."""
         if self._length is None or not 0 <= self._length - self.most < len(self.forced):
             return None
         return self.forced[self._length - self.most]

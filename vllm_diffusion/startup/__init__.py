@@ -1,1 +1,1 @@
-"""What is refused before a model is loaded, and how the user is told."""
+"""Start-up: settings, checks and choices before a model is loaded."""

@@ -1,4 +1,4 @@
-"""What accelerator this machine has, and whether it can work. Creates no CUDA context."""
+"""Detection of this machine's accelerator. No CUDA context is created."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """What NVML reports of the installed NVIDIA driver.
+    """Report of NVML about the installed NVIDIA driver.
 
     Attributes:
         num_devices: GPUs that the driver sees.
@@ -27,7 +27,7 @@ class NvidiaDriver:
 
 
 def is_vllm_cpu_build() -> bool:
-    """True when the installed vLLM was compiled for CPUs, under whichever distribution name."""
+    """Return true if the installed vLLM was compiled for CPUs, under whichever distribution name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             if "cpu" in version(name) or name == "vllm-cpu":
@@ -38,7 +38,7 @@ def is_vllm_cpu_build() -> bool:
 
 
 def nvidia_device_node() -> str | None:
-    """The device file of an NVIDIA GPU, ``/dev/dxg`` under WSL, else ``None``."""
+    """Return the device file of an NVIDIA GPU, ``/dev/dxg`` under WSL, else ``None``."""
     if Path("/proc/driver/nvidia/version").exists() and Path("/dev/nvidia0").exists():
         return "/dev/nvidia0"
     if Path("/dev/nvidia0").exists():
@@ -76,7 +76,7 @@ def nvidia_driver() -> NvidiaDriver:
 
 
 def needed_cuda() -> tuple[int, int] | None:
-    """The CUDA version that the installed torch was built with, ``None`` for a build without it."""
+    """Return the CUDA version that the installed torch was built with, ``None`` without CUDA."""
     import torch
 
     if torch.version.cuda is None:
@@ -86,7 +86,7 @@ def needed_cuda() -> tuple[int, int] | None:
 
 
 def nvidia_problem() -> str | None:
-    """Why an NVIDIA GPU that is present cannot be used; ``None`` when it can or there is none.
+    """Return why a present NVIDIA GPU cannot be used; ``None`` if it can or there is none.
 
     A driver runs every CUDA release of its own major version and of the ones before, so the test
     is on the major version.
@@ -120,7 +120,7 @@ def nvidia_problem() -> str | None:
 
 @functools.cache
 def working_accelerator() -> str | None:
-    """Name of the vLLM platform, built in or out of tree, that finds an accelerator here."""
+    """Return the name of the vLLM platform, in or out of tree, that finds an accelerator here."""
     if nvidia_driver().num_devices > 0 and nvidia_problem() is None:
         return "cuda"
     from vllm.platforms import builtin_platform_plugins

@@ -1,4 +1,4 @@
-"""What LoRA adapters may be, decided when a checkpoint is configured with ``--enable-lora``."""
+"""Rules for LoRA adapters, made when a checkpoint is configured with ``--enable-lora``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
-    """Put the rules of adapters where the door and the workers find them; nothing without the option.
+    """Store the rules of adapters where the API process and the workers read them.
+
+    Nothing happens without ``--enable-lora``.
 
     Args:
-        vllm_config: Its model's configuration is given ``adapter_rules``.
-        tensors: Of the checkpoint.
+        vllm_config: Configuration whose ``model_config`` is given ``adapter_rules``.
+        tensors: Tensor rules of the checkpoint's family.
 
     Raises:
         ValueError: Naming ``--lora-modules``, if one of its adapters does not fit.
@@ -40,7 +42,7 @@ def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
 
 
 def _dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """As vLLM reads ``--lora-dtype``, which it does later."""
+    """Resolve ``--lora-dtype`` as vLLM does later."""
     dtype = vllm_config.lora_config.lora_dtype
     if dtype in (None, "auto"):
         return vllm_config.model_config.dtype
@@ -48,7 +50,10 @@ def _dtype(vllm_config: VllmConfig) -> torch.dtype:
 
 
 def _why_no_experts(vllm_config: VllmConfig) -> str:
-    """On a GPU vLLM's own layers say what they serve."""
+    """Return why adapters cannot adapt experts; empty if they can.
+
+    Only the CPU platform is checked: on a GPU vLLM's own layers refuse what they do not support.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -65,7 +70,8 @@ def _why_no_experts(vllm_config: VllmConfig) -> str:
             "train the adapter without them"
         )
     if parallel.data_parallel_size > 1:
-        # Whole or cut, they get the rows of all engines, each of which knows the adapters of its own.
+        # Experts get the rows of all engines, but each engine knows only the adapters of its own
+        # rows.
         return (
             "experts that several engines share are not adapted on the CPU; leave "
             "--data-parallel-size out, or train the adapter without them"

@@ -1,4 +1,4 @@
-"""Which attention back end serves a diffusion model."""
+"""Choice of the attention back end that serves a diffusion model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def choose_attention(vllm_config: VllmConfig) -> None:
 
 
 def _check_slot() -> None:
-    """Refuse to serve with the back end of another plugin, which knows no canvas."""
+    """Refuse the back end of another plugin, which does not support canvases."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     path = AttentionBackendEnum.CUSTOM.get_path()
@@ -83,7 +83,10 @@ def _check_slot() -> None:
 
 
 def _check_cute() -> None:
-    """Layers that FlashAttention-4 has no kernel for run Triton; here it has none at all."""
+    """Refuse ``attention="cute"`` on a GPU for which FlashAttention-4 has no kernel at all.
+
+    On supported GPUs, layers without such a kernel run Triton.
+    """
     from vllm.platforms import current_platform
 
     from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS

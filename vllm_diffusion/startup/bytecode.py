@@ -1,4 +1,4 @@
-"""Where Python may not write bytecode beside the sources, it is written once, elsewhere.
+"""Bytecode cache in the user's folder if Python may not write it beside the sources.
 
 vLLM and what it imports are some four thousand modules. Container images set
 ``PYTHONDONTWRITEBYTECODE``, and an environment that was installed without compiling then compiles them
@@ -17,11 +17,11 @@ _LARGEST_PACKAGES = ("torch", "vllm")
 
 
 def compile_once() -> None:
-    """Have this process, and those that it starts, keep bytecode in the user's cache folder.
+    """Keep the bytecode of this process and its children in the user's cache folder.
 
-    Only where Python was told not to keep any and the environment was installed without it. A folder
-    that ``PYTHONPYCACHEPREFIX`` names is used instead of ours; where nothing can be written nothing
-    changes. Modules that are imported already are not written any more: call this first.
+    This applies only if Python is set not to write bytecode and the environment was installed
+    without it. A folder that ``PYTHONPYCACHEPREFIX`` names is used instead of ours; if it cannot be
+    written, nothing changes. Modules that are already imported are not cached: call this first.
     """
     if not sys.dont_write_bytecode or is_compiled():
         return
@@ -38,12 +38,12 @@ def compile_once() -> None:
 
 
 def is_compiled() -> bool:
-    """Whether the environment's largest packages have bytecode where Python looks for it."""
+    """Return true if the environment's largest packages have bytecode where Python looks for it."""
     specs = [PathFinder.find_spec(name) for name in _LARGEST_PACKAGES]
     sources = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
     return all(Path(cache_from_source(source)).exists() for source in sources)
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what can be made again."""
+    """Return the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_file(model_config: ModelConfig, folder: str, name: str) -> Path | None:
-    """The path of a file in a subfolder of the checkpoint, fetched if the checkpoint is on the hub.
+    """Return the path of a file in a subfolder of the checkpoint, fetched if it is on the hub.
 
     Returns:
         ``None`` if the checkpoint has no such file.

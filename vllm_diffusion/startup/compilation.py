@@ -1,4 +1,4 @@
-"""What of a pass is compiled, and by what."""
+"""Choice of the compiler for the parts of a pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Result = TypeVar("Result")
 
 
 def compile_backend(vllm_config: VllmConfig) -> str | None:
-    """Backend of ``torch.compile`` for the decision step, ``None`` to run it eagerly.
+    """Return the backend of ``torch.compile`` for the decision step, ``None`` to run it eagerly.
 
-    Eager where the operator asked for it, and on a CPU without a C++ compiler.
+    It runs eagerly if the operator asks for it, and on a CPU without a C++ compiler.
     """
     from vllm.platforms import current_platform
 
@@ -29,10 +29,10 @@ def compile_backend(vllm_config: VllmConfig) -> str | None:
 
 
 def launch_backend(vllm_config: VllmConfig) -> str | None:
-    """The same for the small functions around a step, ``None`` on a CPU.
+    """Return the backend for the small functions around a step, ``None`` on a CPU.
 
-    Each is a few numbers a request or row, which take a GPU one launch instead of twenty. A CPU has
-    no launches, and would compile for seconds what it does in microseconds.
+    Each computes a few numbers per request or row; compiled, it takes a GPU one launch instead of
+    twenty. A CPU has no launches, and would compile for seconds what it runs in microseconds.
     """
     from vllm.platforms import current_platform
 
@@ -42,11 +42,11 @@ def launch_backend(vllm_config: VllmConfig) -> str | None:
 def compiled(
     function: Callable[Arguments, Result], backend: str | None
 ) -> Callable[Arguments, Result]:
-    """``function`` for the shapes that it is first called with, or as it is without a backend.
+    """Compile ``function`` for the shapes of its first call, or return it as it is without a backend.
 
     Args:
-        function: Of tensors, with the same shapes in every call.
-        backend: Of ``torch.compile``.
+        function: Function of tensors that have the same shapes in every call.
+        backend: Backend of ``torch.compile``.
     """
     if backend is None:
         return function
@@ -56,6 +56,6 @@ def compiled(
 
 
 def has_cpp_compiler() -> bool:
-    """Whether ``torch.compile`` can build CPU code here: it needs a C++ compiler."""
+    """Return true if ``torch.compile`` can build CPU code here: it needs a C++ compiler."""
     compiler = os.environ.get("CXX", "g++")
     return shutil.which(compiler) is not None or shutil.which("clang++") is not None

@@ -1,4 +1,4 @@
-"""What a decoding rule is set to where a request brings nothing."""
+"""Default settings of a decoding rule, for requests that set none."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Published:
-    """Settings that a checkpoint comes with.
+    """Settings that are published with a checkpoint.
 
     Attributes:
-        values: By name.
-        source: Where they were read, for messages.
-        keys: Names that the source has for them, where they differ.
+        values: Values by name.
+        source: File that they were read from, for messages.
+        keys: Names of the settings in the source, if they differ.
     """
 
     values: Mapping[str, Any]
@@ -29,7 +29,7 @@ class Published:
     keys: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str, setting: Setting | Choice) -> float | str:
-        """A checked one.
+        """Return a setting's checked value.
 
         Raises:
             ValueError: If it is missing or malformed.
@@ -46,14 +46,15 @@ class Published:
 def denoising_settings(
     vllm_config: VllmConfig, rule: DecodingRule, published: Published
 ) -> tuple[int, dict[str, float | str]]:
-    """The step cap, and the rule's settings: start-up option, preset, ``--diffusion-config``, published.
+    """Resolve the step cap and the rule's settings.
 
-    Each comes before those after it.
+    A start-up option comes first, then the preset, ``--diffusion-config`` and the published
+    settings.
 
     Args:
-        vllm_config: vLLM's.
-        rule: Whose settings they are.
-        published: What the checkpoint is published with.
+        vllm_config: Configuration of the server.
+        rule: Decoding rule.
+        published: Settings published with the checkpoint.
 
     Raises:
         ValueError: Naming the unknown, missing or malformed setting, and how to set it.

@@ -1,7 +1,7 @@
-"""Options that vLLM would end over with a trace before it asks this package about the model.
+"""Options at which vLLM would end with a stack trace before it asks this package about the model.
 
-Their sentences are in ``serve_options.toml``, as those of :mod:`unsupported_options`, which looks at the
-whole configuration later.
+Their messages are in ``serve_options.toml``, as are those of :mod:`unsupported_options`, which
+checks the whole configuration later.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 def _is_changed(settings: Any) -> bool:
-    """Whether a dataclass of settings has another value than by default."""
+    """Return true if a dataclass of settings differs from its defaults."""
     return bool(settings != type(settings)())
 
 
 CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
     "--enable-eplb": lambda arguments, model: arguments.enable_eplb,
-    # vLLM's workers say so themselves, in a trace, and the command line drops settings alone.
+    # vLLM's workers refuse it with a stack trace, and its command line drops settings without the
+    # flag.
     "--enable-fault-tolerance": lambda arguments, model: (
         (arguments.enable_fault_tolerance or _is_changed(arguments.fault_tolerance_config))
         and arguments.all2all_backend not in ("deepep_low_latency", "nixl_ep")
@@ -39,10 +40,10 @@ CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
 
 
 def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...]]) -> None:
-    """Look at the arguments as soon as vLLM knows of which model they are. Safe to call twice.
+    """Check the arguments as soon as vLLM has the model's configuration. This is safe to call twice.
 
     Args:
-        architectures: Of the models that are looked at.
+        architectures: Architectures of the models to check.
         by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -60,7 +61,7 @@ def _looking(
     by_type: Mapping[str, tuple[str, ...]],
 ) -> Callable[[EngineArgs], ModelConfig]:
     def create_model_config(self: Any) -> ModelConfig:
-        # vLLM takes the window out of a configuration before anybody can say whose it is.
+        # vLLM removes the window from a configuration before its architecture is known.
         disables_window, self.disable_sliding_window = self.disable_sliding_window, False
         try:
             model_config = stock(self)

@@ -1,4 +1,4 @@
-"""What is checked and chosen when a diffusion checkpoint is configured, before it is loaded.
+"""Checks and choices when a diffusion checkpoint is configured, before it is loaded.
 
 vLLM calls :meth:`BlockDiffusionEngineConfig.verify_and_update_config` for our architectures only.
 Every ``ValueError`` here reaches the user before a weight is read.
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-# Blocks of the KV cache are a multiple of it (CanvasAttentionBackend).
+# Block sizes of the KV cache are multiples of this (CanvasAttentionBackend).
 _KERNEL_BLOCK = 16
-# The rule that is none: vLLM serves the checkpoint as an ordinary causal model.
+# Value of the setting ``rule`` with which vLLM serves the checkpoint as an ordinary causal model.
 AUTOREGRESSIVE = "autoregressive"
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 
@@ -55,9 +55,9 @@ class PublishedRule:
     """A decoding rule of a family.
 
     Attributes:
-        rule: Makes it; of a masked family, from the mask token.
-        settings: What checkpoints are published with, by name.
-        layout: How canvases lie with this rule; ``None`` as with the family's others.
+        rule: Factory of the rule; for a masked family its argument is the mask token.
+        settings: Settings published with the checkpoints, by name.
+        layout: Layout of canvases with this rule; ``None`` for the family's own.
     """
 
     rule: Callable[..., DecodingRule]
@@ -66,15 +66,16 @@ class PublishedRule:
 
 
 class BlockDiffusionEngineConfig:
-    """What is checked and chosen for any block-diffusion checkpoint.
+    """Checks and choices for any block-diffusion checkpoint.
 
-    vLLM calls the two class methods of the entry in its table of architectures; a family's entry
-    derives from this class and says what is particular to it.
+    vLLM calls two class methods of the entry in its table of architectures; a family's entry
+    derives from this class and overrides what is particular to the family.
     """
 
-    # Why the family could not be registered; told when one of its checkpoints is configured.
+    # Error of a failed registration; it is reported when one of the family's checkpoints is
+    # configured.
     registration_failure: ClassVar[Exception | None] = None
-    # Whether vLLM has a class of its own for the architecture; ``None`` before registration.
+    # True if vLLM has a class of its own for the architecture; ``None`` before registration.
     is_in_vllm: ClassVar[bool | None] = None
 
     # Pieces of rooms above this one, which the plugin puts here: what guards a server's paths, and
@@ -84,31 +85,31 @@ class BlockDiffusionEngineConfig:
 
     # What a family says of itself.
 
-    # By the name with which an operator asks for one.
+    # Rules by the value of the setting ``rule``; the first is the default.
     rules: ClassVar[Mapping[str, PublishedRule]]
-    # Whether its weights are those of an ordinary causal model too, which `AUTOREGRESSIVE` asks for.
+    # True if the weights are also those of an ordinary causal model, served with `AUTOREGRESSIVE`.
     has_autoregressive_mode: ClassVar[bool] = False
-    # Whether a step reads the soft embeddings of the one before.
+    # True if a step reads the soft embeddings of the previous step.
     is_self_conditioned: ClassVar[bool] = False
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
-        """What an operator may ask for, the default first."""
+        """Return the allowed values of the setting ``rule``, the default first."""
         return (*cls.rules, *([AUTOREGRESSIVE] if cls.has_autoregressive_mode else []))
 
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
-        """The rule that a checkpoint is served with unless the operator says otherwise."""
+        """Return the rule that a checkpoint is served with if the operator sets none."""
         return next(iter(cls.rules))
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
-        """Refuse a configuration by which no model can be made; the canvas length among it."""
+        """Refuse a model configuration with invalid values, the canvas length among them."""
         raise NotImplementedError
 
     @classmethod
     def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
-        """What vLLM itself chooses for the architecture, and the canvas length."""
+        """Apply vLLM's own choices for the architecture, and set the canvas length."""
         from vllm.config.diffusion import DiffusionConfig
 
         if vllm_config.diffusion_config is None:
@@ -117,25 +118,25 @@ class BlockDiffusionEngineConfig:
 
     @classmethod
     def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
-        """What its canvases are, and the settings of requests that bring none."""
+        """Make the description of canvases, with the settings of requests that set none."""
         raise NotImplementedError
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
-        """Names and shapes of a checkpoint's tensors."""
+        """Return the rules for names and shapes of a checkpoint's tensors."""
         raise NotImplementedError
 
-    # What follows from it.
+    # Derived from the family's values.
 
     @classmethod
     def chosen_rule(cls, vllm_config: VllmConfig) -> str:
-        """The name of the rule that is asked for, or of the checkpoint's own."""
+        """Return the name of the rule that the operator sets, or of the checkpoint's own."""
         chosen = plugin_settings(vllm_config).rule
         return cls.default_rule(vllm_config.model_config) if chosen is None else chosen
 
     @classmethod
     def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
-        """The rule that is asked for, or the checkpoint's own.
+        """Return the rule that the operator sets, or the checkpoint's own.
 
         Raises:
             ValueError: If the family does not have it.
@@ -149,15 +150,15 @@ class BlockDiffusionEngineConfig:
             )
         return cls.rules[chosen]
 
-    # What vLLM calls.
+    # Called by vLLM.
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
-        """Nothing: all that is ours needs the whole configuration."""
+        """Do nothing, since our checks need the whole configuration."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Check everything that can be before a weight is read, and choose what is unset.
+        """Check everything that can be checked before a weight is read, and choose what is unset.
 
         Raises:
             ValueError: Naming what is wrong, and the remedy.
@@ -184,7 +185,7 @@ class BlockDiffusionEngineConfig:
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         cls.apply_stock_defaults(vllm_config)
         request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
-        # Known wherever the configuration goes: at the door, in the scheduler and in the workers.
+        # The configuration carries it to the API process, the scheduler and the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
         vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
         _check_mask(vllm_config.model_config, spec)
@@ -210,7 +211,7 @@ class BlockDiffusionEngineConfig:
 
     @classmethod
     def _check_skipping(cls, vllm_config: VllmConfig) -> None:
-        """Refuse ``skip_unlikely`` where it does nothing, or not what was promised."""
+        """Refuse ``skip_unlikely`` where it has no effect, or would break batch invariance."""
         from vllm import envs
 
         if not plugin_settings(vllm_config).skip_unlikely:
@@ -228,7 +229,7 @@ class BlockDiffusionEngineConfig:
 
 
 def _serve_autoregressively(vllm_config: VllmConfig) -> None:
-    """Make it the configuration of an ordinary model: before this hook nothing has read that it is not.
+    """Turn the configuration into that of an ordinary model; nothing read it before this hook.
 
     Raises:
         ValueError: Naming a setting of canvases.
@@ -247,7 +248,7 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
         )
     model_config = vllm_config.model_config
     model_config.hf_config.canvas_length = None
-    # Computed once, and kept, by vLLM.
+    # vLLM has cached the property.
     model_config.__dict__.pop("is_diffusion", None)
     logger.info(
         "rule=%r: vLLM serves this checkpoint as an ordinary causal model, with its own scheduler, "
@@ -258,7 +259,7 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
 
 def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
     model_config = vllm_config.model_config
-    # A worker asks it what may be sent as new weights.
+    # Workers check new weights by these rules.
     model_config.tensor_rules = rules
     quantization = model_config.model_arch_config.quantization_config
     check_platform(model_config.model, quantization)
@@ -289,7 +290,7 @@ def _check_upstream(failure: Exception | None) -> None:
 
 
 def _check_platform() -> None:
-    """``VLLM_TARGET_DEVICE=cpu`` keeps vLLM from asking any platform plugin."""
+    """Refuse ``VLLM_TARGET_DEVICE=cpu``, with which vLLM loads no plugin's platform."""
     from vllm import envs
 
     if envs.VLLM_TARGET_DEVICE == "cpu" and not is_vllm_cpu_build():
@@ -301,7 +302,7 @@ def _check_platform() -> None:
 
 
 def _check_constraint_back_end(vllm_config: VllmConfig) -> None:
-    """Refuse a back end that vLLM still offers, but that ends its engine at the first request."""
+    """Refuse a back end that vLLM still offers, but that ends the engine at the first request."""
     if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
         raise ValueError(
             'structured_outputs_config backend="lm-format-enforcer" is not supported: the released '
@@ -311,7 +312,7 @@ def _check_constraint_back_end(vllm_config: VllmConfig) -> None:
 
 
 def _check_logits_processors(model_config: ModelConfig) -> None:
-    """Processors of the operator take whole rows of logits, which never exist here."""
+    """Refuse logits processors, which need whole rows of logits; these never exist here."""
     names = [str(processor) for processor in model_config.logits_processors or ()]
     names += [point.value for point in entry_points(group="vllm.logits_processors")]
     if names:
@@ -353,7 +354,7 @@ def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
 
 
 def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
-    """What must be whole blocks where canvases are blocks: the model length and blocks of the cache."""
+    """Check that the model length and blocks of the cache are whole blocks if canvases are blocks."""
     if spec.layout.alignment == 1:
         return
     length, max_model_len = spec.layout.alignment, vllm_config.model_config.max_model_len
@@ -389,7 +390,8 @@ def _choose_scheduler(vllm_config: VllmConfig) -> None:
 def _choose_retention(vllm_config: VllmConfig) -> None:
     """With ``keep_last_canvas``, keep a sliding-window layer's blocks up to the end of a reply.
 
-    vLLM's default of 0 keeps those at the end of a prompt. An explicit 0 cannot be told from it.
+    vLLM's default of 0 keeps only those at the end of a prompt. An explicit 0 looks the same, so it
+    is replaced too.
 
     Raises:
         ValueError: If nothing could be kept.

@@ -1,12 +1,12 @@
-"""Environment variables: the package's own, which are read here only, and two of vLLM's."""
+"""Environment variables: the package's own, which only this module reads, and two of vLLM's."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-# Answers to one prompt, where the operator sets no limit. vLLM's 16,384 would keep a server busy with one
-# request for minutes; OpenAI's own is 128.
+# Limit for answers to one prompt if the operator sets none. vLLM's 16,384 would keep a server busy
+# with one request for minutes; OpenAI's own limit is 128.
 MOST_ANSWERS = 128
 _LIMIT = "VLLM_MAX_N_SEQUENCES"
 
@@ -33,11 +33,11 @@ def environment_flags() -> EnvironmentFlags:
 
 
 def await_engine_at_shutdown() -> None:
-    """Have a server that is told to end wait until its engine has ended the open requests.
+    """Set vLLM's shutdown timeout, so that a server waits until its engine has ended open requests.
 
-    Without it vLLM's server kills the engine at once: requests that the engine has not ended by then wait
-    until their clients give up, and so does the server. vLLM waits where the variable is set, and its
-    default, which is set here, is 5 s; an operator's own value stays.
+    Otherwise vLLM's server kills the engine at once: requests that the engine has not ended by then
+    wait until their clients give up, and so does the server. vLLM waits only if the variable is
+    set; its default of 5 s is set here, and an operator's own value stays.
     """
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "5")
 

@@ -1,4 +1,4 @@
-"""The generation settings that come with a checkpoint."""
+"""Generation settings that come with a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str]:
-    """The checkpoint's generation settings, and a name for where they come from."""
+    """Read the checkpoint's generation settings; return them and the name of their source."""
     folder = model_config.generation_config
     if folder in ("auto", "vllm"):
         folder = model_config.hf_config_path or model_config.model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig
 
-# Beyond the weights: Python, torch and the engine's processes.
+# Bytes beyond the weights, for Python, torch and the engine's processes.
 RESERVED_BYTES = 1024**3
 # KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE says otherwise. vLLM's
 # default, 92 % of the machine's memory, suits a machine that does nothing else.
@@ -17,7 +17,7 @@ DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Bytes of the safetensors files of a local checkpoint; 0 for one that is not local yet."""
+    """Return the bytes of a local checkpoint's safetensors files; 0 if it is not local yet."""
     directory = Path(model)
     if not directory.is_dir():
         return 0

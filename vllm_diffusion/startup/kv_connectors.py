@@ -1,7 +1,8 @@
-"""Which of vLLM's KV connectors a diffusion model is served with: ``--kv-transfer-config``.
+"""Checks of vLLM's KV connectors for a diffusion model (``--kv-transfer-config``).
 
-A connector carries blocks of the KV cache to another server, or to a store. Those that cannot work are
-refused by name before anything is loaded; docs/disaggregated.md says what is known of each.
+A connector carries blocks of the KV cache to another server, or to a store. Connectors that cannot
+work are refused by name before anything is loaded; docs/disaggregated.md lists what is known about
+each.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Connector:
-    """One of vLLM's.
+    """Facts about one of vLLM's connectors.
 
     Attributes:
-        refused: Why it cannot serve a diffusion model, and what to do; empty if it can.
-        module: Of a package that it needs, and that vLLM does not bring.
-        needs_gpu: Whether it copies from a GPU's memory.
-        has_one_stage: Whether pipeline stages are not for it: vLLM's NIXL knows them with some caches and
-            roles only, none of which was tried.
+        refused: Reason why it cannot serve a diffusion model, and the remedy; empty if it can.
+        module: Module of a package that it needs and vLLM does not install; empty if none.
+        needs_gpu: True if it copies from a GPU's memory.
+        has_one_stage: True if it is refused with pipeline stages: vLLM's NIXL supports them with
+            some caches and roles only, none of which was tried.
     """
 
     refused: str = ""
@@ -64,10 +65,10 @@ CONNECTORS: dict[str, Connector] = {
 
 
 def check_kv_connectors(vllm_config: VllmConfig) -> None:
-    """Refuse a connector that cannot work, or not here.
+    """Refuse a connector that cannot work with diffusion models or on this machine.
 
     Raises:
-        ValueError: Naming it, and the remedy.
+        ValueError: Naming the connector and the remedy.
     """
     if _takes_embeddings(vllm_config):
         _refuse(
@@ -90,14 +91,14 @@ def check_kv_connectors(vllm_config: VllmConfig) -> None:
 
 
 def _check(settings: Mapping[str, Any], num_stages: int) -> None:
-    """One connector, and those that it consists of."""
+    """Check one connector, and those that it consists of."""
     from vllm.platforms import current_platform
 
     device = settings.get("kv_buffer_device", "cpu")
     if current_platform.is_cpu() and device != "cpu":
         _refuse(f'kv_buffer_device "{device}" needs a GPU; leave it out')
     if settings.get("kv_connector_module_path"):
-        # Somebody's own.
+        # A connector outside vLLM is not checked.
         return
     name, extra = settings.get("kv_connector"), settings.get("kv_connector_extra_config") or {}
     connector = CONNECTORS.get(str(name))
@@ -106,7 +107,7 @@ def _check(settings: Mapping[str, Any], num_stages: int) -> None:
         return
     if connector.refused:
         _refuse(f"{name} {connector.refused}")
-    # A specification of somebody's own brings its own copies.
+    # A specification outside vLLM copies by itself.
     if connector.needs_gpu and current_platform.is_cpu() and not extra.get("spec_module_path"):
         _refuse(f"{name} needs a GPU, whose cache it moves to the CPU's memory; leave it out")
     if connector.has_one_stage and num_stages > 1:
@@ -130,7 +131,7 @@ def _refuse(sentence: str) -> None:
 
 
 def _takes_embeddings(vllm_config: VllmConfig) -> bool:
-    """vLLM then switches --enable-mm-embeds on by itself, after it has asked us."""
+    """Return true if vLLM will set ``--enable-mm-embeds`` by itself, after our check of options."""
     transfer = vllm_config.kv_transfer_config
     offloads = vllm_config.cache_config.kv_offloading_size is not None
     if not offloads and (transfer is None or not transfer.is_kv_consumer):

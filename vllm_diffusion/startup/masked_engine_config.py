@@ -1,4 +1,4 @@
-"""What start-up does for a family of masked block-diffusion models."""
+"""Start-up of a family of masked block-diffusion models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class MaskedEngineConfig(BlockDiffusionEngineConfig):
-    """A family whose undecided positions hold a mask token; a subclass says what is its own.
+    """Base for a family whose undecided positions hold a mask token.
 
     Attributes:
-        mask_token_id: Where ``config.json`` has none.
-        block_length: Where ``config.json`` has none.
-        block_length_key: Under which it has one.
-        layout: How its canvases lie in a sequence.
+        mask_token_id: Mask token if ``config.json`` has none.
+        block_length: Positions of a block if ``config.json`` has no length.
+        block_length_key: Key of the block length in ``config.json``.
+        layout: Layout of its canvases in a sequence.
     """
 
     mask_token_id: ClassVar[int]
@@ -32,7 +32,7 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
-        """Name the length of a block as vLLM does, by which it knows a diffusion model."""
+        """Set ``canvas_length``, the field by which vLLM recognises a diffusion model."""
         config = model_config.hf_config
         if getattr(config, "canvas_length", None) is None:
             config.canvas_length = getattr(config, cls.block_length_key, cls.block_length)

@@ -1,6 +1,6 @@
-"""Whether a pass holds the largest image or video that a server offers.
+"""Check that a pass holds the largest image or video that a server offers.
 
-Their rows attend to one another in both directions, so they are computed in one pass or not at all.
+The rows of an image attend to one another in both directions, so they are computed in one pass.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 def choose_media(vllm_config: VllmConfig) -> None:
-    """Offer no image or video that ``max_num_batched_tokens`` cannot hold, unless it is asked for.
+    """Offer no image or video that ``max_num_batched_tokens`` cannot hold; refuse a requested one.
 
-    vLLM looks when its engine is up, and then has advice about one option only.
+    vLLM checks this only when its engine is up, and then names only one of the two options.
 
     Raises:
-        ValueError: If ``--limit-mm-per-prompt`` asks for what cannot be held, with the least that will
-            do, and how to do without.
+        ValueError: If ``--limit-mm-per-prompt`` asks for an item that does not fit, with the
+            smallest budget that holds it, and the setting that leaves it out.
     """
     from vllm.config import MultiModalConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -65,7 +65,7 @@ def choose_media(vllm_config: VllmConfig) -> None:
 
 
 def _items(lengths: Mapping[str, int]) -> str:
-    """``an image of up to 280 tokens and a video of up to 2496 tokens``."""
+    """Describe items, as in ``an image of up to 280 tokens and a video of up to 2496 tokens``."""
     return " and ".join(
         f"{'a' if kind == 'video' else 'an'} {kind} of up to {length} tokens"
         for kind, length in lengths.items()

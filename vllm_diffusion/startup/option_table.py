@@ -1,4 +1,4 @@
-"""The table of every option of ``vllm serve``: ``serve_options.toml``, read and checked."""
+"""Table of every option of ``vllm serve``: ``serve_options.toml``, read and checked."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ State = Literal["works", "refused", "unreached", "untried"]
 
 @dataclass(frozen=True)
 class OptionRow:
-    """What is known of some options of ``vllm serve`` with a diffusion model.
+    """Row of the table: options of ``vllm serve`` that behave alike with a diffusion model.
 
     Attributes:
-        names: As on the command line; ``"--option.setting"`` for a setting of a JSON option.
-        state: See the head of the file.
-        line: What the user sees where it is refused; ``{...}`` stands for a value.
-        where: The file of this folder's package that refuses; empty for ``unsupported_options.py``.
-        why: How it is known, or what a trial needs.
-        probe: Options to try.
-        works: Further options to try: other values that are served.
-        tokens: ``"same"`` as without the option, or ``"other"``.
+        names: Names on the command line; ``"--option.setting"`` for a setting of a JSON option.
+        state: State, as explained at the head of the file.
+        line: Message of the refusal; ``{...}`` stands for a value.
+        where: File of this package that refuses; empty for ``unsupported_options.py``.
+        why: Evidence for the state, or what a trial needs.
+        probe: Command-line options of a trial.
+        works: Further options for trials: other values that are served.
+        tokens: ``"same"`` if answers are those without the option, or ``"other"``.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class OptionRow:
     tokens: Literal["same", "other"] = "same"
 
     def __post_init__(self) -> None:
-        """Every row says how its state is known.
+        """Check that the row has the evidence that its state needs.
 
         Raises:
             ValueError: Naming the row.
@@ -47,28 +47,28 @@ class OptionRow:
             raise ValueError(f"serve_options.toml: the row of {self.names} is incomplete.")
 
     def explains(self, message: str) -> bool:
-        """Whether ``message`` is this row's line with values in place."""
+        """Return true if ``message`` is this row's line with values in place."""
         parts = re.split(r"\{\w+\}", self.line)
         return re.fullmatch(".+?".join(map(re.escape, parts)), message) is not None
 
 
 def read_rows() -> list[OptionRow]:
-    """The rows, in the file's order.
+    """Read the rows, in the file's order.
 
     Raises:
         ValueError: If a row is incomplete.
-        TypeError: If a row has a key that is none.
+        TypeError: If a row has an unknown key.
     """
     text = files(__package__).joinpath("serve_options.toml").read_text(encoding="utf-8")
     return [_row(settings) for settings in tomllib.loads(text)["option"]]
 
 
 def refusal(name: str, **values: object) -> str:
-    """The sentence with which an option is refused.
+    """Return the message with which an option is refused.
 
     Args:
-        name: The option.
-        values: What its sentence names.
+        name: Name of the option.
+        values: Values for the message's placeholders.
     """
     (line,) = [row.line for row in read_rows() if name in row.names]
     return line.format(**values)

@@ -1,12 +1,12 @@
-"""The order of passes, where the operator says nothing of it: by what a pass costs in each.
+"""Default order of passes, synchronous or asynchronous, chosen by the cost of a pass in each.
 
-A canvas of N denoising steps takes N passes in the synchronous order, where each waits for what the
-host does between two of them. In the asynchronous order the host works beside the device, but hears too
-late which step was the last: the canvas takes one more pass, which encodes and emits it. So that order
-pays where (N + 1) of its passes take less than N of the others: with host time h and device time d of a
-pass, where (N + 1) max(d, h) < N (d + h), which is N h > d for d above h.
+A canvas of N denoising steps takes N passes in the synchronous order, where each pass waits for the
+host's work before it. In the asynchronous order the host works beside the device, but learns too
+late which step was the last: the canvas takes one more pass, which encodes and emits it. So that
+order pays if (N + 1) of its passes take less than N of the others: with host time h and device time
+d of a pass, if (N + 1) max(d, h) < N (d + h), which is N h > d for d above h.
 
-The figures are in ``pass_times.toml``, each with its command, or said to be an estimate.
+The figures are in ``pass_times.toml``, each with its command, or marked as an estimate.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ class PassTimes(NamedTuple):
 
 @functools.cache
 def figures() -> dict[str, dict[str, float]]:
-    """What is in ``pass_times.toml``."""
+    """Read ``pass_times.toml``."""
     text = files("vllm_diffusion.startup").joinpath("pass_times.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def cpu_times() -> PassTimes:
-    """As measured: nothing runs beside the engine's process, so there is nothing to hide."""
+    """Return the measured times: on a CPU the host's work competes with the model's."""
     measured = figures()["cpu"]
     return PassTimes(measured["synchronous_ms"], measured["asynchronous_ms"])
 
 
 def gpu_times(num_bytes: int) -> PassTimes:
-    """An estimate: the weights are read once a pass, and the host's part is hidden or it is not.
+    """Estimate the times of a GPU: a pass reads the weights once; asynchronously the host is hidden.
 
     Args:
-        num_bytes: Of the weights on one rank.
+        num_bytes: Bytes of the weights on one rank.
     """
     host, device = figures()["host"]["ms"], num_bytes / figures()["gpu"]["bytes_per_ms"]
     return PassTimes(device + host, max(device, host))
 
 
 def asynchronous_pays(times: PassTimes, steps: int, extra: int) -> bool:
-    """Whether a canvas is denoised sooner in the asynchronous order.
+    """Return true if a canvas is denoised sooner in the asynchronous order.
 
     Args:
-        times: Of a pass.
+        times: Times of a pass in both orders.
         steps: Denoising steps of a canvas, at least 1.
-        extra: Passes of a canvas that it takes beyond those of the synchronous order.
+        extra: Passes of a canvas beyond those of the synchronous order.
     """
     return (steps + extra) * times.asynchronous < steps * times.synchronous
 
 
 def choose_order(vllm_config: VllmConfig) -> None:
-    """Put the synchronous order in place where it is faster; an operator's choice stays.
+    """Choose the synchronous order if it is faster; an operator's choice stays.
 
-    The asynchronous one is left to vLLM, which takes it wherever it can.
+    The asynchronous order is left to vLLM, which takes it wherever it can.
 
     Args:
-        vllm_config: Changed in place, with ``canvas_spec`` in its model configuration.
+        vllm_config: Configuration with a ``canvas_spec``, changed in place.
     """
     from vllm.platforms import current_platform
 

@@ -1,4 +1,4 @@
-"""What the operator sets with ``--additional-config``, validated once."""
+"""Settings of the plugin in ``--additional-config``, validated once."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ OPTION = "--additional-config '{\"diffusion\": {...}}'"
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What the operator sets with ``--additional-config '{"diffusion": {...}}'``.
+    """Settings in ``--additional-config '{"diffusion": {...}}'``.
 
     ``None`` leaves a setting to the checkpoint's ``generation_config.json``.
 
     Attributes:
-        max_denoising_steps: N, the step cap of every canvas, 1 to 10,000.
+        max_denoising_steps: Step cap of every canvas, 1 to 10,000.
         window_anchor: ``"canvas"`` ties the sliding window of a canvas row to its canvas, as the
             reference implementation does; ``"query"`` to the row, as stock vLLM does.
-        attention: Which implementation of :func:`attention_kernels.canvas_attention` runs:
-            ``"auto"``, ``"reference"``, ``"triton"`` or ``"cute"``.
-        rule: Which of the model's decoding rules runs; ``None`` for the checkpoint's own.
-        preset: Settings of the decoding rule that go together, where they are not set by themselves.
-        converge_at_end: Judge a canvas by its positions up to its first end token only, since what
-            follows is thrown away.
-        fused_encode: Encode a finished canvas, and the end of a prompt, in the same pass as the next
-            canvas's first step; ``None`` where it can be.
-        keep_last_canvas: Encode the last canvas of a request behind its answer, and keep in the
-            prefix cache what the next turn of a chat needs of it.
-        skip_unlikely: Leave out of the soft embeddings what is too unlikely for their dtype, where a
-            block of tokens is for a block of rows.
-        of_rule: Everything else: what the model's decoding rule is to know, and check.
+        attention: Implementation of :func:`attention_kernels.canvas_attention`: ``"auto"``,
+            ``"reference"``, ``"triton"`` or ``"cute"``.
+        rule: Name of the model's decoding rule; ``None`` for the checkpoint's own.
+        preset: Name of a set of settings of the rule, for settings that are not set by themselves.
+        converge_at_end: True to judge a canvas by its positions up to its first end token only,
+            since the positions behind it are discarded.
+        fused_encode: True to encode a finished canvas, and the end of a prompt, in the same pass as
+            the next canvas's first step; ``None`` to do so if it is possible.
+        keep_last_canvas: True to encode the last canvas of a request behind its answer, so that the
+            prefix cache keeps it for the next turn of a chat.
+        skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
+            if all of them are too unlikely there for the embeddings' dtype.
+        of_rule: All other settings, which the model's decoding rule knows and checks.
     """
 
     max_denoising_steps: int | None = None
@@ -71,7 +71,7 @@ class PluginSettings:
                 raise ValueError(f"{name}={value!r} must be true or false.")
 
 
-# Known of every model.
+# Settings that every model has.
 SETTINGS = tuple(each.name for each in fields(PluginSettings) if each.name != "of_rule")
 
 
@@ -94,16 +94,16 @@ def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
 
 
 def commits_in_place(vllm_config: VllmConfig) -> bool:
-    """Whether a canvas is emitted by the pass that makes its keys and values final.
+    """Return true if a canvas is emitted by the pass that makes its keys and values final.
 
-    Otherwise it is emitted by the step that converges, and encoded as known tokens are.
+    Otherwise it is emitted by the step that converges, and encoded like other known tokens.
     """
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
     return spec.commits_in_place(vllm_config.scheduler_config.async_scheduling)
 
 
 def fuses_prompt(vllm_config: VllmConfig) -> bool:
-    """Whether the end of a prompt and the first canvas's first step share a pass."""
+    """Return true if the end of a prompt and the first canvas's first step share a pass."""
     chosen = plugin_settings(vllm_config).fused_encode
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
     reason = _why_attention_parts(vllm_config) or spec.why_prompt_apart()
@@ -111,10 +111,10 @@ def fuses_prompt(vllm_config: VllmConfig) -> bool:
 
 
 def fuses_encode(vllm_config: VllmConfig) -> bool:
-    """Whether a finished canvas and the next one share a pass.
+    """Return true if a finished canvas and the next one share a pass.
 
     Raises:
-        ValueError: If the operator asks for it where it cannot be, with the reason.
+        ValueError: If the operator asks for it where it is not possible, with the reason.
     """
     chosen = plugin_settings(vllm_config).fused_encode
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
@@ -128,7 +128,7 @@ def fuses_encode(vllm_config: VllmConfig) -> bool:
 
 
 def _why_attention_parts(vllm_config: VllmConfig) -> str | None:
-    """Why attention has no pass with known tokens of a request and its canvas; ``None`` if it may."""
+    """Return why attention cannot take known tokens and their canvas in one pass, or ``None``."""
     backend = vllm_config.attention_config.backend
     if backend is not None and backend.name != "CUSTOM":
         # Known causal rows and a canvas in one sequence need more than a flag.

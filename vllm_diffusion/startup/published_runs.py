@@ -1,4 +1,4 @@
-"""What the families' publishers sample with, and what of it a request here does not get by itself."""
+"""Sampling settings of the families' publishers, compared with a server's defaults."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-# vLLM's own, where neither a request nor the checkpoint says anything.
+# vLLM's defaults, which apply if neither a request nor the checkpoint sets a value.
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One way in which a publisher samples.
+    """Settings with which a publisher samples in one place.
 
     Attributes:
-        family: The name that its users call it by.
+        family: Name of the family for users.
         kind: ``"function"``, ``"example"``, ``"evaluation"`` or ``"checkpoint"``.
         sampling: Sampling parameters of vLLM that differ from its neutral ones.
-        source: The repository, commit and file in which it was read.
-        architectures: Architectures of the family's checkpoints; its first run alone names them.
-        rule: The decoding rule that stands for it; ``None`` for the family's default.
+        source: Repository, commit and file of the settings.
+        architectures: Architectures of the family's checkpoints; only its first run names them.
+        rule: Decoding rule that implements it; ``None`` for the family's default.
         settings: Settings of that rule.
-        block_length: Positions of a block, where it is not the checkpoint's.
+        block_length: Positions of a block, if it is not the checkpoint's.
     """
 
     family: str
@@ -51,13 +51,13 @@ class PublishedRun:
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """All that is known, in the order of ``families/published.toml``."""
+    """Read all published runs, in the order of ``families/published.toml``."""
     text = files("vllm_diffusion.families").joinpath("published.toml").read_text(encoding="utf-8")
     return tuple(PublishedRun(**run) for run in tomllib.loads(text)["run"])
 
 
 def published_loop(architecture: str, rule: str) -> PublishedRun | None:
-    """The published function that a rule of an architecture stands for."""
+    """Return the published function that a rule of an architecture implements, if there is one."""
     for run in published_runs():
         is_loop = run.kind == "function" and architecture in run.architectures
         if is_loop and run.rule in (None, rule):
@@ -68,11 +68,11 @@ def published_loop(architecture: str, rule: str) -> PublishedRun | None:
 def sampling_changes(
     served: Mapping[str, float], wanted: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Sampling parameters that are served otherwise than wanted: the value here, and that there.
+    """Return the sampling parameters that differ, each with the served value and the wanted one.
 
     Args:
-        served: Values that requests get by themselves; those left out are vLLM's neutral ones.
-        wanted: Values of a published run, likewise. Filters mean nothing at temperature 0.
+        served: Default values of requests; those left out are vLLM's neutral ones.
+        wanted: Values of a published run, likewise. Filters have no effect at temperature 0.
     """
     served, wanted = NEUTRAL | dict(served), NEUTRAL | dict(wanted)
     if wanted["temperature"] == 0:
@@ -81,9 +81,9 @@ def sampling_changes(
 
 
 def log_differences(vllm_config: VllmConfig, spec: CanvasSpec, rule: str) -> None:
-    """Say in one line where requests that set nothing differ from the published loop.
+    """Log in one line where requests that set nothing differ from the published loop.
 
-    What the operator sets is not mentioned.
+    Settings of the operator are not mentioned.
     """
     model_config, chosen = vllm_config.model_config, plugin_settings(vllm_config)
     run = published_loop(model_config.architecture, rule)

@@ -1,4 +1,4 @@
-"""A refusal of ours ends a command of vLLM with one line, where vLLM would print a trace."""
+"""Refusals of this package end a command of vLLM with one line instead of a stack trace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _COMMAND = "vllm.entrypoints.common.cli_args"
 
 
 def refusal_in(error: BaseException) -> str | None:
-    """The sentence of a refusal of ours; ``None`` for every other exception.
+    """Return the message of a refusal of this package; ``None`` for every other exception.
 
-    A refusal is a ``ValueError`` that code of this package raised. vLLM's configuration is made of
-    pydantic's classes, which hand it on inside a ``ValidationError``.
+    A refusal is a ``ValueError`` that code of this package raised. vLLM's configuration consists of
+    pydantic classes, which wrap it in a ``ValidationError``.
     """
     import pydantic
 
@@ -29,7 +29,7 @@ def refusal_in(error: BaseException) -> str | None:
 
 
 def _raised_by_us(trace: TracebackType | None) -> bool:
-    """Whether the innermost frame is this package's."""
+    """Return true if the innermost frame is this package's."""
     if trace is None:
         return False
     while trace.tb_next is not None:
@@ -38,9 +38,9 @@ def _raised_by_us(trace: TracebackType | None) -> bool:
 
 
 def install() -> None:
-    """Have Python print refusals of ours as one line at the end of a command of vLLM.
+    """Print refusals of this package as one line at the end of a command of vLLM.
 
-    Everything else goes to the hook that was there. Safe to call twice.
+    All other exceptions go to the previous hook. This is safe to call twice.
     """
     previous = sys.excepthook
     if _COMMAND not in sys.modules or getattr(previous, "prints_refusals", False):

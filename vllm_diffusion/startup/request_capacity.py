@@ -1,9 +1,9 @@
-"""How many requests run at once where the operator does not say: what memory carries.
+"""Default number of requests that run at once, by an estimate of memory.
 
-Stock vLLM puts 8 there for this architecture, since its sampler holds whole logits of every canvas,
-and cannot tell an operator's number from its own default. Ours holds a tile of them at a time, so
-that a request costs the rows of its slot and its KV cache. Everything here is an estimate
-made before anything is loaded; what the KV cache really holds is in vLLM's own log.
+Stock vLLM sets 8 for this architecture, since its sampler holds whole logits of every canvas, and
+does not distinguish an operator's number from its own default. Our sampler holds a tile of logits
+at a time, so that a request costs the rows of its slot and its KV cache. Everything here is an
+estimate made before anything is loaded; vLLM logs the real size of the KV cache.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 # Tokens of a request's context that are counted. Longer ones are served too: they wait for blocks,
 # as under any setting.
 TYPICAL_CONTEXT = 4096
-# Stock's number. Short requests need less than the estimate, and a slot without a request costs
-# megabytes.
+# Number of stock vLLM. Short requests need less than the estimate, and a slot without a request
+# costs megabytes.
 FEWEST = 8
-# The part of a pass's tokens that running canvases leave to prompts: one in so many. Without it a prompt
-# beside a full house gets what one canvas leaves, 256 tokens a pass, and each pass in which there is a
-# prompt is slower for all of them.
+# Running canvases leave one in this many of a pass's tokens to prompts. Otherwise a prompt beside a
+# full batch gets the room of one canvas, 256 tokens per pass, and each pass with a prompt is slower
+# for all.
 PROMPTS_SHARE = 4
 # The sampler's tiles (a byte for each logit of a pass at most: 2 GiB for 8,192 rows of 262,144 ids),
 # a pass's activations and captured graphs. Not measured.
@@ -43,11 +43,11 @@ _REQUEST_BYTES = 128 * 8 + 64
 
 @dataclass(frozen=True)
 class RequestCost:
-    """Bytes on one rank.
+    """Cost of a request on one rank, in bytes.
 
     Attributes:
-        state: Of a slot, whether or not a request has it.
-        kv: Of a running request's KV cache.
+        state: Bytes of a slot, used or not.
+        kv: Bytes of a running request's KV cache.
     """
 
     state: int
@@ -56,23 +56,23 @@ class RequestCost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, without the weights.
+    """Memory of one rank in bytes, without the weights.
 
     Attributes:
-        free: For everything that ``kv`` does not hold.
-        kv: Set aside for the KV cache; ``None`` if it takes what is left of ``free``.
+        free: Bytes for everything that ``kv`` does not hold.
+        kv: Bytes reserved for the KV cache; ``None`` if it takes the rest of ``free``.
     """
 
     free: int
     kv: int | None = None
 
 
-# What leaves the choice to the rows of a pass.
+# Memory that never limits the choice, which then depends on the rows of a pass.
 _AMPLE = Memory(2**62)
 
 
 def carried_requests(memory: Memory, cost: RequestCost) -> int:
-    """How many requests of the typical length memory carries."""
+    """Return the number of requests of the typical length that fit in memory."""
     if memory.kv is None:
         return max(memory.free, 0) // (cost.state + cost.kv)
     return min(memory.kv // cost.kv, max(memory.free, 0) // cost.state)
@@ -81,18 +81,19 @@ def carried_requests(memory: Memory, cost: RequestCost) -> int:
 def choose_max_num_seqs(
     memory: Memory, cost: RequestCost, canvases_per_pass: int, most: int
 ) -> int:
-    """The default number of requests that run at once.
+    """Choose the default number of requests that run at once.
 
     Args:
-        memory: What there is.
-        cost: What each takes.
+        memory: Available memory.
+        cost: Cost of a request.
         canvases_per_pass: Canvases that ``max_num_batched_tokens`` holds; more requests than that
             would take turns.
         most: vLLM's default for other models.
 
     Returns:
-        At least 1; at least ``FEWEST`` where their slots fit and ``canvases_per_pass`` and ``most``
-        allow it; no more canvases than leave prompts their share of a pass, where these are more.
+        A number of at least 1, and of at least ``FEWEST`` if their slots fit and
+        ``canvases_per_pass`` and ``most`` allow it. It leaves prompts their share of a pass, unless
+        that is below ``FEWEST``.
     """
     fewest = min(FEWEST, max(memory.free, 0) // cost.state)
     running = max(
@@ -102,9 +103,9 @@ def choose_max_num_seqs(
 
 
 def slot_bytes(*, canvas_length: int, hidden_size: int, vocab_size: int, dtype_bytes: int) -> int:
-    """Bytes of one row of every per-request tensor, ours and the runner's."""
+    """Return the bytes of one row of every per-request tensor, ours and the runner's."""
     soft_embeds = canvas_length * hidden_size * dtype_bytes
-    # vLLM's penalties: how often each token was said, and whether the prompt has it.
+    # vLLM's penalties: the count of each token in the answer, and a bit for the prompt.
     penalties = vocab_size * 4 + -(-vocab_size // 32) * 4
     return soft_embeds + canvas_length * _POSITION_BYTES + penalties + _REQUEST_BYTES
 
@@ -118,7 +119,7 @@ def kv_bytes(
     kv_bytes: int,
     stages: Sequence[slice] = (slice(None),),
 ) -> int:
-    """Bytes of a request's KV cache on one rank: of the pipeline stage where they are most.
+    """Return the bytes of a request's KV cache on one rank, of the largest pipeline stage.
 
     Args:
         text_config: The checkpoint's text configuration.
@@ -148,7 +149,7 @@ class AttentionLayer(NamedTuple):
 
 
 def attention_layers(text_config: Any) -> list[AttentionLayer]:
-    """Of transformers' configuration, also where its layers differ (Gemma 4)."""
+    """List the attention layers of a configuration of transformers, equal or not (Gemma 4)."""
     num_layers = text_config.num_hidden_layers
     own = getattr(text_config, "per_layer_config", None) or [text_config] * num_layers
     types = getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers
@@ -163,7 +164,7 @@ def attention_layers(text_config: Any) -> list[AttentionLayer]:
 
 
 def text_parameters(text_config: Any) -> int:
-    """Parameters of the language model, without norms."""
+    """Return the number of parameters of the language model, without norms."""
     hidden, heads = text_config.hidden_size, text_config.num_attention_heads
     per_layer = 3 * hidden * text_config.intermediate_size
     experts = getattr(text_config, "num_experts", None) or 0
@@ -177,9 +178,9 @@ def text_parameters(text_config: Any) -> int:
 
 
 def install() -> None:
-    """Remember, for diffusion models, whether the operator set the requests and tokens of a pass.
+    """Note on diffusion models if the operator set the requests and tokens of a pass.
 
-    vLLM replaces ``None`` by a default before any hook sees it. Safe to call twice.
+    vLLM replaces ``None`` by a default before any hook sees it. This is safe to call twice.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -198,11 +199,11 @@ def _remembering(stock: Any) -> Any:
 
 
 def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
-    """Put the default in place, with a line that says why; an operator's number stays as it is.
+    """Set the default, and log the reason; an operator's number stays as it is.
 
     Args:
-        vllm_config: Changed in place.
-        given: ``max_num_seqs`` before stock's hook lowered it.
+        vllm_config: Configuration, changed in place.
+        given: ``max_num_seqs`` before the stock hook lowered it.
     """
     scheduler_config = vllm_config.scheduler_config
     scheduler_config.max_num_seqs = given
@@ -216,8 +217,8 @@ def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
     # The scheduler must not run more than the runner has slots for.
     chosen = max(chosen, scheduler_config.max_num_active_seqs or 0)
     scheduler_config.max_num_seqs = chosen
-    # What memory has room for is vLLM's to count, once it is allocated; another count beside it, of an
-    # estimate, would only be another number.
+    # vLLM logs the real capacity once memory is allocated, so the estimate is logged only if it
+    # decides.
     if chosen < most:
         logger.info(
             "max_num_seqs=%d, of %d that max_num_batched_tokens=%d would run: by an estimate of memory, in "
@@ -270,7 +271,7 @@ def _cost(vllm_config: VllmConfig) -> RequestCost:
 
 
 def _stages(vllm_config: VllmConfig) -> list[slice]:
-    """Layers of each pipeline stage; more stages than layers are refused later."""
+    """Return the layers of each pipeline stage; more stages than layers are refused later."""
     from vllm.distributed.utils import get_pp_indices
 
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -299,7 +300,7 @@ def _memory(vllm_config: VllmConfig) -> Memory:
 
 
 def weight_bytes(vllm_config: VllmConfig) -> int:
-    """On one rank: of the files where they are at hand, else at most, unquantised."""
+    """Return the bytes of weights on one rank: of local files, else the unquantised upper bound."""
     model_config = vllm_config.model_config
     size = checkpoint_bytes(model_config.model)
     if size == 0:

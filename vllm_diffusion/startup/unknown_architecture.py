@@ -1,6 +1,6 @@
-"""Checkpoints whose ``model_type`` a family has, and whose architecture none has.
+"""Checkpoints whose ``model_type`` is a family's, and whose architecture is not.
 
-vLLM ends over one with the list of every architecture that it knows, or with a bare ``NotImplementedError``.
+vLLM ends with the list of every architecture that it knows, or with a bare ``NotImplementedError``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def unknown_architecture(
     arguments: EngineArgs, served: Mapping[str, tuple[str, ...]]
 ) -> str | None:
-    """The sentence for a checkpoint that only seems to be of one of our families.
+    """Return the message for a checkpoint that only seems to be of one of our families.
 
     Args:
-        arguments: With which vLLM could not make a model's configuration.
+        arguments: Arguments from which vLLM could not make a model's configuration.
         served: Architectures that are served, by ``model_type``.
 
     Returns:
-        ``None`` where the failure has another reason.
+        The message; ``None`` if the failure has another reason.
     """
     from transformers import PretrainedConfig
     from vllm.model_executor.models import ModelRegistry

@@ -1,7 +1,7 @@
 """Options of ``vllm serve`` that a diffusion model cannot honour, refused by name before it loads.
 
-``serve_options.toml`` says of every option what is known of it, and holds the sentence with which
-one is refused; the conditions are here.
+``serve_options.toml`` has the state of every option, and the message with which one is refused; the
+conditions are here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SCHEDULERS = "vllm_diffusion.scheduling.canvas_scheduler"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
-    """Refuse what would fail later, or would be ignored in silence.
+    """Refuse options that would fail later, or would be ignored in silence.
 
     Raises:
-        ValueError: The option's sentence.
+        ValueError: With the option's message.
     """
     for name, is_set in CONDITIONS.items():
         if is_set(vllm_config):
@@ -108,7 +108,7 @@ def _is_cpu() -> bool:
 
 
 def _transfers_between_gpus(vllm_config: VllmConfig) -> bool:
-    """Every transfer of vLLM's own; ours is of files."""
+    """Return true for a weight transfer of vLLM's own; ours reads files."""
     transfer = vllm_config.weight_transfer_config
     return transfer is not None and transfer.backend != WEIGHT_TRANSFER
 
@@ -123,7 +123,7 @@ def _schedules_too_little(vllm_config: VllmConfig) -> bool:
     return budget is not None and budget < 2 * _canvas_length(vllm_config)
 
 
-# In the order in which they are looked at: the option that asks for most first.
+# Conditions in the order of their checks: the option that asks for most first.
 CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--speculative-config": lambda config: config.speculative_config,
     "--pipeline-parallel-size": (

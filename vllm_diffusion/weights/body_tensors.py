@@ -1,4 +1,4 @@
-"""Tensors of a family whose body ``transformers`` has, under other names or the same."""
+"""Tensor rules of a family whose body is a class of ``transformers``, under the same or other names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 
 
 class BodyTensors(TensorRules):
-    """Those of a class of ``transformers``."""
+    """Tensor rules of a class of ``transformers``."""
 
     def __init__(self, body: str, prefixes: Mapping[str, str] | None = None) -> None:
         """Name the class.

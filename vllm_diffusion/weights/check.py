@@ -1,8 +1,8 @@
-"""Refuse a checkpoint whose tensors are not those that its config describes, before it is loaded.
+"""Check that a checkpoint's tensors are those that its config describes, before it is loaded.
 
-vLLM's loader notices some of this while it loads, in words about its own modules, and for quantised
-checkpoints it does not notice tensors that are missing. Here every tensor has a rule: a name, a
-shape and the kinds of numbers that it may hold, from ``transformers``' model and the format.
+vLLM's loader reports some misfits while it loads, in terms of its own modules, and for quantised
+checkpoints it does not notice missing tensors. Here every tensor has a rule: a name, a shape and
+the dtypes that it may have, from ``transformers``' model and the format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_diffusion.weights.tensor_rules import (
 )
 from vllm_diffusion.weights.weight_files import StoredTensor, stored_tensors
 
-# Scales of the KV cache may be there or not; without them vLLM uses 1.
+# Scales of the KV cache are optional; without them vLLM uses 1.
 _OPTIONAL_ENDS = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")
 # Row-parallel modules: tensor parallelism cuts their rows' groups.
 _CUT_ACROSS_INPUT = ("o_proj", "down_proj", "attention.dense")
@@ -37,11 +37,11 @@ _NAMED = 3
 def check_checkpoint(
     model: str, config: Any, rules: TensorRules, quantization: dict[str, Any] | None, tp: int
 ) -> None:
-    """Compare a local checkpoint's tensors with its config; nothing for one that is not local.
+    """Compare a local checkpoint's tensors with its config; do nothing if it is not local.
 
     Args:
-        model: The checkpoint's folder.
-        config: transformers' configuration of it.
+        model: Folder of the checkpoint.
+        config: transformers' configuration of the checkpoint.
         rules: Names and shapes of its tensors.
         quantization: Its quantization config, or ``None``.
         tp: Ranks of tensor parallelism.
@@ -70,7 +70,7 @@ def check_checkpoint(
 def expected_specs(
     shapes: dict[str, Shape], quantized: Format | None, rules: TensorRules
 ) -> dict[str, Spec]:
-    """Canonical name to what the tensor must be, for every tensor of the checkpoint."""
+    """Return the allowed dtypes and shapes of every tensor of the checkpoint, by canonical name."""
     specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
     if quantized is None:
         return specs
@@ -84,8 +84,8 @@ def expected_specs(
 def check_new_weights(config: Any, rules: TensorRules, quantization: dict[str, Any] | None) -> None:
     """Refuse a checkpoint whose weights vLLM cannot load a second time.
 
-    Its loader of experts' activation scales looks at the scale that is there, and there is none
-    while a layer is loaded again.
+    Its loader of experts' activation scales reads the present scale, and there is none while a
+    layer is loaded again.
 
     Args:
         config: transformers' configuration of the checkpoint.
@@ -155,7 +155,7 @@ def _check_tensors(
 
 
 def listed(names: list[str]) -> str:
-    """The first of these tensors, and how many there are besides."""
+    """List the first names of tensors, and the number of the others."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
 

@@ -1,4 +1,4 @@
-"""What the tensors of a quantised module are, for each format that can be checked."""
+"""Tensors of a quantised module, for each format that can be checked."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from vllm_diffusion.weights.tensor_rules import Shape
 
 # Numbers that share a scale in NVFP4.
 GROUP_SIZE = 16
-# safetensors' names.
+# Dtypes by safetensors' names.
 FP8 = "F8_E4M3"
 PACKED = "U8"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-# A tensor's dtypes and the shapes that mean the same.
+# Allowed dtypes of a tensor, and its equivalent shapes.
 Spec = tuple[tuple[str, ...], tuple[Shape, ...]]
 _ONE_NUMBER: Spec = (FLOATS, ((), (1,)))
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a checkpoint's quantised modules are stored.
+    """Storage of a checkpoint's quantised modules.
 
     Attributes:
-        name: As the checkpoint's config has it.
-        is_fp4: Whether weights are NVFP4.
-        quantizes: Every name of a module -> whether it is quantised.
-        tensors: A module's [out_features, in_features] -> its tensors, by the end of their names.
+        name: Name in the checkpoint's config.
+        is_fp4: True if weights are NVFP4.
+        quantizes: Takes all names of a module, and returns true if it is quantised.
+        tensors: Takes a module's [out_features, in_features], and returns its tensors by the end of
+            their names.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Format:
 def fp8_tensors(
     shape: Shape, strategy: str, block: list[int] | None, static_input: bool
 ) -> dict[str, Spec]:
-    """FP8 with one scale a tensor, an output channel or a block."""
+    """Return the tensors of an FP8 module with one scale per tensor, output channel or block."""
     out_size, in_size = shape
     scales: dict[str, tuple[Shape, ...]] = {
         "tensor": ((), (1,)),
@@ -59,7 +60,7 @@ def fp8_tensors(
 
 
 def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict[str, Spec]:
-    """NVFP4: packed weight, group scales, global scale of the weight, and of the input if any."""
+    """Return the tensors of an NVFP4 module: weight, group scales, global scales (the input's if any)."""
     out_size, in_size = shape
     weight, group_scales, weight_scale, input_scale = names
     tensors: dict[str, Spec] = {
@@ -71,25 +72,25 @@ def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict
 
 
 def matches_compressed_tensors(entry: str, names: tuple[str, ...]) -> bool:
-    """Whether an entry of ``ignore`` or ``targets`` means a module, by any of its names."""
+    """Return true if an entry of ``ignore`` or ``targets`` matches any of a module's names."""
     if entry.startswith("re:"):
         return any(re.match(entry.removeprefix("re:"), one) for one in names)
     return entry in names
 
 
 def matches_modelopt(entry: str, names: tuple[str, ...]) -> bool:
-    """vLLM's reading: a wildcard, or a part of the name."""
+    """Return true if an entry, a wildcard or a part of a name, matches a module, as in vLLM."""
     return any(fnmatch.fnmatch(one, entry) or entry.strip("*") in one for one in names)
 
 
 def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
-    """Whether an entry of the ignore list of ``method`` means a module, by any of its names."""
+    """Return true if an entry of the ignore list of ``method`` matches any of a module's names."""
     if method == "compressed-tensors":
         return matches_compressed_tensors(entry, names)
     return matches_modelopt(entry, names)
 
 
 def ignored_entries(settings: dict[str, Any]) -> list[str]:
-    """The list of modules that a quantization config leaves alone."""
+    """Return the list of modules that a quantization config leaves unquantised."""
     inner = settings.get("quantization", settings)
     return list(inner.get("ignore") or inner.get("exclude_modules") or [])

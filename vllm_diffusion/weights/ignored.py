@@ -1,4 +1,4 @@
-"""Ignore lists whose regular expressions speak of the checkpoint's module names."""
+"""Ignore lists whose regular expressions refer to the checkpoint's module names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 
 
 def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mapper: Any) -> None:
-    """Add what each pattern of an ignore list matches, under vLLM's names.
+    """Add the modules that each pattern of an ignore list matches, under vLLM's names.
 
-    vLLM renames the plain entries of the list, and matches patterns with its own module names: one
-    that begins with the checkpoint's ``model.encoder`` would match nothing, and what it names would
-    be read as quantised.
+    vLLM renames the plain entries of the list, and matches patterns with its own module names: a
+    pattern that begins with the checkpoint's ``model.encoder`` would match nothing, and its modules
+    would be read as quantised.
 
     Args:
         quant_config: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are

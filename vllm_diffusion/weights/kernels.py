@@ -1,16 +1,16 @@
-"""Which kernels run a model's quantised layers: one line for the log."""
+"""Log line that lists the kernels of a model's quantised layers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-# Where vLLM's schemes and methods keep the kernel that they chose.
+# Attributes in which vLLM's schemes and methods keep the kernel that they chose.
 _KERNEL_NAMES = ("fp8_linear", "linear_kernel", "kernel")
 
 
 def describe_kernels(model: Any) -> str:
-    """Number of layers by kernel.
+    """Count the layers by kernel.
 
     Args:
         model: A loaded model with a quantization config.

@@ -1,4 +1,4 @@
-"""Whether this machine can run a format at all."""
+"""Check that this machine can run a checkpoint's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIRST_CAPABILITY = (7, 5)
 
 
 def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
-    """Refuse FP4 where it can be neither run nor emulated.
+    """Refuse FP4 on a machine that can neither run nor emulate it.
 
     Raises:
         ValueError: Naming the checkpoint, the platform and what can be served instead.

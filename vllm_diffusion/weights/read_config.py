@@ -1,4 +1,4 @@
-"""A checkpoint's ``quantization_config`` as a :class:`Format`, or the sentence that refuses it."""
+"""Reader of a checkpoint's ``quantization_config``, as a :class:`Format` or a refusal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MODELOPT_NVFP4 = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
 def read_format(settings: dict[str, Any]) -> Format | None:
-    """What a quantization config says.
+    """Read a quantization config.
 
     Args:
         settings: ``quantization_config`` of ``config.json``, or ``hf_quant_config.json``.
 
     Returns:
-        ``None`` for a format whose tensors are not known here; vLLM loads it unchecked.
+        The format; ``None`` if its tensors are not known here: vLLM loads it unchecked.
 
     Raises:
         ValueError: If the format or its version is unknown, in one sentence.
@@ -58,7 +58,7 @@ def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
                 f"format={name!r} in quantization_config of the checkpoint's config.json is "
                 f"unknown; compressed-tensors knows {', '.join(known)}."
             )
-    # Groups with formats of their own are vLLM's to sort out.
+    # Groups with formats of their own are left to vLLM.
     if len(groups) != 1 or len(formats) != 1:
         return None
     (group,), (name,) = groups, formats

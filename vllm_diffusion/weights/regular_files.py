@@ -1,7 +1,7 @@
-"""Reasons not to open what a path of a user's leads to.
+"""Checks that a user's path leads to regular files only.
 
-Whoever opens a named pipe waits until somebody writes to it, and a device need not end: one such file
-among those that a server is asked to read would keep it waiting for ever.
+Opening a named pipe waits for a writer, and reading a device need not end: one such file would keep
+a server waiting for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def why_not_file(path: str | Path) -> str | None:
-    """Say why a path is not opened as a file; links are followed.
+    """Return why a path is not opened as a file; links are followed.
 
     Returns:
         The end of a sentence that begins with the path, or ``None`` for a regular file.
@@ -34,7 +34,7 @@ def why_not_file(path: str | Path) -> str | None:
 
 
 def why_not_folder(path: str | Path) -> str | None:
-    """Say why the files of a folder are not opened: one of them is neither a regular file nor a folder.
+    """Return why a folder is not read: one of its entries is neither a regular file nor a folder.
 
     Returns:
         The end of a sentence that begins with the path, or ``None`` for a folder of regular files.
@@ -45,7 +45,7 @@ def why_not_folder(path: str | Path) -> str | None:
                 try:
                     mode = entry.stat().st_mode
                 except OSError:
-                    # A link to nothing is missed by whoever needs it.
+                    # A dangling link counts as a missing file.
                     continue
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                     return f"holds {entry.name}, which {_not_regular(mode)}"
@@ -55,11 +55,11 @@ def why_not_folder(path: str | Path) -> str | None:
 
 
 def open_own(path: Path, flags: int = 0) -> int:
-    """Open a file that nobody else may see, to read and write it; a named pipe is not waited for.
+    """Open a file of this user alone, to read and write it, without waiting for a named pipe.
 
     Args:
-        path: Of the file.
-        flags: Of ``os.open``, besides.
+        path: Path of the file.
+        flags: Further flags of ``os.open``.
 
     Returns:
         A file descriptor.

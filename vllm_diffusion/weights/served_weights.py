@@ -1,7 +1,8 @@
-"""Weights that hold numbers which are not finite: whether an engine has them, and what is refused then.
+"""Refusal of requests while an engine has weights that are not finite.
 
-The transfer ``safetensors`` refuses them before it writes. vLLM's own transfers write in place, so that
-theirs are looked at when an update finishes; until good ones come, the engine refuses requests.
+The transfer ``safetensors`` refuses such weights before it writes. vLLM's own transfers write in
+place, so their weights are checked when an update finishes; the engine refuses requests until it
+has good ones.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class _Bad:
     """Bad weights of an engine.
 
     Attributes:
-        reason: A sentence for clients.
-        is_sent: Whether an update has brought something since they were found.
+        reason: Message for clients.
+        is_sent: True if an update has sent tensors since they were found.
     """
 
     reason: str
@@ -36,18 +37,18 @@ _bad: dict[str, _Bad] = {}
 
 
 def why_refused(vllm_config: Any) -> str | None:
-    """Why an engine refuses requests, as this process knows; ``None`` if it does not."""
+    """Return why an engine of this process refuses requests; ``None`` if it does not."""
     found = _bad.get(vllm_config.instance_id) if _bad else None
     return None if found is None else found.reason
 
 
 def observe_call(vllm_config: Any, method: Any, error: BaseException | None) -> None:
-    """Take in, where workers are processes of their own, what a call to all of them came to.
+    """Record the result of a call to all workers, which are processes of their own.
 
     Args:
-        vllm_config: Of the engine.
-        method: That was called.
-        error: That it ended in; ``None`` if every worker answered.
+        vllm_config: Configuration of the engine.
+        method: Method that was called.
+        error: Error of the call; ``None`` if every worker answered.
     """
     if method not in ("update_weights", "finish_weight_update"):
         return
@@ -63,7 +64,10 @@ def observe_call(vllm_config: Any, method: Any, error: BaseException | None) -> 
 
 
 def check_transfers() -> None:
-    """Have vLLM's transfers check what they wrote into a model of ours. Safe to call twice."""
+    """Let vLLM's transfers check the weights that they wrote into a diffusion model.
+
+    This is safe to call twice.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     registry = WeightTransferEngineFactory._registry
@@ -82,23 +86,23 @@ def _checking(load: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _CheckedTransfer:
-    """In front of a transfer of vLLM's that writes in place."""
+    """Mixin that precedes a transfer of vLLM's that writes in place."""
 
     vllm_config: Any
     model: nn.Module
     _default_model: nn.Module
-    # Whether the update has finished with bad weights. vLLM's worker then takes it for one that goes on.
+    # True if the update has finished with bad weights. vLLM's worker then takes it as still open.
     _is_over = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the transfer's; what is sent after bad weights begins an update of its own."""
+        """Update weights as the transfer does; after bad weights this begins a new update."""
         if self._is_over:
             self._is_over = False
             super().start_weight_update()  # type: ignore[misc]
         super().update_weights(update_info)  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
-        """As the transfer's, and look at the weights that are there now.
+        """Finish the update as the transfer does, then check the weights.
 
         Raises:
             ValueError: Naming the parameter; called again, this only closes the update.
@@ -125,7 +129,7 @@ class _CheckedTransfer:
 
 @torch.no_grad()
 def _not_finite(model: nn.Module) -> str | None:
-    """The name of a parameter that holds NaN or infinity."""
+    """Return the name of a parameter that holds NaN or infinity, if there is one."""
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter.data):
             return name

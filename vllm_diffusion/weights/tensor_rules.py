@@ -1,7 +1,7 @@
-"""Names and shapes of an unquantised checkpoint: what a family says, and what follows from it.
+"""Rules for names and shapes of an unquantised checkpoint, which a family defines.
 
-A model may use a tensor in two places and a checkpoint store it under either name; one of them, the
-canonical name, stands for it here.
+A model may use a tensor in two places, and a checkpoint may store it under either name; here it has
+one of them, the canonical name.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ Shape = tuple[int, ...]
 
 
 class TensorRules:
-    """A family says what its checkpoints hold.
+    """Base of a family's rules for the tensors of its checkpoints.
 
     Attributes:
         unquantised: Ends of names of matrices that stay as they are in every format: embeddings, and
             routers that vLLM gives no quantised form.
-        has_fused_experts: Whether the model that is trained has a layer's experts as two parameters,
-            and not as modules of each.
+        has_fused_experts: True if the trained model has a layer's experts as two parameters, and
+            not as a module for each expert.
     """
 
     unquantised: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "router.proj.weight")
     has_fused_experts: ClassVar[bool] = False
 
     def shapes(self, config: Any) -> dict[str, Shape]:
-        """Canonical name to shape of every tensor; experts are fused, as in a BF16 checkpoint.
+        """Return the shape of every tensor by canonical name; experts are fused, as in BF16.
 
         Args:
             config: transformers' configuration of the checkpoint.
@@ -37,18 +37,18 @@ class TensorRules:
         raise NotImplementedError
 
     def canonical_name(self, name: str) -> str:
-        """The name under which a tensor or module is known here."""
+        """Return the canonical name of a tensor or module."""
         return name
 
     def all_names(self, name: str) -> tuple[str, ...]:
-        """Every name of a module with this canonical name."""
+        """Return all names of a module with this canonical name."""
         return (name,)
 
     def linear_modules(self, shapes: dict[str, Shape]) -> dict[str, Shape]:
-        """Canonical name to [out_features, in_features] of the modules that vLLM can quantise.
+        """Return [out_features, in_features] of the modules that vLLM can quantise, by canonical name.
 
         Args:
-            shapes: With split experts.
+            shapes: Shapes with split experts.
         """
         return {
             name.removesuffix(".weight"): shape
@@ -57,11 +57,11 @@ class TensorRules:
         }
 
     def copy_of(self, name: str) -> str:
-        """The name of a tensor that may stand in for this one where a checkpoint has only it."""
+        """Return the name of a tensor that replaces this one in checkpoints that have only it."""
         return name
 
     def module_names(self, shapes: dict[str, Shape]) -> set[str]:
-        """Every name that an entry of an ignore list may mean: modules and their parents."""
+        """Return all names that an entry of an ignore list may match: modules and their parents."""
         names = {"lm_head"}
         for tensor in shapes:
             for name in self.all_names(tensor):
@@ -71,7 +71,7 @@ class TensorRules:
 
 
 def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """The same with a matrix for each expert in place of the fused ones."""
+    """Replace fused experts by a matrix for each expert."""
     split: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if name.endswith(".experts.gate_up_proj"):
@@ -91,5 +91,5 @@ def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
 
 
 def has_split_experts(names: Iterable[str]) -> bool:
-    """Whether any of these names belongs to a single expert."""
+    """Return true if any of these names belongs to a single expert."""
     return any(_EXPERT.match(name) for name in names)

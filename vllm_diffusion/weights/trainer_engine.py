@@ -1,4 +1,4 @@
-"""The trainer's side of the weight transfer ``safetensors``."""
+"""Trainer's side of the weight transfer ``safetensors``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
-# Of one file, unless the trainer says otherwise.
+# Default size of a file in bytes.
 _FILE_BYTES = 2**30
 
 
 @dataclass
 class SafetensorsTrainerInitInfo(TrainerInitInfo):
-    """How a trainer sends.
+    """Settings of a trainer that sends weights.
 
     Attributes:
-        folder: Where files lie while they are sent: one that the server sees under the same name, in
-            memory for example (``/dev/shm``).
-        max_file_bytes: A file ends with the tensor that reaches it; 1 sends each tensor by itself.
-        rank: Of the trainer's process; 0 sends.
+        folder: Folder of the files while they are sent, which the server sees under the same name,
+            in memory for example (``/dev/shm``).
+        max_file_bytes: Size at which a file ends, with the tensor that reaches it; 1 sends each
+            tensor by itself.
+        rank: Rank of the trainer's process; rank 0 sends.
     """
 
     backend: ClassVar[str] = "safetensors"
@@ -38,7 +39,7 @@ class SafetensorsTrainerInitInfo(TrainerInitInfo):
 
 
 class SafetensorsTrainerEngine(TrainerWeightTransferEngine[SafetensorsTrainerInitInfo]):
-    """Writes files and tells the server of them."""
+    """Trainer engine that writes files and sends their paths to the server."""
 
     init_info_cls = SafetensorsTrainerInitInfo
 
@@ -62,12 +63,12 @@ class SafetensorsTrainerEngine(TrainerWeightTransferEngine[SafetensorsTrainerIni
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """As vLLM makes its own.
+        """Make the engine as vLLM makes its own.
 
         Args:
-            init_info: How to send.
-            client: Of the server.
-            source: What to send; names are those of a checkpoint.
+            init_info: Settings of the transfer.
+            client: Client of the server.
+            source: Tensors to send, under the names of a checkpoint.
 
         Raises:
             ValueError: Without a source.
@@ -80,13 +81,13 @@ class SafetensorsTrainerEngine(TrainerWeightTransferEngine[SafetensorsTrainerIni
         return engine
 
     def send_weights(self, weight_version: str | None = None) -> None:
-        """Send every tensor of the source, and have the server load them.
+        """Send every tensor of the source, and let the server load them.
 
         Args:
-            weight_version: What the server calls them from then on.
+            weight_version: Name of these weights in the server from then on.
         """
         if not self.is_sender:
-            # The gathering of a tensor's pieces is every rank's work.
+            # Every rank takes part in gathering a tensor's pieces.
             for _ in self._source.iter_full():
                 pass
             return

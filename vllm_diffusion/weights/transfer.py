@@ -1,6 +1,6 @@
-"""New weights for a server that runs, by vLLM's weight transfer: files instead of a GPU's links."""
+"""Name of the weight transfer that updates a running server from files."""
 
-# What --weight-transfer-config calls ours: plugin.py registers it.
+# Backend in --weight-transfer-config; plugin.py registers it.
 WEIGHT_TRANSFER = "safetensors"
 # What may become of the draft that an update of the draft has replaced.
 RESTORE, DROP = FATES = ("restore", "drop")

@@ -1,7 +1,7 @@
-"""One update of a served model's weights: what was sent of it, checked, and not yet loaded.
+"""Update of a served model's weights: tensors that were sent and checked, and are not yet loaded.
 
-A trainer may send a model in one file or a tensor at a time. Nothing of the model changes before all
-of it was found to fit, and what does not fit is refused by the tensor's name.
+A trainer may send a model in one file or a tensor at a time. The model does not change before all
+of the update was found to fit; a misfit is refused by the tensor's name.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 class ExpectedTensors:
-    """What the tensors of a served model's checkpoint are, by name.
+    """Expected tensors of a served model's checkpoint, by name.
 
-    A model may use one tensor in several places, under several names. All of them stand for it here,
-    and which one is sent makes no difference.
+    A model may use one tensor in several places, under several names. It may be sent under any of
+    them.
     """
 
     def __init__(
         self, config: Any, rules: TensorRules, quantization: dict[str, Any] | None
     ) -> None:
-        """Work out every tensor.
+        """Compute the dtypes and shapes of every tensor.
 
         Args:
             config: transformers' configuration of the checkpoint that is served.
@@ -65,21 +65,21 @@ class ExpectedTensors:
         self._fused = {} if quantized else expected_specs(shapes, None, rules)
         self._tied_embedding: str | None = None
         if config.tie_word_embeddings:
-            # A draft has none: it uses its target's.
+            # A draft has no embedding: it uses its target's.
             self._tied_embedding = next((n for n in shapes if n.endswith(_EMBEDDING)), None)
 
     def tensor_of(self, name: str) -> str:
-        """The one name that stands for the tensor of the model which ``name`` means."""
+        """Return the one name by which the model's tensor with the name ``name`` is counted."""
         name = self._rules.canonical_name(name)
         if name == _HEAD and self._tied_embedding is not None:
             return self._tied_embedding
         return min(name, self._rules.copy_of(name))
 
     def check(self, tensor: StoredTensor) -> None:
-        """Refuse a tensor that the model does not have, or not so.
+        """Refuse a tensor that the model does not have, or has with another dtype or shape.
 
         Raises:
-            ValueError: Naming the tensor, its file and what it must be.
+            ValueError: Naming the tensor, its file, and the expected dtype and shape.
         """
         spec = self._spec(tensor.name)
         if spec is None:
@@ -96,10 +96,10 @@ class ExpectedTensors:
             )
 
     def missing(self, sent: set[str]) -> list[str]:
-        """Tensors of the model that were not sent.
+        """Return the tensors of the model that were not sent.
 
         Args:
-            sent: What :meth:`tensor_of` says of each that was.
+            sent: Result of :meth:`tensor_of` for each tensor that was sent.
         """
         fused = {name for name in self._fused if name in sent and name not in self._specs}
         parts = {part for name in fused for part in split_experts({name: self._fused[name][1][0]})}
@@ -114,17 +114,17 @@ class ExpectedTensors:
 
 
 class WeightUpdate:
-    """What a trainer has sent between the start and the finish of an update."""
+    """Tensors that a trainer has sent between the start and the finish of an update."""
 
     def __init__(self, expected: ExpectedTensors) -> None:
         self._expected = expected
-        # By the tensor of the model.
+        # By :meth:`ExpectedTensors.tensor_of`.
         self._sent: dict[str, StoredTensor] = {}
         self._stamps: dict[Path, tuple[int, ...]] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was sent."""
+        """True if nothing was sent."""
         return not self._sent
 
     @property
@@ -133,12 +133,13 @@ class WeightUpdate:
         return self._expected.missing(set(self._sent))
 
     def add(self, path: Path) -> None:
-        """Take the tensors of a file, or of every file of a folder, into the update.
+        """Add the tensors of a file, or of every file of a folder, to the update.
 
-        All of them, or none: what is refused leaves the update as it was. Every value is looked at.
+        All of them are added, or none: a refusal leaves the update as it was. Every value is
+        checked.
 
         Args:
-            path: Absolute; a safetensors file, or a folder with such files.
+            path: Absolute path of a safetensors file, or of a folder with such files.
 
         Raises:
             ValueError: Naming the file or the tensor.
@@ -161,10 +162,10 @@ class WeightUpdate:
         self._stamps |= stamps
 
     def check(self, *, is_whole: bool) -> None:
-        """What can only be said of the whole update, before it is loaded.
+        """Check the whole update before it is loaded.
 
         Args:
-            is_whole: Whether it must bring every tensor.
+            is_whole: True if it must have every tensor.
 
         Raises:
             ValueError: If a file changed since it was sent, or a tensor is missing.
@@ -185,7 +186,7 @@ class WeightUpdate:
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and values of each tensor, read when it is asked for."""
+        """Yield the name and values of each tensor, read one at a time."""
         for tensor in self._sent.values():
             yield tensor.name, read_tensor(tensor)
 
@@ -208,7 +209,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _check_file(file: Path) -> None:
-    """Refuse what is damaged: a header that contradicts itself, or the file's size."""
+    """Refuse a damaged file: its header contradicts itself or the file's size."""
     try:
         with safe_open(file, framework="np"):
             pass
@@ -227,7 +228,7 @@ def _check_finite(tensor: StoredTensor) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Differs where the file's bytes may."""
+    """Return a value that differs if the file may have changed."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

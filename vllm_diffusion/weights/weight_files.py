@@ -1,4 +1,4 @@
-"""Refuse damaged or missing weight files of a local checkpoint before anything is loaded."""
+"""Reader of safetensors files, and checks for damaged or missing ones before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
 
 INDEX = "model.safetensors.index.json"
-# Bytes that are looked at together.
+# Bytes that are read at once.
 _CHUNK_BYTES = 2**24
 # A file starts with the length of its header.
 _LENGTH_BYTES = 8
@@ -31,11 +31,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a file's header describes it; ``dtype`` is safetensors' name.
+    """Tensor as a file's header describes it; ``dtype`` is safetensors' name.
 
     Attributes:
-        begin: Where its bytes begin in the file.
-        end: Where they end.
+        begin: Offset of its first byte in the file.
+        end: Offset behind its last byte in the file.
     """
 
     name: str
@@ -47,7 +47,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
-    """Every tensor of these files, from headers that :func:`check_weight_file` accepted."""
+    """List the tensors of these files, from headers that :func:`check_weight_file` accepted."""
     tensors = []
     for path in files:
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
 
 
 def read_tensor(tensor: StoredTensor) -> Tensor:
-    """Its values, in memory of their own: a mapped file that is cut short would end the process.
+    """Read a tensor into memory of its own: a mapped file that is cut short would end the process.
 
     Raises:
         ValueError: If the file has become shorter than its header says.
@@ -80,7 +80,7 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
 
 
 def largest_magnitude(tensor: StoredTensor) -> float:
-    """The largest magnitude among a tensor's values; NaN or infinity if one of them is.
+    """Return the largest magnitude among a tensor's values; NaN or infinity if one of them is.
 
     Values of a kind that has neither (packed FP4) are not read, and give 0.
 
@@ -105,7 +105,7 @@ def largest_magnitude(tensor: StoredTensor) -> float:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest magnitude, float64, without a copy of the values."""
+    """Return the largest magnitude, float64, without a copy of the values."""
     if values.dtype != torch.float8_e4m3fn:
         least, most = torch.aminmax(values)
         return torch.maximum(-least.double(), most.double())
@@ -120,7 +120,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def check_weight_files(model: str) -> None:
-    """Read the header of each safetensors file; nothing for a checkpoint that is not local.
+    """Check the header of each safetensors file; do nothing if the checkpoint is not local.
 
     Raises:
         ValueError: Naming the file, what is wrong with it and what to do.
@@ -138,7 +138,7 @@ def check_weight_files(model: str) -> None:
 
 
 def check_regular_files(directory: Path) -> None:
-    """Refuse a folder of a checkpoint in which reading a file may never end; nothing without a folder.
+    """Refuse a checkpoint's folder with files that are not regular, whose reading may never end.
 
     Raises:
         ValueError: Naming the folder, the file and what to do.
@@ -148,7 +148,7 @@ def check_regular_files(directory: Path) -> None:
 
 
 def check_weight_file(path: Path) -> None:
-    """Read the header of a safetensors file.
+    """Check the header of a safetensors file.
 
     Raises:
         ValueError: Naming the file, what is wrong with it and what to do.
@@ -166,7 +166,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def file_problem(path: Path) -> str | None:
-    """Why the file cannot be read as safetensors; ``None`` if its header and size agree."""
+    """Return why the file cannot be read as safetensors; ``None`` if its header and size agree."""
     if problem := why_not_file(path):
         return problem
     size = path.stat().st_size

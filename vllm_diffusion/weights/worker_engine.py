@@ -1,7 +1,7 @@
-"""The worker's side of the weight transfer ``safetensors``: files that trainer and server both see.
+"""Worker's side of the weight transfer ``safetensors``, by files that trainer and server both see.
 
-vLLM's own transfers move tensors between GPUs. This one needs none; with files in memory
-(``/dev/shm``) it costs a copy. It is transactional, as those are not: an update is checked while it is
+vLLM's own transfers move tensors between GPUs. This one needs no GPU; with files in memory
+(``/dev/shm``) it costs a copy. Unlike vLLM's it is transactional: an update is checked while it is
 sent, and loaded when it is finished.
 """
 
@@ -32,12 +32,12 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
-    """Nothing is agreed upon beforehand."""
+    """Settings of the transfer: none."""
 
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
-    """A part of an update, or all of it.
+    """Part of an update, or all of it.
 
     Attributes:
         path: Of a safetensors file, or of a folder of them, as the server sees it. What it holds is
@@ -51,7 +51,7 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
     replaced: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no path.
+        """Refuse a path that is not absolute, and unknown actions.
 
         Raises:
             ValueError: Naming the field.
@@ -73,17 +73,17 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
 class SafetensorsWeightTransferEngine(
     WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]
 ):
-    """Loads what a trainer wrote.
+    """Worker engine that loads files of a trainer.
 
     Attributes:
-        weights_are_lost: Set by a worker that discarded the weights: the next update must be whole.
+        weights_are_lost: True after a worker discarded the weights: the next update must be whole.
     """
 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        """As vLLM makes its own."""
+        """Make the engine as vLLM makes its own."""
         super().__init__(config, vllm_config, device, model)
         self.weights_are_lost = False
         self._expected: ExpectedTensors | None = None
@@ -97,10 +97,10 @@ class SafetensorsWeightTransferEngine(
             self._update = self._new_update()
 
     def start_weight_update(self) -> None:
-        """Begin with nothing sent; what an update that failed had sent is forgotten.
+        """Begin an update; the tensors of a failed one are discarded.
 
         Raises:
-            ValueError: If the model is none that is updated.
+            ValueError: If the model cannot be updated.
         """
         self._update = self._new_update()
 
@@ -121,10 +121,10 @@ class SafetensorsWeightTransferEngine(
         return WeightUpdate(self._expected)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Check a part of an update and keep where it is.
+        """Check a part of an update and keep its path.
 
         Args:
-            update_info: Of :class:`SafetensorsUpdateInfo`.
+            update_info: Fields of :class:`SafetensorsUpdateInfo`.
 
         Raises:
             ValueError: Naming the field, the file or the tensor; the update is over, and nothing of
@@ -144,7 +144,7 @@ class SafetensorsWeightTransferEngine(
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Load what was sent, if anything was.
+        """Load the tensors that were sent, if there are any.
 
         Raises:
             ValueError: If a file has changed or a tensor is missing; the update goes on.
@@ -164,4 +164,4 @@ class SafetensorsWeightTransferEngine(
         self.weights_are_lost = False
 
     def shutdown(self) -> None:
-        """Nothing is held but names."""
+        """Do nothing, since no resource is held."""

@@ -44,7 +44,7 @@ from attention_kernels.canvas_attention.cute.tiles import (
 
 @dataclass(frozen=True)
 class CanvasSequence(SeqlenInfoQK):
-    """What is known of a sequence, with its causal rows."""
+    """FlashAttention-4's facts about a sequence, with its causal rows."""
 
     causal_rows: Any = 0
 

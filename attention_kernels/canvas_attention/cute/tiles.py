@@ -1,7 +1,7 @@
-"""What both kernels share: FlashAttention-4's bookkeeping of a sequence, given the canvas rule.
+"""Base of both kernels: FlashAttention-4's bookkeeping of a sequence with the canvas rule.
 
-FlashAttention-4 keeps what is known of a sequence, which key tiles a query tile visits, and how a
-tile of scores is masked in three small objects that every group of warps builds for itself. Its
+FlashAttention-4 keeps the facts about a sequence, the key tiles that a query tile visits, and the
+mask of a tile of scores in three small objects that every group of warps builds for itself. Its
 kernel classes hand these to one method per kind of warp. ``CanvasKernel`` overrides those methods
 to exchange the objects for ours on the way in; no kernel code is copied or changed.
 
@@ -20,7 +20,7 @@ from attention_kernels.canvas_attention.cute.visibility import Visibility
 
 
 class CanvasTileRange:
-    """Which key tiles a query tile visits; overrides the answers of a ``BlockInfo``."""
+    """Range of key tiles that a query tile visits; it overrides the answers of a ``BlockInfo``."""
 
     tile_m: int
     tile_n: int
@@ -42,14 +42,14 @@ class CanvasTileRange:
     def get_n_block_min_causal_local_mask(
         self, seqlen_info: Any, m_block: Any, n_block_min: Any
     ) -> Any:
-        """Where the kernels stop masking: below it every row sees to the end of a tile."""
+        """Return the tile at which masking stops: below it every row sees to the end of a tile."""
         cut = visibility(self, seqlen_info).first_cut_right(m_block, *self._cut())
         return cutlass.max(n_block_min, cut)
 
     def get_n_block_min_before_local_mask(
         self, seqlen_info: Any, m_block: Any, n_block_min: Any
     ) -> Any:
-        """Where they mask again: below it some row does not see the start of a tile."""
+        """Return the tile at which masking resumes: below it some row does not see a tile's start."""
         whole = visibility(self, seqlen_info).first_whole_left(m_block, *self._cut())
         return cutlass.max(n_block_min, whole)
 
@@ -96,7 +96,7 @@ class Bookkeeping:
         return value
 
     def canvas_sequence_of(self, create: Callable[..., Any], batch_idx: Any) -> Any:
-        """What is known of a sequence, from stock's way to it."""
+        """Make the facts about a sequence from FlashAttention-4's constructor."""
         numbers = create.keywords["mSeqUsedK"]  # type: ignore[attr-defined]  # [2, num_seqs]
         known = create(batch_idx, mSeqUsedK=numbers[0, None])
         return self.canvas_sequence(**_values(known), causal_rows=numbers[1, batch_idx])

@@ -1,4 +1,4 @@
-"""Which keys a row sees, and which key tiles a query tile visits, as plain arithmetic.
+"""Keys that a row sees, and key tiles that a query tile visits, as plain arithmetic.
 
 Every expression is made of ``+ - * //`` and the two functions a caller hands in, so that the same
 lines run on host integers, on torch tensors and on the device integers that the CuTe DSL traces.
@@ -18,18 +18,18 @@ from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
 
 @dataclass(frozen=True)
 class Visibility:
-    """The attention rule of one sequence.
+    """Attention rule of one sequence.
 
     Args:
         query_len: Query rows of the sequence.
-        seq_len: Its keys.
-        causal_rows: Its leading rows that attend causally.
+        seq_len: Keys of the sequence.
+        causal_rows: Leading rows that attend causally.
         window_left: Keys seen before the anchor, or None.
-        window_right: Keys a canvas row sees after itself, or None.
-        canvas_anchor: Whether the window of a canvas row is tied to the start of the canvas
-            rather than to the row.
-        minimum: The smaller of two values of the type in use.
-        maximum: The larger of them.
+        window_right: Keys that a canvas row sees after itself, or None.
+        canvas_anchor: True if the window of a canvas row is tied to the start of the canvas; false
+            if it is tied to the row.
+        minimum: Returns the smaller of two values of the type in use.
+        maximum: Returns the larger of them.
     """
 
     query_len: Any
@@ -74,9 +74,9 @@ class Visibility:
         return start, self.maximum(end, start + 1)
 
     def live_splits(self, num_splits: Any) -> Any:
-        """How many splits the sequence uses of those that are launched: none too short, at least one.
+        """Return how many of the launched splits the sequence uses: none too short, at least one.
 
-        The programs of the others have nothing to do, and what they would write is never read.
+        The programs of the other splits do nothing, and their output is never read.
         """
         keys = self.maximum(self.seq_len, 1)
         return self.minimum((keys + MIN_SPLIT_KEYS - 1) // MIN_SPLIT_KEYS, num_splits)

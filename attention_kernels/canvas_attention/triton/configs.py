@@ -1,4 +1,4 @@
-"""How the kernels are cut: one configuration for each chip, head size and dtypes."""
+"""Tile sizes of the kernels: one configuration for each chip, head size and dtypes."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """How the kernel is cut. The output of a sequence is fixed by this and the sequence."""
+    """Tile sizes of the kernel. With the sequence they fix its output."""
 
     block_m: int  # rows of a query tile, tokens times heads of a group
     block_n: int  # keys of a tile

@@ -119,7 +119,7 @@ def _split_tiles(num_tiles, num_splits, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.con
 
 @triton.jit
 def _partial(part_ptr, tile, split, num_splits, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Where the partial of one split of a tile lies: its accumulator, then row maxima and sums."""
+    """Return the pointer to a split's partial: its accumulator, then row maxima and sums."""
     part = (tile * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * num_splits + split
     return part_ptr + part * (BLOCK_M * (BLOCK_V + 2))
 

@@ -1,4 +1,4 @@
-"""What is launched: which tiles, in how many splits, with how much scratch."""
+"""Launches of the kernels: tiles, splits and scratch memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def _number(scale: float | Tensor | None, otherwise: float) -> float:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work of a launch is cut, where it is not left to the launch; for tests and tuning.
+    """Tile sizes and splits of a launch, set by tests and tuning instead of chosen.
 
     Attributes:
         config: Tile sizes, warps and stages.
@@ -99,10 +99,10 @@ class Cut:
 
 
 class CanvasLaunch:
-    """What the layers of a kind launch in one step, from arguments that were checked before.
+    """Launch of the layers of a kind in one step, from checked arguments.
 
-    Nothing in it was computed on the device and it owns no memory there, so one that ran before a
-    graph was captured may run in it.
+    Nothing in it was computed on the device and it owns no memory there, so a launch that ran
+    before a graph was captured may run in the graph.
     """
 
     def __init__(

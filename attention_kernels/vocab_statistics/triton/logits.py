@@ -1,8 +1,8 @@
-"""How every kernel here reads logits, and how it makes noise.
+"""Reading of logits and generation of noise, shared by every kernel here.
 
-A logit is capped, adjusted and divided in registers, each time it is read: what is stored stays in
-the dtype of the projection. Where nobody in the batch asks for adjustments they are not compiled in;
-where another row does, a row loads four indices a block and finds that it has none.
+A logit is capped, adjusted and divided in registers, each time it is read: stored logits stay in
+the dtype of the projection. If no row of the batch has adjustments they are not compiled in; if
+another row has some, a row without loads four indices per block.
 
 Legend: B ids at a time; x is a logit after all of that.
 """
@@ -56,7 +56,7 @@ def aligned(values: Tensor) -> Tensor:
 
 
 def aligned_draws(draws: RowDraws) -> RowDraws:
-    """As :func:`aligned`, of each."""
+    """Apply :func:`aligned` to each tensor."""
     return RowDraws(*(aligned(values) for values in draws))
 
 
@@ -138,7 +138,7 @@ def load_x(rows, row, offset, inverse):
 
 @triton.jit
 def _adjusted(x, row, ids, inside, tables):
-    """As ``LogitAdjustments.apply``."""
+    """Adjust logits as ``LogitAdjustments.apply`` does."""
     offset_row = tl.load(tables.offset_idx + row).to(tl.int64)
     if offset_row >= 0:
         offsets = tables.offsets + offset_row * tables.offsets_stride

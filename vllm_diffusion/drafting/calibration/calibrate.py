@@ -1,4 +1,4 @@
-"""A draft trained on a folder of samples, and put where it is served from when it is complete."""
+"""Calibration of a draft: training on a folder of samples, and an atomic write of the result."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _MAX_HELD_OUT = 64
 
 
 class TargetEnds(NamedTuple):
-    """What of a target a draft uses as its own.
+    """Parts of a target that its draft shares.
 
     Attributes:
-        config: Of its text model.
-        embed: Token ids to rows.
-        head: Rows to logits.
+        config: Configuration of the target's text model.
+        embed: Embedding, token ids to rows.
+        head: Output head, rows to logits.
     """
 
     config: PreTrainedConfig
@@ -47,7 +47,7 @@ class TargetEnds(NamedTuple):
 
 
 def load_ends(target: str) -> TargetEnds:
-    """Embedding and output head of a model of ``transformers``, in float32.
+    """Load the embedding and the output head of a model of ``transformers``, in float32.
 
     The whole model is in memory while they are taken.
 
@@ -70,7 +70,7 @@ def load_ends(target: str) -> TargetEnds:
 
 
 def load_first_draft(folder: Path) -> ReferenceDraft:
-    """The draft that training starts from.
+    """Load the draft that training starts from.
 
     Raises:
         ValueError: If it cannot be read.
@@ -97,15 +97,15 @@ def calibrate(
 
     Args:
         samples: A folder that :func:`~vllm_diffusion.drafting.calibration.extract.extract` wrote.
-        ends: Of the target.
-        draft: What to start from.
-        out: Where it is saved in z-lab's layout, which vLLM loads; not there yet.
-        settings: How.
-        device: Of torch.
-        report: Told of progress; first of the draft as it is, as step 0.
+        ends: Embedding and output head of the target.
+        draft: Draft to train.
+        out: Folder for the trained draft, in z-lab's layout, which vLLM loads; it must not exist.
+        settings: Settings of the training.
+        device: Torch device that trains.
+        report: Called with each progress; first with the untrained draft's, as step 0.
 
     Returns:
-        All that training reported.
+        All reports of the training.
 
     Raises:
         ValueError: Naming the field, the file or the option and the remedy, before anything is trained;
@@ -137,7 +137,9 @@ def calibrate(
 
 
 def split_samples(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files to train on, and files to measure on: those held out, or a tenth where none are.
+    """Return the files to train on and the files to measure on.
+
+    The latter are the held-out ones, or a tenth of all where none are held out.
 
     Raises:
         ValueError: If there is nothing to train on.
@@ -156,7 +158,7 @@ def split_samples(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def check_samples(extraction: Extraction, target: PreTrainedConfig, draft: ReferenceDraft) -> None:
-    """Whether samples, target and draft belong to one another.
+    """Check that samples, target and draft belong to one another.
 
     Raises:
         ValueError: Naming the field and the remedy.
@@ -187,7 +189,7 @@ def check_samples(extraction: Extraction, target: PreTrainedConfig, draft: Refer
 
 
 def _check_tokens(files: Sequence[Path], draft: ReferenceDraft) -> None:
-    """That all tokens are the target's, and none the mask, which is what a draft cannot say."""
+    """Check that all tokens are the target's, and none is the mask, which drafts never propose."""
     for path in files:
         try:
             with safe_open(path, "pt") as tensors:

@@ -1,4 +1,4 @@
-"""The target's hidden states at recorded tokens: a replay through vLLM's own extraction.
+"""Extraction of the target's hidden states at recorded tokens, by a replay through vLLM.
 
 The engine is the target's with ``method: extract_hidden_states``: it reads each sequence once, as a prompt,
 and keeps the outputs of the layers that the draft reads. They are those that the draft will see when it is
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-# Where the engine writes, in the folder that is asked for.
+# Subfolder of the output folder that the engine writes to.
 _STAGING = ".staging"
-# Bytes of hidden states that wait, beside those that are kept, to be given their place.
+# Bytes of hidden states that may be staged at a time, beside the written ones.
 _BATCH_BYTES = 256 * 2**20
 # KV caches whose keys and values the target was run with by its publisher or by many: the outputs of
 # layers behind them are its own. Hidden states themselves are kept unquantised with each.
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
-# What extraction sets itself.
+# Engine options that the extraction sets itself.
 _OWN_OPTIONS = {
     "speculative_config": "--speculative-config",
     "kv_transfer_config": "--kv-transfer-config",
@@ -45,16 +45,16 @@ _OWN_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Extracted:
-    """What was done of what was asked for.
+    """Counts of one extraction.
 
     Attributes:
-        num_samples: Written.
-        num_tokens: Of them.
-        num_bytes: Of their hidden states.
-        num_repeated: Exchanges that another one repeats, left out.
-        num_too_long: Exchanges whose prompt alone is too long, left out.
-        num_cut: Sequences of which the end is left out.
-        num_without_room: Older exchanges for which there was no room, left out.
+        num_samples: Samples that were written.
+        num_tokens: Tokens of these samples.
+        num_bytes: Bytes of their hidden states.
+        num_repeated: Exchanges left out because another one repeats them.
+        num_too_long: Exchanges left out because their prompt alone is too long.
+        num_cut: Sequences whose end is left out.
+        num_without_room: Older exchanges left out for lack of room.
     """
 
     num_samples: int
@@ -78,17 +78,18 @@ def extract(
 ) -> Extracted:
     """Write a sample for each exchange, the newest first, until there is no room.
 
-    The engine runs in a process of its own, which this one ends; what it wrote is read as vLLM's
-    ``load_hidden_states`` does.
+    The engine runs in a process of its own, which this one ends; its files are read with vLLM's
+    ``load_hidden_states``.
 
     Args:
-        engine_args: Of the target, without a draft. ``enforce_eager`` and no prefix cache are set.
-        exchanges: What is replayed.
+        engine_args: Options of the target, without a draft. ``enforce_eager`` and no prefix cache
+            are set.
+        exchanges: Exchanges to replay, oldest first.
         target_layer_ids: Layers whose outputs the draft reads, as its ``config.json`` has them.
         out: A folder that is not there yet, or is empty.
-        max_bytes: Of all hidden states.
+        max_bytes: Limit for all hidden states.
         max_length: Tokens of a sequence; the end of a longer one is left out.
-        report: Told of progress.
+        report: Called with a line of progress.
 
     Raises:
         ValueError: Before weights are loaded, naming the option or the field and the remedy; and after
@@ -96,13 +97,14 @@ def extract(
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: {out} is not empty; name a new folder.")
-    # Asked first: vLLM would refuse it together with the method of extraction, which nobody asked for.
+    # This comes first: vLLM's refusal would name the extraction's method, which the user did not
+    # set.
     if engine_args.create_model_config().is_diffusion:
         raise ValueError(
             f"{engine_args.model} is a diffusion model, which takes no draft; name the autoregressive target "
             "whose traffic was recorded."
         )
-    # Before a platform says of it what goes for serving too.
+    # This comes before the platform's check, whose message is about serving.
     _check_cache(engine_args.kv_cache_dtype)
     engine_args = _extracting(engine_args, target_layer_ids, out / _STAGING)
     config: VllmConfig = engine_args.create_engine_config()
@@ -138,7 +140,7 @@ def extract(
 def _extracting(
     engine_args: EngineArgs, target_layer_ids: Sequence[int], staging: Path
 ) -> EngineArgs:
-    """The target's options, with vLLM's extraction."""
+    """Return the target's options with vLLM's extraction set up."""
     for name, option in _OWN_OPTIONS.items():
         if getattr(engine_args, name) is not None:
             raise ValueError(f"{option} is set by the extraction; leave it out.")
@@ -174,7 +176,7 @@ def _checked(config: VllmConfig, target_layer_ids: Sequence[int]) -> Extraction:
             f"target_layer_ids={layers} must be layers of the target, 0 to {num_layers - 2}; give the "
             "draft that is to be trained, or layers of this target (--layer-ids)."
         )
-    # A checkpoint may say what "auto" is.
+    # A checkpoint may resolve "auto".
     _check_cache(config.cache_config.cache_dtype)
     return Extraction(
         target=model.model,
@@ -196,7 +198,7 @@ def _check_cache(dtype: str) -> None:
 def _choose(
     exchanges: Sequence[Exchange], longest: int, max_tokens: int
 ) -> tuple[list[Exchange], dict[str, int]]:
-    """Which are replayed, the newest first, cut to ``longest`` tokens; and what becomes of the others."""
+    """Choose the exchanges to replay, newest first and cut to ``longest`` tokens; count the others."""
     chosen: list[Exchange] = []
     seen: set[bytes] = set()
     counts = dict.fromkeys(("num_repeated", "num_too_long", "num_cut", "num_without_room"), 0)
@@ -262,7 +264,7 @@ def _replay(
 
 
 def _keep(output: Any, exchange: Exchange, path: Path) -> None:
-    """Move a request's states to their place, where nobody ever sees half of them."""
+    """Move a request's states to ``path`` atomically."""
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
         cleanup_hidden_states,
         load_hidden_states,

@@ -1,4 +1,4 @@
-"""Which of two drafts keeps more along recorded answers, in a process of its own.
+"""Comparison of two drafts along recorded answers, in a process of its own.
 
 python -m vllm_diffusion.drafting.calibration.gate SAMPLES TARGET NEW OLD
 """
@@ -18,12 +18,12 @@ from vllm_diffusion.drafting.reference import load_draft
 
 
 def compare(samples: Path, target: str, drafts: Sequence[Path]) -> list[Verifications]:
-    """What each draft keeps of the answers that are held out of training.
+    """Replay the answers that are held out of training with each draft.
 
     Args:
         samples: A folder of ``calibrate extract``.
-        target: Whose samples they are.
-        drafts: Folders.
+        target: Target that the samples were extracted from.
+        drafts: Folders of the drafts.
 
     Raises:
         ValueError: If they do not belong to one another.
@@ -40,7 +40,7 @@ def compare(samples: Path, target: str, drafts: Sequence[Path]) -> list[Verifica
 
 
 def main(samples: str, target: str, new: str, old: str) -> None:
-    """Print the figures of both, and whether the new one is better, as a line of JSON."""
+    """Print the figures of both drafts and the verdict on the new one as a line of JSON."""
     ours, theirs = compare(Path(samples), target, [Path(new), Path(old)])
     print(
         json.dumps(

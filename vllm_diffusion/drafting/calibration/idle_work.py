@@ -1,4 +1,4 @@
-"""Work for the time in which a server has none: niced, halted while it has, and capped."""
+"""Background work for a server's idle time: niced, halted while the server is busy, and capped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-# Of a process that only takes what others leave.
+# Lowest priority: the process takes only the CPU time that others leave.
 _NICENESS = ("nice", "-n", "19")
 _POLL_SECONDS = 0.5
 
@@ -24,14 +24,14 @@ class IdleWorkError(Exception):
 
 @dataclass
 class IdleWork:
-    """Runs commands one after the other while nobody else has work.
+    """Runner of commands, one after the other, while the server is idle.
 
     Attributes:
-        is_busy: Whether somebody has; asked twice a second.
-        seconds: Of all commands together; time in which they are halted does not count.
-        max_bytes: Of a command's processes together, in memory.
-        report: Told when a command is halted and goes on.
-        spent: Seconds of the commands so far.
+        is_busy: Returns true while the server has work; called twice a second.
+        seconds: Limit for all commands together; time in which they are halted does not count.
+        max_bytes: Limit for the memory of all processes of a command.
+        report: Called with a line when a command is halted and when it goes on.
+        spent: Seconds that the commands have run so far.
     """
 
     is_busy: Callable[[], bool]
@@ -42,23 +42,24 @@ class IdleWork:
 
     @property
     def seconds_left(self) -> float:
-        """What the commands may still take."""
+        """Seconds that the commands may still run."""
         return self.seconds - self.spent
 
     def run(self, name: str, command: Sequence[str]) -> str:
         """Run one command to its end.
 
-        While somebody has work all of its processes are halted, by a signal; they keep their memory.
+        While the server is busy, a signal halts all processes of the command; they keep their
+        memory.
 
         Args:
-            name: What it does.
-            command: Its words.
+            name: Name of the command in messages.
+            command: Program and arguments.
 
         Returns:
-            What it printed, errors too.
+            Output of the command, errors included.
 
         Raises:
-            IdleWorkError: If it fails, or takes more than it may: it is killed then.
+            IdleWorkError: If it fails, or exceeds a limit: it is killed then.
         """
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             process = subprocess.Popen(
@@ -107,7 +108,7 @@ class IdleWork:
 
 
 def _bytes_of(pid: int) -> int:
-    """In memory, of a process and all below it; what they share counts for each."""
+    """Return the resident memory of a process and its descendants; shared pages count for each."""
     total = 0
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""A training run as a picture: loss over steps, loss and acceptance by position. Plain SVG."""
+"""Picture of a training run as plain SVG: loss over steps, loss and acceptance by position."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _STYLE = (
 
 
 def draw_training(history: Sequence[Progress]) -> str:
-    """An SVG of three panels: the loss of each report, and the last one's by position.
+    """Draw an SVG of three panels: the loss of each report, and the last report's figures by position.
 
     Args:
-        history: What :func:`~vllm_diffusion.drafting.calibration.train.train` returned.
+        history: Result of :func:`~vllm_diffusion.drafting.calibration.train.train`.
     """
     last = history[-1]
     panels = [

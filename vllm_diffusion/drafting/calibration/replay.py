@@ -1,8 +1,8 @@
-"""What a draft would have kept of answers that were recorded, without a server.
+"""Replay of recorded answers: how many tokens a draft would have had accepted, without a server.
 
-A recorded answer is the target's own, so that a proposal is kept exactly where it is what the answer
-goes on with. Of greedy answers this is what a server counts; of sampled ones, what it counts in the
-mean, since a proposal that the target draws with a probability is in the answer as often.
+A recorded answer is the target's own, so a proposal is accepted exactly where it equals the
+answer's next token. For greedy answers this is what a server counts; for sampled answers it is the
+mean of what a server counts, since a token is in the answer as often as the target draws it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def replay(
     """Verify a draft, in one pass over each block, along each answer.
 
     Args:
-        draft: On the device and in the dtype that it has.
+        draft: Draft to verify; its device and dtype are used.
         embed: The target's embedding, on the same device.
         head: The target's output head.
-        samples: Held out of what the draft was trained on. What would be drafted behind the end of an
-            answer is not counted.
+        samples: Samples that the draft was not trained on. Drafted tokens behind the end of an
+            answer are not counted.
     """
     device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
     offsets = torch.arange(draft.block_size, device=device)[None]
@@ -39,7 +39,7 @@ def replay(
         rows = sample.hidden_states.flatten(1)[None].to(device, dtype)
         known = torch.arange(len(ids), device=device)[None]
         context = draft.context(rows, known)
-        # The target's first token is of its pass over the prompt.
+        # The pass over the prompt gives the target's first token.
         anchor = max(sample.answer_start, 1)
         while anchor < len(ids) - 1:
             block = torch.full_like(offsets, draft.mask_token_id)

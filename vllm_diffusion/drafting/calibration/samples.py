@@ -1,4 +1,4 @@
-"""What a draft is trained on: token ids, and the target's hidden states at each of them."""
+"""Training samples of a draft: token ids, and the target's hidden states at each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sample:
     """One sequence as the target read it.
 
     Attributes:
-        token_ids: [T], int64.
+        token_ids: Token ids of the sequence, [T], int64.
         hidden_states: Outputs of the layers that the draft reads, [T, num_layers, hidden], any float
             dtype.
         answer_start: Position of the first token that the target wrote: nothing before it is learnt.
@@ -36,15 +36,15 @@ class Sample:
 
 
 def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
-    """A file of vLLM's hidden-state extraction.
+    """Read a file of vLLM's hidden-state extraction.
 
-    It holds ``token_ids`` and ``hidden_states``, as :class:`Sample` has them; ``answer_start``, one
-    int64, may stand beside them.
+    The file holds ``token_ids`` and ``hidden_states`` as in :class:`Sample`; ``answer_start``, one
+    int64, is optional.
 
     Args:
-        path: Of the file.
-        num_layers: That the draft reads.
-        hidden_size: Of the target.
+        path: Path of the file.
+        num_layers: Number of layers that the draft reads.
+        hidden_size: Hidden size of the target.
 
     Raises:
         ValueError: Naming the file and what is wrong with it.
@@ -69,14 +69,14 @@ def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
 
 @dataclass(frozen=True)
 class Extraction:
-    """What a folder of samples was extracted from, ``extraction.json`` in it.
+    """Description of a folder of samples, stored there as ``extraction.json``.
 
     Attributes:
         target: The model, as vLLM was given it.
         target_layer_ids: Layers whose outputs the samples hold.
-        num_target_layers: Of the target.
-        hidden_size: Of the target.
-        vocab_size: Of the target.
+        num_target_layers: Number of layers of the target.
+        hidden_size: Hidden size of the target.
+        vocab_size: Vocabulary size of the target.
     """
 
     target: str
@@ -87,16 +87,16 @@ class Extraction:
 
 
 def write_extraction(folder: Path, extraction: Extraction) -> None:
-    """Say what the samples of a folder are."""
+    """Write the description of a folder's samples."""
     content = json.dumps(asdict(extraction), indent=2) + "\n"
     (folder / _DESCRIPTION).write_text(content, encoding="utf-8")
 
 
 def read_extraction(folder: Path) -> Extraction:
-    """What the samples of a folder are.
+    """Read the description of a folder's samples.
 
     Raises:
-        ValueError: If nothing says so.
+        ValueError: If it is missing or damaged.
     """
     path = folder / _DESCRIPTION
     try:
@@ -111,20 +111,20 @@ def read_extraction(folder: Path) -> Extraction:
 
 
 def sample_name(idx: int, is_held_out: bool) -> str:
-    """The name of a file: samples that drafts are only measured on begin with ``held-out``."""
+    """Return a sample's file name; it begins with ``held-out`` if drafts are only measured on it."""
     return f"{_HELD_OUT if is_held_out else 'sample'}-{idx:07d}.safetensors"
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether drafts are measured on a file, and not trained on it."""
+    """Return true if drafts are measured on a file and not trained on it."""
     return path.name.startswith(_HELD_OUT)
 
 
 def sample_files(folder: Path) -> list[Path]:
-    """The files of a folder of extracted hidden states, in the order of their names.
+    """Return the files of a folder of extracted hidden states, in the order of their names.
 
     Raises:
-        ValueError: If there is none, or another thing among them than files.
+        ValueError: If there is none, or the folder holds anything but files.
     """
     if os.path.exists(folder) and (problem := why_not_folder(folder)):
         raise ValueError(f"{folder} {problem}; extract hidden states to a folder of their own.")
@@ -137,7 +137,10 @@ def sample_files(folder: Path) -> list[Path]:
 def shuffled_samples(
     files: Sequence[Path], num_layers: int, hidden_size: int, seed: int
 ) -> Iterator[Sample]:
-    """Endless: all files in random order, then all again in another. One is in memory at a time."""
+    """Yield samples without end: all files in random order, then all again in another order.
+
+    One sample is in memory at a time.
+    """
     rng = random.Random(seed)
     while True:
         for path in rng.sample(files, len(files)):

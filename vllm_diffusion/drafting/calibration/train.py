@@ -1,4 +1,4 @@
-"""Train a draft on its target's hidden states.
+"""Training of a draft on its target's hidden states.
 
 Each sample gives many blocks at random anchors, all of them in one pass: a block sees the context
 before its anchor, as it will when it drafts. Most blocks are all masks; of some a random share is
@@ -30,15 +30,16 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Progress:
-    """What was reached.
+    """State of a training run at one report.
 
     Attributes:
-        step: Steps done.
-        loss: Mean since the report before, nats a masked token, weighted by position.
-        loss_by_position: Of held-out blocks of masks, nats, one for each position behind the anchor.
-        acceptance_by_position: Share of held-out blocks whose proposals are right up to and with this
-            position; empty where nothing was held out. If the samples are a target's greedy answers,
-            this is what it will accept.
+        step: Number of steps done.
+        loss: Mean loss since the previous report, nats per masked token, weighted by position.
+        loss_by_position: Loss of held-out blocks of masks, nats, for each position behind the
+            anchor.
+        acceptance_by_position: Share of held-out blocks whose proposals are right up to and
+            including this position; empty if nothing was held out. For samples of a target's greedy
+            answers this is the share that the target will accept.
     """
 
     step: int
@@ -48,20 +49,19 @@ class Progress:
 
     @property
     def accepted(self) -> float:
-        """Proposals of a block that are right before the first wrong one, in the mean."""
+        """Mean number of proposals of a block that are right before the first wrong one."""
         return sum(self.acceptance_by_position)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a batch of samples; N counts the rows of all of a sample's.
+    """Blocks of a batch of samples; N is the number of rows of all blocks of a sample.
 
     Attributes:
         ids: Anchors, masks and revealed tokens, [B, N], int64.
-        positions: [B, N], int64.
-        anchors: [B, N], int64, the position of each row's anchor; below 0 in a block that stands for
-            none.
-        labels: What stands under the masks, ``-100`` elsewhere, [B, N], int64.
+        positions: Positions in the sequence, [B, N], int64.
+        anchors: Position of each row's anchor, [B, N], int64; below 0 in a padding block.
+        labels: Tokens under the masks, ``-100`` elsewhere, [B, N], int64.
     """
 
     ids: Tensor
@@ -81,18 +81,19 @@ def draw_blocks(
     revealed_share: float,
     generator: torch.Generator,
 ) -> Blocks:
-    """Blocks at different random anchors, from each sample's answer.
+    """Draw blocks at different random anchors from each sample's answer.
 
     Args:
-        token_ids: [B, T], int64, padded on the right.
-        starts: Where each answer begins, [B], int64.
-        lengths: [B], int64.
-        num_blocks: Of each sample, or as many as its answer has anchors with a token behind them.
-        block_size: Anchor and masks.
-        mask_token_id: Stands under what is not revealed.
-        revealed_share: Share of the blocks of which a share, uniform in 0..1, is revealed; a mask is
-            left in each.
-        generator: Of the draws, on the CPU.
+        token_ids: Token ids, [B, T], int64, padded on the right.
+        starts: Position at which each answer begins, [B], int64.
+        lengths: Tokens of each sample, [B], int64.
+        num_blocks: Blocks per sample, at most one for each anchor of its answer that has a token
+            behind it.
+        block_size: Positions of a block: the anchor and its masks.
+        mask_token_id: Token that marks a position as not revealed.
+        revealed_share: Share of the blocks of which a share, uniform in 0..1, is revealed; at least
+            one mask is left in each.
+        generator: Generator of the draws, on the CPU.
     """
     B, T = token_ids.shape
     device = token_ids.device
@@ -120,7 +121,7 @@ def draw_blocks(
     # The position with the lowest draw stays masked whatever the ratio.
     masked = draws <= torch.maximum(ratio, draws.amin(-1, keepdim=True))
     masked = F.pad(masked, (1, 0), value=False)
-    # What lies behind the text is a mask too: nobody knows it.
+    # Positions behind the text are masks too.
     hidden = masked | (~is_text & (offset > 0))
     ids = torch.where(hidden, mask_token_id, tokens)
     labels = torch.where(masked & is_text, tokens, _IGNORED)
@@ -133,7 +134,7 @@ def draw_blocks(
 
 
 class _Batch:
-    """Samples side by side, on the draft's device, padded on the right."""
+    """Batch of samples on the draft's device, padded on the right."""
 
     def __init__(self, samples: Sequence[Sample], like: Tensor):
         device = like.device
@@ -148,7 +149,7 @@ class _Batch:
 def block_logits(
     draft: ReferenceDraft, embed: nn.Module, head: nn.Module, batch: _Batch, blocks: Blocks
 ) -> Tensor:
-    """Logits of every row of the blocks, [B, N, vocab_size], float32, none for the mask token."""
+    """Return the rows' logits, [B, N, vocab_size], float32; the mask token's are minus infinity."""
     positions = torch.arange(batch.rows.shape[1], device=batch.rows.device)
     positions = positions.expand(batch.rows.shape[:2])
     context = draft.context(batch.rows, positions)
@@ -166,19 +167,19 @@ def measure(
     anchors: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and acceptance of one pass, by position.
+    """Measure loss and acceptance of one pass, by position.
 
     Args:
-        draft: What is measured.
+        draft: Draft to measure.
         embed: The target's embedding.
         head: The target's output head.
-        samples: Held out.
-        anchors: Blocks of each.
-        seed: Of the anchors.
+        samples: Held-out samples.
+        anchors: Blocks per sample.
+        seed: Seed of the anchors.
 
     Returns:
-        Nats, and the share of blocks that are right up to and with a position, both
-        [block_size - 1]; of the blocks whose text reaches as far.
+        The loss in nats, and the share of blocks that are right up to and including a position,
+        both [block_size - 1]; only blocks whose text reaches the position count.
     """
     generator = torch.Generator().manual_seed(seed)
     K = draft.block_size - 1
@@ -220,7 +221,7 @@ def _optimizers(draft: ReferenceDraft, lr: float) -> list[torch.optim.Optimizer]
 
 
 def _learning_rate(settings: TrainSettings, share: float) -> float:
-    """When ``share`` of the training is done, from 0 to 1."""
+    """Return the learning rate after a ``share`` of the training, from 0 to 1."""
     steps = settings.steps
     rising = min(1.0, (share * steps + 1) / max(1.0, settings.warm_up * steps))
     falling = 0.5 * (1 + math.cos(math.pi * share))
@@ -240,16 +241,16 @@ def train(
     """Train ``draft`` in place, on the device and in the dtype that it has.
 
     Args:
-        draft: Random, or trained before.
+        draft: Draft to train, with random or trained weights.
         embed: The target's embedding; neither it nor the head is trained.
         head: The target's output head.
-        samples: At least one batch; training ends early where they do.
-        settings: How.
-        held_out: What progress is measured on.
-        report: Told of it every ``settings.report_every`` steps, and at the end.
+        samples: At least one batch; training ends early if they run out.
+        settings: Settings of the training.
+        held_out: Samples that progress is measured on.
+        report: Called with the progress every ``settings.report_every`` steps, and at the end.
 
     Returns:
-        All that was reported.
+        All reports.
 
     Raises:
         ValueError: If there is no whole batch of samples, or the loss is not a number.

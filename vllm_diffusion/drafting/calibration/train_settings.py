@@ -1,4 +1,4 @@
-"""How a draft is trained: numbers, without torch."""
+"""Settings of a draft's training; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How a draft is trained.
+    """Settings of a draft's training.
 
     Attributes:
         steps: Steps of the optimizer.
-        batch_size: Samples a step.
-        anchors: Blocks of each sample.
-        learning_rate: At its highest, after warming up; it falls to a twentieth along a cosine.
-        warm_up: Share of the steps in which it rises.
+        batch_size: Samples per step.
+        anchors: Blocks per sample.
+        learning_rate: Highest learning rate, after warming up; it falls to a twentieth along a
+            cosine.
+        warm_up: Share of the steps in which the learning rate rises.
         revealed_share: Share of the blocks of which a random share is revealed.
-        gamma: Position k of a block weighs ``exp(-(k - 1) / gamma)``; by default half a block, the
-            paper's value for blocks of 8 and 10 (for 16 it has 7).
+        gamma: Decay of the loss weights: position k of a block weighs ``exp(-(k - 1) / gamma)``.
+            The default is half a block, the paper's value for blocks of 8 and 10 (for 16 it has 7).
         report_every: Steps between two reports.
-        seed: Of anchors and masks.
-        minutes: Wall time after which training ends though steps are left; the learning rate falls
-            with whichever ends first. ``None`` for no end but the steps'.
+        seed: Seed of anchors and masks.
+        minutes: Wall time in minutes after which training ends even if steps are left; the learning
+            rate falls with whichever ends first. ``None`` for no limit.
     """
 
     steps: int

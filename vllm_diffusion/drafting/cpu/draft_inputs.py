@@ -1,4 +1,4 @@
-"""NumPy in place of the kernels that prepare a draft's inputs; see ``cpu_kernels``."""
+"""NumPy in place of the Triton kernels for a draft's inputs; see ``vllm_diffusion.cpu.kernels``."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def dflash_inputs(
     CP_SIZE: int,  # noqa: N803
     **_: Any,
 ) -> None:
-    """Rows of a block for each request, and where keys and values of its context go.
+    """Write each request's rows of a block, and the cache slots of its context's keys and values.
 
-    What was rejected of the context goes nowhere, and neither does what a window has left behind.
+    Rejected tokens of the context, and tokens that a window has left behind, get no slot.
     """
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism is not served on the CPU platform")
@@ -61,7 +61,7 @@ def dflash_inputs(
 
     def slots(req: int, where: Any) -> Any:
         ids = tables[req, np.minimum(where // block_size, block_table_stride - 1)].astype(np.int64)
-        # Block 0 is no one's.
+        # Block 0 belongs to no request.
         return np.where(ids != 0, ids * block_size + where % block_size, PAD_SLOT_ID)
 
     requests = idx_mapping.tolist()
@@ -127,7 +127,7 @@ def standalone_prefill(
     max_model_len: int,
     **_: Any,
 ) -> None:
-    """A draft model's rows: the target's that are kept, and the token behind them."""
+    """Write a draft model's rows: the target's accepted ones, and the token behind them."""
     starts = query_start_loc.tolist()
     requests = idx_mapping.tolist()
     num_reqs = len(requests)
@@ -168,7 +168,7 @@ def dependent_prefill(
     max_num_reqs: int,
     **_: Any,
 ) -> None:
-    """Rows of a draft that reads the target's hidden states: each with the token behind it."""
+    """Write the rows of a draft that reads the target's hidden states, each with the next token."""
     starts = query_start_loc.tolist()
     requests = idx_mapping.tolist()
     num_reqs = len(requests)
@@ -204,7 +204,7 @@ def dependent_decode(
     ADVANCE_DRAFT_POSITIONS: bool,  # noqa: N803
     **_: Any,
 ) -> None:
-    """One row for each request, with its first draft."""
+    """Write one row for each request, with its first draft."""
     num_reqs = len(draft_tokens)
     query_start_loc.numpy()[: max_num_reqs + 1] = np.minimum(np.arange(max_num_reqs + 1), num_reqs)
     input_ids[:num_reqs] = draft_tokens.reshape(num_reqs, -1)[:, 0]
@@ -237,7 +237,7 @@ def dependent_update(
     ADVANCE_DRAFT_POSITIONS: bool,  # noqa: N803
     **_: Any,
 ) -> None:
-    """Keep what was drafted, and make it the next row."""
+    """Store the drafted tokens, and make them the next rows."""
     num_reqs, step = len(draft_tokens), int(current_draft_step)
     output_draft_tokens[:num_reqs, step] = draft_tokens
     if step >= num_speculative_steps - 1:
@@ -269,7 +269,7 @@ def ngram_scan(
     block_size: int,
     **_: Any,
 ) -> None:
-    """Where the end of each sequence occurred before: the longest match, and of these the last.
+    """Find where the end of each sequence occurred before: the longest match, and of these the last.
 
     A match of ``n`` tokens at ``p`` is the number ``n * (max_model_len + 1) + p + 1``, 0 is none; each
     block of positions has its largest.
@@ -303,7 +303,7 @@ def ngram_finalize(
     *_padded: int,
     **_: Any,
 ) -> None:
-    """What followed there; the last token where nothing did."""
+    """Propose the tokens that followed the match; without a match, the last token."""
     for req, request in enumerate(idx_mapping.tolist()):
         drafts[req] = last_sampled[request]
         score = int(scratch[req].max())

@@ -1,4 +1,4 @@
-"""vLLM's extraction of hidden states, where there are neither CUDA streams nor pinned memory."""
+"""Connector for vLLM's extraction of hidden states without CUDA streams or pinned memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STOCK_CONNECTOR = "ExampleHiddenStatesConnector"
 
 
 def use_cpu_connector(kv_transfer_config: Any) -> None:
-    """Have the class below stand in for vLLM's, where it is asked for by name.
+    """Replace vLLM's connector with the class below if the configuration names it.
 
     Args:
-        kv_transfer_config: Of the engine.
+        kv_transfer_config: Configuration of the engine's KV transfer, changed in place.
     """
     if kv_transfer_config.kv_connector == STOCK_CONNECTOR:
         kv_transfer_config.kv_connector = CpuHiddenStatesConnector.__name__
@@ -31,19 +31,19 @@ def use_cpu_connector(kv_transfer_config: Any) -> None:
 
 
 class _Done:
-    """An event of a copy that has been made."""
+    """Event of a copy that is complete."""
 
     def query(self) -> bool:
         return True
 
 
 class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
-    """Writes a request's states at once: the cache that holds them is in this memory."""
+    """Connector that writes a request's states at once, since the cache is in host memory."""
 
     def _submit_async_write(self, pending: Any) -> None:
         """Write ``token_ids`` [T] and ``hidden_states`` [T, states, hidden_size] to the request's file.
 
-        What cannot be written is logged, as vLLM does: its reader finds no file.
+        A failed write is logged, as in vLLM: the reader finds no file.
         """
         if not self._is_tp_rank_zero:
             return

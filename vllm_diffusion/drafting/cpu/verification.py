@@ -1,6 +1,6 @@
-"""NumPy in place of the kernels that verify drafts; see ``cpu_sampling``.
+"""NumPy in place of the Triton kernels that verify drafts; see ``vllm_diffusion.cpu.sampling_kernels``.
 
-Of vLLM's ways to verify, FLy and watermarks are refused when the platform is configured.
+FLy and watermarks are not supported; the platform refuses them when it is configured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_UNIFORM = np.float32(4.6566127342e-10)
 
 
 def _uniform(seed: int, offset: int) -> np.float32:
-    """Triton's ``tl.rand`` without its zero: Philox of ten rounds."""
+    """Return what Triton's ``tl.rand`` gives, without its zero: Philox of ten rounds."""
     c0, c1, c2, c3 = offset & 0xFFFFFFFF, (offset >> 32) & 0xFFFFFFFF, 0, 0
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(10):
@@ -48,7 +48,7 @@ def gather_draft_sampled(
     num_logits: int,
     **_: Any,
 ) -> None:
-    """Token and position of each sampled row; -1 for what stands in a draft's place in a prompt."""
+    """Gather token and position of each sampled row; placeholders of drafts in a prompt give -1."""
     where = positions[logits_indices]
     is_placeholder = (expanded_local_pos > 0) & (
         where - expanded_local_pos < prefill_len[expanded_idx_mapping]
@@ -66,7 +66,7 @@ def num_sampled_and_rejected(
     prefill_len: Tensor,
     **_: Any,
 ) -> None:
-    """None of both within a prompt."""
+    """Count each request's sampled and rejected tokens; both are 0 within a prompt."""
     count = len(idx_mapping)
     is_prompt = seq_lens[:count] < prefill_len[idx_mapping]
     num_sampled[:count].masked_fill_(is_prompt, 0)
@@ -77,13 +77,13 @@ def num_sampled_and_rejected(
 def _draft_row(
     draft_logits: Tensor, request: int, step: int, vocab_size: int, temp: np.float32
 ) -> Floats:
-    """[vocab_size]: what a draft was drawn from; it is kept without its temperature."""
+    """Return the logits that a draft was drawn from, [vocab_size], divided by the temperature."""
     row: Floats = draft_logits[request, step, :vocab_size].float().numpy()
     return row / temp
 
 
 def _max_and_sumexp(row: Floats, block_size: int) -> tuple[Floats, Floats]:
-    """[num_blocks], twice: each block's maximum, and its sum of exponentials over that."""
+    """Return each block's maximum, and its sum of exponentials relative to it, [num_blocks] each."""
     blocks = in_blocks(row[None], block_size, -np.inf)[0]
     largest = blocks.max(axis=-1)
     base = np.where(np.isneginf(largest), np.float32(0), largest)
@@ -115,7 +115,7 @@ def logits_stats(
     BLOCK_SIZE: int,  # noqa: N803
     **_: Any,
 ) -> None:
-    """Of each row that verifies a draft: the blocks' maxima, and what a softmax needs besides."""
+    """Compute the blocks' maxima and sums of exponentials of each row that verifies a draft."""
     steps = expanded_local_pos.tolist()
     for row, request in enumerate(expanded_idx_mapping.tolist()):
         if row + 1 == num_logits or steps[row + 1] == 0:
@@ -136,7 +136,7 @@ def logits_stats(
 
 
 def _log_sum(local_max: Tensor, local_sumexp: Tensor, row: int, padded: int) -> np.float32:
-    """The log of a row's whole sum of exponentials, from its blocks'."""
+    """Return the log of a row's whole sum of exponentials, from its blocks' sums."""
     maxima, sums = local_max[row].numpy(), local_sumexp[row].numpy()
     largest = maxima.max()
     parts = np.zeros(padded, np.float32)
@@ -169,7 +169,7 @@ def cumulative_log_p(
     PADDED_VOCAB_NUM_BLOCKS: int,  # noqa: N803
     **_: Any,
 ) -> None:
-    """Of each draft: the log of the running joint ratio up to it (block verification)."""
+    """Compute the log of the running joint ratio up to each draft (block verification)."""
     bounds = cu_num_logits.tolist()
     padded = PADDED_VOCAB_NUM_BLOCKS
     for req, request in enumerate(idx_mapping.tolist()):
@@ -221,7 +221,7 @@ def residual_mass(
     PADDED_VOCAB_NUM_BLOCKS: int,  # noqa: N803
     **_: Any,
 ) -> None:
-    """What of the target's distribution no draft covered, block by block (block verification)."""
+    """Sum the target's probability that no draft covered, block by block (block verification)."""
     steps = expanded_local_pos.tolist()
     padded = PADDED_VOCAB_NUM_BLOCKS
     for row, request in enumerate(expanded_idx_mapping.tolist()):
@@ -279,7 +279,7 @@ def rejection(
     FLY_WINDOW_SIZE: int,  # noqa: N803
     **_: Any,
 ) -> None:
-    """How many drafts of each request are accepted, and these; greedily, the token behind them too."""
+    """Write each request's accepted drafts and their number; a greedy one gets the next token too."""
     assert FLY_WINDOW_SIZE == 0, "refused when the platform is configured"
     bounds = cu_num_logits.tolist()
     padded = PADDED_VOCAB_NUM_BLOCKS
@@ -303,7 +303,7 @@ def rejection(
         return drawn - draft_lse(row)
 
     def threshold(row: int, is_followed: bool) -> np.float32:
-        """Below which a uniform number accepts all drafts up to this one."""
+        """Return the bound below which a uniform number accepts all drafts up to this one."""
         assert cumulative is not None
         joint = np.exp(_number(cumulative[row]))
         following = int(draft_sampled[row + 2]) if is_followed else -1
@@ -396,7 +396,7 @@ def resample(
     WATERMARK: bool,  # noqa: N803
     **_: Any,
 ) -> None:
-    """The token behind each request's accepted drafts, block by block, from what they leave over."""
+    """Draw the token behind each request's accepted drafts from the residual, block by block."""
     assert not WATERMARK, "refused when the platform is configured"
     bounds = cu_num_logits.tolist()
     for req, step in enumerate(rejected_step.tolist()):
@@ -444,7 +444,7 @@ def insert_resampled(
     temp: Tensor,
     **_: Any,
 ) -> None:
-    """Append that token."""
+    """Append the resampled token to each request's accepted drafts."""
     bounds = cu_num_logits.tolist()
     for req, accepted in enumerate(num_sampled.tolist()):
         row = bounds[req] + accepted

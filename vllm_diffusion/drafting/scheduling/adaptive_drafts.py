@@ -1,4 +1,4 @@
-"""vLLM's schedulers, drafting as many tokens as pay: one number for all requests of a step."""
+"""Scheduler mixin that chooses the number of drafted tokens, the same for all requests of a step."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from vllm_diffusion.drafting.adaptive import AdaptiveDraft
 
 
 class AdaptiveDraftsMixin(Scheduler):
-    """Answers vLLM's question of how many tokens to draft for a number of requests.
+    """Choice of the number of drafted tokens, in place of vLLM's table by batch size.
 
-    vLLM has a table for it, by which it captures CUDA graphs. The levels are those of the table, so that
-    each has its graphs; which one a step has is what :class:`AdaptiveDraft` chooses.
+    vLLM captures CUDA graphs for the levels of its table. Only these levels are used, so that each
+    has its graphs; :class:`AdaptiveDraft` chooses one for each step.
     """
 
     dynamic_sd_lookup: list[int]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The table, and not what vLLM makes of it for as many requests as there may be.
+        # The levels of the table itself, not of the lookup by batch size that vLLM derives from it.
         table = self.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         levels = {min(level, self.num_spec_tokens) for _, _, level in table if level > 0}
         self.draft = AdaptiveDraft(tuple(levels))
-        # Of each step under way: when it was scheduled, and its requests' mean tokens.
+        # Each step in flight, the time at which it was scheduled, and its requests' mean tokens.
         self._steps: deque[tuple[SchedulerOutput, float, float]] = deque()
         self._last_update = 0.0
         self._accepted: dict[str, int] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """As vLLM's, with the level that was chosen for requests as many as these."""
+        """Schedule a step as vLLM does, with the level that was chosen for it."""
         start = time.perf_counter()
         running = self.running
         mean_tokens = sum(request.num_tokens for request in running) / max(len(running), 1)
@@ -44,26 +44,26 @@ class AdaptiveDraftsMixin(Scheduler):
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's, which is asked before weights are replaced: what the old ones drafted is no guide."""
+        """Reset vLLM's prefix cache and the measured acceptance, which new weights make stale."""
         is_reset = super().reset_prefix_cache(*args, **kwargs)
         if is_reset:
             self.draft.forget_acceptance()
         return is_reset
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, which asks once for each request that had drafts verified."""
+        """Note the accepted tokens of a request; vLLM calls this once per request with a draft."""
         self._accepted[kwargs["request_id"]] = kwargs["num_accepted_tokens"]
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
-        """As vLLM's, and take in what the step accepted and cost."""
+        """Update requests as vLLM does, and record what the step accepted and cost."""
         self._accepted = {}
         outputs = super().update_from_output(scheduler_output, *args)
         now = time.perf_counter()
         while self._steps:
             output, start, mean_tokens = self._steps.popleft()
             if output is scheduler_output:
-                # Steps overlap where scheduling is asynchronous: one costs what lies between two ends.
+                # Asynchronous steps overlap: a step's cost is the time between two ends.
                 self._observe(output, mean_tokens, now - max(start, self._last_update))
                 break
         self._last_update = now

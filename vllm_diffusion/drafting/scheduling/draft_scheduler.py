@@ -1,4 +1,4 @@
-"""Which scheduler an autoregressive target has: vLLM's, with what was set of drafts."""
+"""Scheduler of an autoregressive target: vLLM's, with the features that its settings ask for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_diffusion.scheduling.engine_seam import end_with_threads
 
 
 def draft_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """The one for the engine's order and settings."""
+    """Make the scheduler for the engine's scheduling order and draft settings."""
     settings = draft_settings(vllm_config)
     is_async = vllm_config.scheduler_config.async_scheduling
     bases: list[type[Scheduler]] = [AsyncScheduler if is_async else Scheduler]

@@ -1,4 +1,4 @@
-"""vLLM's schedulers, noting the tokens of the requests that end."""
+"""Scheduler mixin that records the tokens of finished requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class RecordingMixin(Scheduler):
-    """Hands each request that ends to a recorder, if it may be recorded and replayed."""
+    """Recording of each finished request that may be recorded and can be replayed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -25,20 +25,23 @@ class RecordingMixin(Scheduler):
         self.recorder = Recorder(recording_ring(settings, index), logger.warning)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, once for each request: stopped, aborted, or ended by a stop string, which is an
-        abort here. What an aborted one has said is the target's own too."""
+        """Record a request, then free it as vLLM does.
+
+        vLLM calls this once for each request: finished, aborted, or ended by a stop string, which
+        is an abort here. The answer of an aborted request is the target's own too.
+        """
         if _is_recordable(request):
             self.recorder.add(request.prompt_token_ids, list(request.output_token_ids))
         return super()._free_request(request, *args, **kwargs)
 
     def shutdown(self) -> None:
-        """As vLLM's, and write what is not written yet."""
+        """Write pending exchanges, then shut down as vLLM does."""
         self.recorder.close()
         super().shutdown()
 
 
 def _is_recordable(request: Request) -> bool:
-    """Whether its token ids, and nothing else, are what the target read."""
+    """Return true if the target read a request's token ids and nothing else."""
     params = request.sampling_params
     return bool(
         params is not None

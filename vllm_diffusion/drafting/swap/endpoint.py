@@ -1,4 +1,4 @@
-"""Another draft for a server that runs, over HTTP: taken, tried, and kept or put back.
+"""Endpoint that replaces the draft of a running server: loaded, tried, and kept or rolled back.
 
 vLLM loads this where ``VLLM_PLUGINS`` names it. It reaches the engine by vLLM's own weight updates and
 pauses alone.
@@ -38,8 +38,9 @@ class SwapRequest(BaseModel):
     """The body of a swap.
 
     Attributes:
-        model: The absolute path of the new draft's folder, as the server sees it.
-        verifications: After how many of its own the new draft is judged, by as many of the old one's.
+        model: Absolute path of the new draft's folder, as the server sees it.
+        verifications: Number of the new draft's verifications after which it is judged, against as
+            many of the old one's.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -53,13 +54,13 @@ class Swap:
     """A draft that took another one's place.
 
     Attributes:
-        model: The new draft.
-        replaced: The old one.
-        wanted: Verifications after which it is judged.
-        before: Of the old draft, the latest.
-        after: Of the new one, up to the judgement.
+        model: Path of the new draft.
+        replaced: Path of the old draft.
+        wanted: Number of verifications after which the new draft is judged.
+        before: Latest verifications of the old draft.
+        after: Verifications of the new draft, up to the judgement.
         state: "pending", "kept" or "rolled back".
-        reason: Of the state.
+        reason: Reason of the state.
     """
 
     model: str
@@ -71,7 +72,7 @@ class Swap:
     reason: str = ""
 
     def shown(self) -> dict[str, Any]:
-        """As the endpoint has it."""
+        """Return the swap as the endpoint's JSON object."""
         places = places_of_both(self.before, self.after)
         return {
             "model": self.model,
@@ -94,11 +95,11 @@ def _figures(counts: Verifications, places: int) -> dict[str, Any]:
 
 
 class DraftSwaps:
-    """A plugin of vLLM's group ``vllm.endpoint_plugins``.
+    """Plugin of vLLM's group ``vllm.endpoint_plugins``.
 
     Attributes:
-        name: Under which ``VLLM_PLUGINS`` has it.
-        required_tasks: Of the server, any of them.
+        name: Name in ``VLLM_PLUGINS``.
+        required_tasks: Tasks of which the server must have one.
     """
 
     name = "vllm_diffusion_draft"
@@ -106,7 +107,7 @@ class DraftSwaps:
 
     def __init__(self) -> None:
         self._swap: Swap | None = None
-        # Of the served draft, step by step, as many as a swap may ask for.
+        # Verifications of the served draft, step by step, as many as a swap may ask for.
         self._latest: deque[Verifications] = deque()
         self._num_latest = 0
         # One swap, judgement or return at a time.
@@ -123,7 +124,7 @@ class DraftSwaps:
             app.add_api_route(PATH, function, methods=[method], summary=summary)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Learn which draft is served, and have its verifications counted."""
+        """Read the served draft's name from the engine, and start to count its verifications."""
         self._engine = engine_client
         self._refusal = _refusal(engine_client, args)
         spec = engine_client.vllm_config.speculative_config
@@ -204,7 +205,7 @@ class DraftSwaps:
             return await self.status()
 
     def count(self, step: Verifications) -> None:
-        """Take in what a step verified."""
+        """Record the verifications of a step."""
         swap = self._swap
         if swap is None or swap.state != PENDING:
             self._latest.append(step)
@@ -230,7 +231,7 @@ class DraftSwaps:
                         f"{NUM_ERRORS:g} standard errors",
                     )
                 else:
-                    # Nothing stands still for it: no weight of the model is touched.
+                    # The engine is not paused: no weight of the model changes.
                     await self._begin()
                     await self._send(replaced=DROP)
                     await self._engine.finish_weight_update()
@@ -253,7 +254,7 @@ class DraftSwaps:
         self._model = swap.replaced
 
     def _before(self, wanted: int) -> Verifications:
-        """The latest of the served draft, as many as are wanted if there are."""
+        """Return the served draft's latest verifications, at least ``wanted`` if there are as many."""
         found = Verifications()
         for step in reversed(self._latest):
             if found.number >= wanted:
@@ -286,7 +287,7 @@ class DraftSwaps:
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     async def _give_up(self) -> None:
-        """End an update that failed: workers that had loaded the new draft have the old one after it."""
+        """End a failed update; workers that had loaded the new draft get the old one back."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -298,10 +299,10 @@ class DraftSwaps:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Between two passes, with every cache empty.
+        """Pause the engine between two passes, with every cache empty.
 
-        Requests in flight keep what they said. It is computed anew, so that the cache of their draft is
-        the new draft's, and nothing that the old one proposed is verified after it.
+        Requests in flight keep their tokens, whose cache is computed anew, so that it is the new
+        draft's, and no proposal of the old draft is verified afterwards.
         """
         try:
             await self._engine.pause_generation(mode="keep")
@@ -315,7 +316,7 @@ class DraftSwaps:
 
 
 def _refusal(engine_client: Any, args: Any) -> str | None:
-    """Why this server's draft cannot be replaced; ``None`` if it can."""
+    """Return the reason why this server's draft cannot be replaced; ``None`` if it can."""
     config = engine_client.vllm_config
     try:
         check_replaceable(config)
@@ -335,7 +336,7 @@ def _refusal(engine_client: Any, args: Any) -> str | None:
 
 
 class _Counter(StatLoggerBase):
-    """Hears of every step what vLLM's own loggers hear."""
+    """Stat logger that receives the statistics of every step, as vLLM's own loggers do."""
 
     def __init__(self, swaps: DraftSwaps) -> None:
         self._swaps = swaps
@@ -352,7 +353,7 @@ class _Counter(StatLoggerBase):
             self._swaps.count(Verifications.of_step(stats))
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Nothing of a draft."""
+        """Ignore rejected requests, which have no draft."""
 
     def log_engine_initialized(self) -> None:
-        """vLLM's own loggers say what is to be said."""
+        """Log nothing, since vLLM's own loggers do."""

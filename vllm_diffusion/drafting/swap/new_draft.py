@@ -1,7 +1,8 @@
-"""Whether a draft on disk may take the place of the one that a running server has.
+"""Checks of a draft on disk that is to replace the draft of a running server.
 
-What a server captured and allocated for its draft stays: so the new one must be of the same make, and
-fit the target as a draft must at the start. Nothing of the server changes here.
+The server's CUDA graphs and memory for its draft stay: so the new one must have the same
+architecture and sizes, and fit the target as a draft must at start-up. Nothing of the server
+changes here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _RESTART = "restart the server with it"
-# What a layer of vLLM's is built from.
+# Fields that vLLM's layers are built from.
 _OF_MODEL = (
     "hidden_size",
     "intermediate_size",
@@ -52,7 +53,7 @@ _OF_DFLASH = (
     "attention_value_scale",
     "use_aux_hidden_state",
 )
-# Where vLLM's own default is not that of transformers.
+# vLLM's default, which differs from that of transformers.
 _DEFAULT_THETA = 1000000
 
 
@@ -60,7 +61,7 @@ class DraftTensors(TensorRules):
     """Names and shapes of a draft's tensors in z-lab's layout, without embedding and head."""
 
     def shapes(self, config: Any) -> dict[str, Shape]:
-        """As :class:`TensorRules` has it."""
+        """Return the shapes by name, as :class:`TensorRules` specifies."""
         with torch.device("meta"):
             tensors = ReferenceDraft(config).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -106,30 +107,30 @@ def check_replaceable(vllm_config: VllmConfig) -> None:
 
 
 def read_new_draft(folder: Path, vllm_config: VllmConfig) -> dict[str, Tensor]:
-    """The tensors of a draft that may take the place of the served one, in host memory.
+    """Read the tensors of a draft that may replace the served one, in host memory.
 
     Args:
-        folder: In z-lab's layout: ``config.json`` and safetensors files.
-        vllm_config: Of the server.
+        folder: Draft in z-lab's layout: ``config.json`` and safetensors files.
+        vllm_config: Configuration of the server.
 
     Raises:
         ValueError: Naming the file, the field or the tensor, and the remedy.
     """
     update = check_new_draft(folder, vllm_config)
     tensors = dict(update.tensors())
-    # A file that was rewritten while it was read is neither draft.
+    # A file that was rewritten while it was read may mix two drafts.
     update.check(is_whole=True)
     return tensors
 
 
 def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
-    """As :func:`read_new_draft`, without keeping its tensors.
+    """Check a draft as :func:`read_new_draft` does, without keeping its tensors.
 
     Returns:
-        What is to be loaded.
+        The files to load.
 
     Raises:
-        ValueError: As there.
+        ValueError: As in :func:`read_new_draft`.
     """
     check_replaceable(vllm_config)
     config = _read_config(folder)
@@ -144,7 +145,7 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
     settings = draft_settings(vllm_config)
     served = spec.draft_model_config
     (served_as,) = served.architectures
-    # Ours serves both.
+    # Our class serves both.
     known = {served_as, STOCK_ARCHITECTURE} if served_as == ARCHITECTURE else {served_as}
     if config.architectures is None or not set(config.architectures) & known:
         raise ValueError(
@@ -191,7 +192,7 @@ def _read_config(folder: Path) -> Any:
                 "quantization_config: a quantised draft is not taken while a server runs"
             )
         return get_config(str(folder), trust_remote_code=False)
-    # Whatever transformers makes of fields that are not what they should be.
+    # transformers raises many kinds of errors for fields with bad values.
     except Exception as error:
         raise ValueError(
             f"{path} is no configuration of a draft ({error}); copy or train the draft again. "
@@ -200,7 +201,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _check_same(new: Any, served: Any, where: str) -> None:
-    """Refuse another make: names, shapes and graphs of the served draft stay."""
+    """Refuse a draft of other sizes: names, shapes and graphs of the served draft stay."""
     expected = _make(served)
     for name, value in _make(new).items():
         if value != expected[name]:

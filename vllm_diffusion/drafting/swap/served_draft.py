@@ -1,4 +1,4 @@
-"""The draft of a running worker: other weights in the same memory, and the old ones back."""
+"""Draft of a running worker, whose weights are replaced and restored in the same memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from vllm_diffusion.weights.transfer import RESTORE
 
 # Projections of the context's keys and values of all layers, which vLLM builds of the loaded layers.
 _FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
-# The target's, and no part of a draft.
+# Prefix of the target's embedding, which is no part of a draft.
 _EMBEDDING = "embed_tokens."
 
 
 class ServedDraft:
-    """A DFlash draft that a worker has.
+    """DFlash draft of a worker.
 
-    An update is planned, and then carried out: a new draft is read and checked before anything stands
-    still for it, and its loading is a copy from the host's memory. What it replaces stays there until
-    it is put back or dropped. A captured graph sees all of it, since every tensor stays where it is.
+    An update is planned, and then carried out: a new draft is read and checked before the engine is
+    paused, and its loading is a copy from host memory. The replaced weights stay in host memory
+    until they are put back or dropped. Captured graphs stay valid, since every tensor keeps its
+    address.
     """
 
     def __init__(self, draft: Any, vllm_config: Any) -> None:
-        """Take on a draft.
+        """Wrap a worker's draft.
 
         Args:
             draft: vLLM's ``DFlashQwen3ForCausalLM`` or ours.
-            vllm_config: Of the worker.
+            vllm_config: Configuration of the worker.
 
         Raises:
             ValueError: If it cannot be replaced.
@@ -53,11 +54,11 @@ class ServedDraft:
         self._replaced: dict[str, Tensor] | None = None
 
     def forget_plan(self) -> None:
-        """Plan nothing."""
+        """Discard the plan."""
         self._planned = None
 
     def plan_load(self, folder: Path) -> None:
-        """Read a draft, to be loaded.
+        """Read a draft and plan to load it.
 
         Raises:
             ValueError: Naming what does not fit; nothing is planned.
@@ -65,13 +66,13 @@ class ServedDraft:
         self._planned = read_new_draft(folder, self._vllm_config)
 
     def plan_replaced(self, what: str) -> None:
-        """Put back what the last load replaced, or drop it.
+        """Plan to put back the weights that the last load replaced, or to drop them.
 
         Args:
             what: :data:`RESTORE` or :data:`DROP`.
 
         Raises:
-            ValueError: If there is nothing.
+            ValueError: If no weights were replaced.
         """
         if self._replaced is None:
             raise ValueError(
@@ -81,7 +82,7 @@ class ServedDraft:
 
     @torch.no_grad()
     def carry_out(self) -> None:
-        """Do what is planned, if anything is; a load that fails leaves the old weights."""
+        """Carry out the plan, if there is one; a load that fails leaves the old weights."""
         planned, self._planned = self._planned, None
         if isinstance(planned, dict):
             self._replaced = {
@@ -111,7 +112,7 @@ class ServedDraft:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Have vLLM derive its buffers anew, and put their values where they were."""
+        """Let vLLM derive its buffers anew, and copy their values to the old addresses."""
         before = {name: getattr(self._model, name) for name in _FUSED}
         self._model._build_fused_kv_buffers()
         for name, buffer in before.items():

@@ -1,5 +1,5 @@
-"""Where a server tells of a draft that took another one's place, and what it says became of it."""
+"""Path of the endpoint for draft swaps, and the states of a swap."""
 
-# Beneath /v1, where vLLM asks for the key.
+# The path is beneath /v1, where vLLM requires the API key.
 PATH = "/v1/draft"
 PENDING, KEPT, ROLLED_BACK = "pending", "kept", "rolled back"

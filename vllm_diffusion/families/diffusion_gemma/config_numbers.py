@@ -37,13 +37,13 @@ _GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key
 
 @dataclass(frozen=True)
 class _Number:
-    """A number of ``config.json``, and what it may be.
+    """Number of ``config.json`` with its bounds.
 
     Attributes:
-        name: As a reader of the file knows it.
-        value: What it is; ``None`` where it may be left out.
-        low: The least.
-        high: The largest.
+        name: Name in the file.
+        value: Value in the file; ``None`` if it is left out and optional.
+        low: Smallest allowed value.
+        high: Largest allowed value.
     """
 
     name: str
@@ -111,7 +111,7 @@ def _numbers(hf_config: Any) -> Iterator[_Number]:
 
 
 def _layer_name(name: str, kind: str) -> str:
-    """What the file calls a number of a layer of this kind."""
+    """Return the file's name for a number of a layer of this kind."""
     own = f"{_GLOBAL[name]} (or {name})" if kind == "full_attention" else name
     return f"text_config.{own}"
 

@@ -15,7 +15,7 @@ _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
 
 
 def published_settings(model_config: ModelConfig) -> Published:
-    """What its ``generation_config.json`` says.
+    """Read the settings in the checkpoint's ``generation_config.json``.
 
     Raises:
         ValueError: If it names another sampler.

@@ -1,4 +1,4 @@
-"""What is particular to DiffusionGemma when one of its checkpoints is configured."""
+"""Start-up of DiffusionGemma."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ DECODER = "model.decoder."
 
 
 class DiffusionGemmaTensors(TensorRules):
-    """Those of the model that ``transformers`` makes of a configuration."""
+    """Tensor rules of the model that ``transformers`` makes of a configuration."""
 
     has_fused_experts = True
 

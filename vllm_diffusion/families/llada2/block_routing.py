@@ -68,15 +68,15 @@ class BlockRouter(BaseRouter):
         bias: Tensor,
         scaling_factor: float,
     ) -> None:
-        """What a layer is made with.
+        """Make the router of a layer.
 
         Args:
-            top_k: Experts of a token.
-            num_experts: All of them.
-            capacity: Experts of a block.
-            block_length: Its tokens.
-            bias: [num_experts], float32: of the scores by which experts are chosen.
-            scaling_factor: What a token's weights add up to.
+            top_k: Number of experts per token.
+            num_experts: Number of experts of the layer.
+            capacity: Number of experts per block.
+            block_length: Tokens of a block.
+            bias: [num_experts], float32: added to the scores by which experts are chosen.
+            scaling_factor: Sum of a token's weights.
         """
         super().__init__(top_k=top_k, global_num_experts=num_experts)
         self.capacity = capacity
@@ -91,7 +91,7 @@ class BlockRouter(BaseRouter):
 
     @property
     def supports_monolithic_kernels(self) -> bool:
-        """Those route by themselves."""
+        """Return false: monolithic kernels route by themselves."""
         return False
 
     def _compute_routing(

@@ -55,7 +55,7 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 class LLaDA2MoeConfig(PretrainedConfig):
-    """What ``config.json`` says, and what the published code takes for granted."""
+    """Configuration from ``config.json``, with the values that the published code assumes."""
 
     model_type = "llada2_moe"
 

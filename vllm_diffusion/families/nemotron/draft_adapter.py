@@ -49,15 +49,15 @@ class DraftAdapter:
     """
 
     def __init__(self, lora: DraftLora, layers: Iterable[Any], max_num_tokens: int) -> None:
-        """Adapt each layer of this pipeline stage; what is added is zero until :meth:`load`.
+        """Adapt each layer of this pipeline stage; the added product is zero until :meth:`load`.
 
         Args:
-            lora: What is added.
-            layers: Of the whole model; those of other stages are vLLM's placeholders.
-            max_num_tokens: Of a pass.
+            lora: Adapter to add.
+            layers: Layers of the whole model; layers of other stages are vLLM's placeholders.
+            max_num_tokens: Largest number of tokens of a pass.
         """
         self._lora = lora
-        # By the layer's number.
+        # Projections by the layer's number.
         self._projections = {
             i: layer.self_attn.o_proj
             for i, layer in enumerate(layers)

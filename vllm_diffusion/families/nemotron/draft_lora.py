@@ -43,12 +43,12 @@ _ADVICE = f"copy or download {FOLDER} again, or remove it to draft with the plai
 
 @dataclass(frozen=True)
 class DraftLora:
-    """A checked adapter.
+    """Checked adapter.
 
     Attributes:
-        file: Its tensors.
-        rank: Of each pair of matrices.
-        scale: What their product is multiplied by.
+        file: File of its tensors.
+        rank: Rank of each pair of matrices.
+        scale: Factor of their product.
     """
 
     file: Path

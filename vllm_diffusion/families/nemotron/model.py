@@ -32,11 +32,11 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
     hf_to_vllm_mapper = _NAMES | MistralForCausalLM.hf_to_vllm_mapper
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
-        """As vLLM's, with queries scaled by their position."""
+        """Make vLLM's model with queries scaled by their position."""
         worker.install()
         config = vllm_config.model_config.hf_config
         rope = config.rope_parameters
-        # Where vLLM's Mistral looks for what the published file keeps with the rotary embedding.
+        # vLLM's Mistral reads these here; the published file has them in its rope_parameters.
         config.llama_4_scaling = {
             "original_max_position_embeddings": rope["original_max_position_embeddings"],
             "beta": rope["llama_4_scaling_beta"],

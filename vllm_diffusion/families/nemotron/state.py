@@ -1,4 +1,4 @@
-"""What Nemotron-Labs-Diffusion has of its own beside the layers: which rows are drafts."""
+"""Model state of Nemotron-Labs-Diffusion, which marks the rows of drafts."""
 
 from __future__ import annotations
 

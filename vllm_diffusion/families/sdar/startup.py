@@ -105,7 +105,7 @@ class SDARMoeEngineConfig(SDAREngineConfig):
 
 
 def _sign_of_causal_weights(model_config: ModelConfig) -> str | None:
-    """What of the checkpoint says that it is no SDAR; ``None`` if nothing does."""
+    """Return the evidence that a checkpoint is no SDAR; ``None`` if there is none."""
     if getattr(model_config.hf_config, "use_regular_causal", None):
         return "config.json of the checkpoint has use_regular_causal=true"
     if checkpoint_file(model_config, "adapter", "adapter_config.json") is not None:

@@ -1,4 +1,4 @@
-"""What a server tells the page of its model: what may be set, within which bounds, and what holds."""
+"""Description of a served model for the page: its settings, their bounds and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def describe(model_config: Any, end_tokens: list[str]) -> dict[str, Any]:
 
     Args:
         model_config: vLLM's ``ModelConfig``.
-        end_tokens: As :func:`end_tokens_of` returns them.
+        end_tokens: Result of :func:`end_tokens_of`.
 
     Returns:
         JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` and

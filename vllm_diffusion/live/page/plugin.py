@@ -31,8 +31,8 @@ class LiveCanvasPage:
     """A plugin of vLLM's group ``vllm.endpoint_plugins``.
 
     Attributes:
-        name: Under which ``VLLM_PLUGINS`` has it.
-        required_tasks: Of the server, any of them.
+        name: Name in ``VLLM_PLUGINS``.
+        required_tasks: Tasks of which the server must have one.
     """
 
     name = "vllm_diffusion_page"
@@ -51,7 +51,7 @@ class LiveCanvasPage:
         self._end_tokens = end_tokens_of(self._model_config, tokenizer)
 
     async def model(self) -> dict[str, Any]:
-        """As :func:`describe` says.
+        """Describe the served model, as :func:`describe` does.
 
         Raises:
             HTTPException: 404 if it is not a diffusion model, or not ours.

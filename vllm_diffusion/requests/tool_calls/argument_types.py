@@ -1,7 +1,7 @@
-"""What one argument of a tool call may be, as far as a call in Gemma's format can say it.
+"""Types of a tool call's arguments, as far as a call in Gemma's format can express them.
 
-From these both sides of a call are made: its grammar, and the schema that its reader (vLLM's parser)
-gets the types back from.
+Both sides of a call derive from these: its grammar, and the schema from which its reader (vLLM's
+parser) recovers the types.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class ToolSchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, boolean, null or string out of a list; any of its type without one.
+    """Number, boolean, null or string out of a list; any of its type without one.
 
     Attributes:
-        values: What is allowed; ``None`` for all.
+        values: Allowed values; ``None`` for all.
     """
 
     values: tuple[Any, ...] | None = None
@@ -50,12 +50,12 @@ class Items:
 
 @dataclass(frozen=True)
 class Members:
-    """An object.
+    """Object with properties.
 
     Attributes:
-        properties: In the order in which Gemma's chat template writes them.
-        required: Their names.
-        others: What properties of any other name hold; ``None`` if there may be none.
+        properties: Types by name, in the order in which Gemma's chat template writes them.
+        required: Names of required properties.
+        others: Type of properties with any other name; ``None`` if there may be none.
     """
 
     properties: Mapping[str, Value]
@@ -68,11 +68,11 @@ Form = Scalar | Text | Items | Members
 
 @dataclass(frozen=True)
 class Value:
-    """What one value may be.
+    """Type of one value.
 
     Attributes:
-        forms: Per JSON type the forms that it may have; empty for a value of any kind, which the
-            reader hands on as text.
+        forms: Allowed forms for each JSON type; empty for a value of any kind, which the reader
+            passes on as text.
     """
 
     forms: Mapping[str, tuple[Form, ...]]

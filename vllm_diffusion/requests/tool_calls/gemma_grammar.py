@@ -42,13 +42,13 @@ _FUNCTION_NAME = re.compile(r"[^\s{}()<:]+")
 
 @dataclass(frozen=True)
 class Markers:
-    """What of a tokenizer a call is written with.
+    """Tokens of a tokenizer with which a call is written.
 
     Attributes:
         call_start: Id of ``<|tool_call>``.
         call_end: Id of ``<tool_call|>``.
         quote: Id of ``<|"|>``.
-        texts: Spellings of the tokens that stand for no text, which no string may hold.
+        texts: Spellings of special tokens, which no string may contain.
     """
 
     call_start: int
@@ -67,15 +67,15 @@ class Markers:
 
 
 def call_grammar(name: str, arguments: Members, markers: Markers) -> str:
-    """What stands between the markers of a call of one tool, as EBNF of xgrammar.
+    """Write the grammar of one tool's call, between its markers, as EBNF of xgrammar.
 
     Args:
-        name: Of the tool.
-        arguments: Its parameters.
-        markers: Of the tokenizer.
+        name: Name of the tool.
+        arguments: Parameters of the tool.
+        markers: Markers of the tokenizer.
 
     Raises:
-        ToolSchemaError: If the format cannot write the name, or no value that is listed.
+        ToolSchemaError: If the format cannot write the name, or none of the listed values.
     """
     if not _FUNCTION_NAME.fullmatch(name):
         raise ToolSchemaError("the name must be of letters, digits, underscores and dashes")

@@ -47,7 +47,7 @@ class GemmaCallParser(Gemma4Parser):
 
 
 class GemmaToolParser(Gemma4EngineToolParser):
-    """What ``--tool-call-parser gemma4`` names."""
+    """Parser for ``--tool-call-parser gemma4``."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class GemmaToolParser(Gemma4EngineToolParser):
         reasoning: bool = False,
         strict_level: ToolStrictLevel = ToolStrictLevel.AUTO,
     ) -> Any:
-        """What a request's tools allow an answer to say.
+        """Make the grammar of answers that a request's tools allow.
 
         Args:
             request: A chat or responses request with tools.
-            reasoning: Whether the tag also covers thoughts; vLLM holds it back until they end.
-            strict_level: The server's ``--tool-strict-level``.
+            reasoning: True if the tag also covers thoughts; vLLM holds it back until they end.
+            strict_level: Option ``--tool-strict-level`` of the server.
 
         Returns:
             xgrammar's ``StructuralTag``; ``None`` if the answer is free.
 
         Raises:
-            VLLMValidationError: If a tool's schema cannot be held to; the server answers 400.
+            VLLMValidationError: If a tool's schema cannot be enforced; the server answers 400.
         """
         markers = Markers.of(self.model_tokenizer, self.vocab)
         if self.structural_tag_model is None or markers is None or not request.tools:

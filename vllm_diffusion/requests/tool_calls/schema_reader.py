@@ -75,8 +75,8 @@ class _Reader:
         """Read the schema of one value.
 
         Args:
-            schema: What the user sent.
-            path: Where it stands, for a message.
+            schema: Schema of the user.
+            path: Its path in the tool's schema, for messages.
             inside: References that led here.
         """
         self._num_values += 1
@@ -115,7 +115,7 @@ class _Reader:
     def _referred(
         self, schema: Mapping[str, Any], name: str, path: str, inside: tuple[str, ...]
     ) -> Value:
-        """What a reference or a list of alternatives says."""
+        """Read a reference or a list of alternatives."""
         if name == "$ref":
             reference = schema["$ref"]
             if reference in inside:
@@ -212,7 +212,7 @@ def _types(schema: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _types_meant(schema: Mapping[str, Any]) -> list[str]:
-    """Of a schema without a type: that of its keywords."""
+    """Return the types that the keywords of a schema without a type imply."""
     if schema.keys() & {"properties", "required", "additionalProperties"}:
         return ["object"]
     if schema.keys() & {"items", "minItems", "maxItems"}:

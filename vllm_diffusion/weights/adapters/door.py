@@ -1,8 +1,8 @@
-"""LoRA adapters are refused before an engine hears of them.
+"""Refusal of LoRA adapters in the API process, before the engine loads them.
 
-At the start, those of ``--lora-modules``; while a server runs, those that a client asks it to load, and
-requests that name one whose files were changed since: a worker that cannot load it in the middle of a
-batch would end the engine.
+At the start, the adapters of ``--lora-modules`` are checked; while a server runs, adapters that a
+client asks it to load, and requests for one whose files have changed since: a worker that cannot
+load it in the middle of a batch would end the engine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm_diffusion.weights.adapters.rules import AdapterRules
 
 # Only vLLM's own commands import it.
 _COMMAND = "vllm.entrypoints.common.cli_args"
-# Name and path of each, as this process's command line has them.
+# Name and path of each adapter on this process's command line.
 _named: list[tuple[Any, Any]] = []
 
 
 def note_command_line() -> None:
-    """Have the parser of vLLM's commands tell what ``--lora-modules`` names. Safe to call twice.
+    """Record the adapters that vLLM's parser reads from ``--lora-modules``. This is safe to call twice.
 
-    vLLM shows it to nobody before the model is loaded.
+    vLLM does not pass them on before the model is loaded.
     """
     if _COMMAND in sys.modules:
         replace(sys.modules[_COMMAND].LoRAParserAction, "__call__", _noting)
@@ -61,7 +61,7 @@ def check_command_line(rules: AdapterRules) -> None:
 
 
 def install() -> None:
-    """Put our checks in front of vLLM's, where a model has rules. Safe to call twice."""
+    """Put our checks before vLLM's, for models with adapter rules. This is safe to call twice."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.v1.engine.input_processor import InputProcessor
 

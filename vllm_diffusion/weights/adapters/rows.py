@@ -1,4 +1,4 @@
-"""Which adapter each row of a pass reads, written where vLLM's products look for it."""
+"""Adapter slots of the rows of a pass, written where vLLM's LoRA products read them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def write_slots(punica: Any, slots: Tensor, *, is_used: bool = True) -> None:
-    """Tell ``punica`` each row's slot, without waiting for the device.
+    """Write each row's slot into ``punica``, without waiting for the device.
 
-    What vLLM does itself asks the device how many adapters there are. Here the kernels find all of
-    them in their tables, most with no rows, so that a graph may hold this call and those kernels.
+    vLLM's own method asks the device for the number of adapters. Here the kernels find all of them
+    in their tables, most with no rows, so that a graph may hold this call and the kernels.
 
     Args:
         punica: vLLM's wrapper of its products, that of GPUs or ours for CPUs.
         slots: [num_rows], int64, -1 for a row without an adapter.
-        is_used: Whether any row may have an adapter; without one the kernels are not launched.
+        is_used: True if any row may have an adapter; otherwise the kernels are not launched.
     """
     num_rows = slots.shape[0]
     punica._token_lora_indices[:num_rows] = slots

@@ -1,8 +1,8 @@
-"""What a LoRA adapter must be to be served: read from its files, before any of it is loaded.
+"""Checks of a LoRA adapter's files before any of it is loaded.
 
-vLLM's loader drops what it finds no module for, and says of the rest what does not fit in words about
-its own modules, some of it when the first request asks for the adapter. Here each tensor has a rule,
-from the names and shapes of the checkpoint's own.
+vLLM's loader drops tensors without a module, and reports other misfits in terms of its own modules,
+some only when the first request uses the adapter. Here each tensor has a rule, from the names and
+shapes of the checkpoint's own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight$")
 _GIVE = "give the folder that PEFT's save_pretrained wrote"
 _AGAIN = "copy the adapter again"
 _NAMED = 3
-# A part of a module's name, and why an adapter of it is refused.
+# Parts of module names, and the reason why an adapter of such a module is refused.
 UNREACHED = {
     **dict.fromkeys(
         ("embed_tokens", "word_embeddings", "lm_head", "diffusion_head"),
@@ -45,12 +45,12 @@ UNREACHED = {
         "images are read with the checkpoint's own weights; train it on the language model alone",
     ),
 }
-# Modules that vLLM holds in one, which --lora-target-modules takes for one.
+# Modules that vLLM fuses, which --lora-target-modules treats as one.
 _TOGETHER = (
     {"qkv_proj", "q_proj", "k_proj", "v_proj"},
     {"gate_up_proj", "gate_proj", "up_proj"},
 )
-# What PEFT may say of an adapter that is more than pairs of matrices, or other.
+# Settings of PEFT for adapters that are not only pairs of matrices.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -63,17 +63,17 @@ _UNSUPPORTED = (
     "use_dora",
     "use_qalora",
 )
-# Initial values by these names leave the checkpoint's weights as they are; those by others do not.
+# Initialisations that leave the checkpoint's weights as they are; others change them.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
 class Module(NamedTuple):
-    """What an adapter's pair of matrices belongs to.
+    """Module that an adapter's pair of matrices belongs to.
 
     Attributes:
-        out_features: Of the module.
-        in_features: Of the module.
-        number: Of modules that PEFT keeps as one pair, side by side: experts.
+        out_features: Size of the module's output.
+        in_features: Size of the module's input.
+        number: Number of modules (experts) that PEFT keeps as one pair, side by side.
     """
 
     out_features: int
@@ -82,19 +82,19 @@ class Module(NamedTuple):
 
 
 class _MisfitError(Exception):
-    """What is wrong with an adapter, and the remedy."""
+    """Misfit of an adapter; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """What the checkpoint and the server's options let an adapter be.
+    """Rules for adapters, from the checkpoint and the server's options.
 
     Attributes:
-        modules: By published name, as PEFT keeps it.
-        max_rank: ``--max-lora-rank``.
-        target_modules: ``--lora-target-modules``; ``None`` for all.
-        no_experts: Why experts are not adapted here, with the remedy; empty where they are.
-        largest: The largest number of the dtype in which adapters are served.
+        modules: Modules by published name, as in PEFT's files.
+        max_rank: Option ``--max-lora-rank``.
+        target_modules: Option ``--lora-target-modules``; ``None`` for all.
+        no_experts: Reason why experts are not adapted here, with the remedy; empty if they are.
+        largest: Largest number of the dtype in which adapters are served.
     """
 
     modules: Mapping[str, Module]
@@ -102,29 +102,30 @@ class AdapterRules:
     target_modules: tuple[str, ...] | None = None
     no_experts: str = ""
     largest: float = torch.finfo(torch.float32).max
-    # By folder: what its files were when they were read, and what was wrong with them.
+    # By folder: the signatures of its files when they were read, and their problem.
     _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
-    # By name and folder: what the files were when they were first loaded so.
+    # By name and folder: the signatures of the files when they were first loaded under both.
     _loaded: dict[tuple[str, Path], object] = field(default_factory=dict, repr=False)
-    # By path or name: where the adapter is.
+    # By path or name: the adapter's folder.
     _fetched: dict[str, Path] = field(default_factory=dict, repr=False)
 
     @property
     def endings(self) -> set[str]:
-        """Of the modules' names, as vLLM tells them apart: from ``experts`` on, or the last part."""
+        """Ends of the modules' names as vLLM uses them: from ``experts`` on, or the last part."""
         return {
             name[name.index(".experts") + 1 :] if ".experts" in name else name.rpartition(".")[2]
             for name in self.modules
         }
 
     def check_loading(self, name: str, path: str) -> None:
-        """Refuse an adapter that does not fit, or whose name and folder stood for other files before.
+        """Refuse an adapter that does not fit, or whose name and folder had other files before.
 
-        vLLM finds cached prompts of an adapter by both, and so would read keys and values of the old one.
+        vLLM finds cached prompts of an adapter by both, and so would read the old one's keys and
+        values.
 
         Args:
-            name: Under which it is to be served.
-            path: As of :meth:`check`.
+            name: Name under which it is to be served.
+            path: Path as in :meth:`check`.
 
         Raises:
             ValueError: As :meth:`check`.
@@ -140,10 +141,10 @@ class AdapterRules:
     def check(self, path: str) -> Path:
         """Refuse an adapter that does not fit; one that is in a repository is fetched first.
 
-        Files that are what they were when they were last read are not read again.
+        Files that have not changed since they were last read are not read again.
 
         Args:
-            path: Of its folder, or the name of a repository.
+            path: Path of its folder, or the name of a repository.
 
         Returns:
             Its folder on this machine.
@@ -162,7 +163,7 @@ class AdapterRules:
         return folder
 
     def _folder(self, path: str) -> Path:
-        """A repository is asked for once: what it holds may change while its adapter is served."""
+        """Find the adapter's folder; a repository is fetched once, since its content may change."""
         folder = self._fetched.get(path)
         # These rules may have come here from another machine.
         if folder is None or not os.path.exists(folder):
@@ -241,7 +242,7 @@ class AdapterRules:
                 )
             # vLLM multiplies the second matrix by the scaling.
             magnitude = largest_magnitude(tensor) * (scaling if half == "B" else 1)
-            # Of no number NaN is at most.
+            # The comparison is false for NaN.
             if not magnitude <= self.largest:
                 raise _MisfitError(
                     f"{name}.lora_{half}, scaled by lora_alpha and r, holds numbers that are not finite in the "
@@ -250,11 +251,11 @@ class AdapterRules:
 
 
 def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
-    """By published name, everything of a checkpoint that an adapter may be of.
+    """Return all modules of a checkpoint that an adapter may adapt, by published name.
 
     Args:
-        rules: Of its tensors.
-        config: transformers' configuration of it.
+        rules: Tensor rules of the checkpoint.
+        config: transformers' configuration of the checkpoint.
     """
     shapes = rules.shapes(config)
     modules = {}
@@ -275,10 +276,10 @@ def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
 
 
 def local_folder(path: str) -> Path:
-    """Where an adapter is on this machine; by the name of a repository vLLM finds or fetches it.
+    """Return an adapter's folder on this machine; vLLM fetches it for the name of a repository.
 
     Raises:
-        ValueError: If it is the name of none that could be fetched.
+        ValueError: If no repository of this name could be fetched.
     """
     folder = Path(os.path.expanduser(path))
     if os.path.exists(folder) or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is None:
@@ -309,7 +310,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_config(folder: Path) -> Any:
-    """vLLM's reading of an adapter's configuration, which was checked."""
+    """Check an adapter's configuration and read it with vLLM."""
     from vllm.lora.peft_helper import PEFTHelper
 
     if not os.path.exists(folder):
@@ -359,7 +360,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
-    """By module, its tensors ``"A"`` and ``"B"``."""
+    """Read the adapter's tensors ``"A"`` and ``"B"`` of each module."""
     path = folder / _WEIGHTS
     if not path.is_file():
         raise _MisfitError(f"it has no {_WEIGHTS}; {_GIVE}")

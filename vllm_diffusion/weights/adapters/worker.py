@@ -1,4 +1,4 @@
-"""LoRA adapters in a worker: vLLM's manager, which checks an adapter before it reads its weights."""
+"""LoRA adapters in a worker: vLLM's manager with a check of an adapter before its weights are read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vllm_diffusion.weights.adapters.rules import AdapterRules
 
 
 class Adaptable:
-    """What a model says of its adapters.
+    """Mixin of models that can have adapters.
 
     Attributes:
-        embedding_modules: None: the vocabulary is streamed through the checkpoint's own matrices.
-        adapter_manager: Puts adapters on its layers.
-        adapter_weights: How it reads one.
+        embedding_modules: Empty: the vocabulary is streamed through the checkpoint's own matrices.
+        adapter_manager: Class that puts adapters on the model's layers.
+        adapter_weights: Class that reads an adapter.
     """
 
     embedding_modules: ClassVar[dict[str, str]] = {}
@@ -35,9 +35,9 @@ class Adaptable:
 
 
 def install() -> None:
-    """Have vLLM's model runner make our manager for diffusion models. Safe to call twice.
+    """Let vLLM's model runner make our manager for diffusion models. This is safe to call twice.
 
-    It makes one when it has made the model.
+    The runner makes a manager after the model.
     """
     replace(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", _checking_where_there_are_rules)
     # The runner collects a pass's adapters in a set. Where one was unloaded and loaded again while requests
@@ -67,7 +67,7 @@ def _checking_where_there_are_rules(stock: Any) -> Any:
 
 
 class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
-    """The adapters of one worker."""
+    """Manager of one worker's adapters that checks them before it loads them."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, *args: Any) -> None:
         super().__init__(vllm_config, device, *args)
@@ -84,7 +84,7 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         return adapted
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        """As vLLM's.
+        """Check an adapter, then load it as vLLM does.
 
         Raises:
             ValueError: If the adapter does not fit; nothing of it is loaded then.
@@ -95,7 +95,7 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
 
 
 def _route_by_adapters(model: nn.Module, adapted: dict[str, BaseLayerWithLoRA]) -> None:
-    """Have experts whose router is theirs to call (SDAR-MoE's) call the one that has adapters.
+    """Replace the router that experts call themselves (SDAR-MoE's) by the one with adapters.
 
     vLLM looks for the second name of a layer among what it has put in place of the experts meanwhile, and
     leaves them the layer without adapters.
