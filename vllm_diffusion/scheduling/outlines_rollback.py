@@ -10,16 +10,19 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 
 
 def install() -> None:
     """Put our compilation in place of vLLM's, for diffusion models only. Safe to call twice."""
-    from vllm.v1.structured_output.backend_outlines import OutlinesBackend
-
-    replace(OutlinesBackend, "compile_grammar", _remembering)
+    _remembering.install()
 
 
+@replaces(
+    "vllm.v1.structured_output.backend_outlines:OutlinesBackend.compile_grammar",
+    reason="Its guides forget all but four states; a canvas is walked back further.",
+    until="The back end takes how far a request may be walked back from diffusion_config too.",
+)
 def _remembering(stock: Any) -> Any:
     def compile_grammar(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock's compilation, told of the canvas as of draft tokens."""
