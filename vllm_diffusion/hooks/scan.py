@@ -282,20 +282,23 @@ def _owner(cls: type, name: str) -> type | None:
 
 def sets(cls: type, name: str) -> bool:
     """Whether a class itself, not one above it, has an attribute or sets it on its instances."""
-    if name in vars(cls) or name in vars(cls).get("__annotations__", ()):
-        return True
-    return name in _set_on_self(cls)
+    return (
+        name in vars(cls)
+        or name in vars(cls).get("__annotations__", ())
+        or any(
+            instruction.opname == "STORE_ATTR" and instruction.argval == name
+            for code in _codes(cls)
+            # Taking a function apart is slow, and few name the attribute at all.
+            if name in code.co_names
+            for instruction in dis.get_instructions(code)
+        )
+    )
 
 
 @functools.cache
-def _set_on_self(cls: type) -> frozenset[str]:
-    return frozenset(
-        str(instruction.argval)
-        for value in vars(cls).values()
-        if inspect.isfunction(value)
-        for instruction in dis.get_instructions(inspect.unwrap(value))
-        if instruction.opname == "STORE_ATTR"
-    )
+def _codes(cls: type) -> tuple[types.CodeType, ...]:
+    functions = filter(inspect.isfunction, vars(cls).values())
+    return tuple(inspect.unwrap(function).__code__ for function in functions)
 
 
 def _path(cls: type, name: str) -> str:
