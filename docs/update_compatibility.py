@@ -6,12 +6,13 @@ python docs/update_compatibility.py
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.families.registry import FAMILIES
-from vllm_diffusion.hooks.upstream import TABLE
+from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.option_table import (
@@ -35,9 +36,22 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
 def symbols() -> str:
-    """The private symbols of vLLM that are relied on."""
-    rows = ["", "| symbol | use | why |", "|---|---|---|"]
-    rows += [f"| `{symbol.path}` | {symbol.use.value} | {symbol.reason} |" for symbol in TABLE]
+    """The symbols of vLLM that are replaced, and of the others how many each package of vLLM has."""
+    known = read_symbols()
+    rows = ["", "| replaced | why | what of vLLM would end it |", "|---|---|---|"]
+    rows += [
+        f"| `{symbol.path}` | {symbol.reason} | {symbol.until} |"
+        for symbol in known
+        if symbol.use == "replaced"
+    ]
+    uses = ("assigned", "overridden", "kernel", "private", "called")
+    rows += ["", f"| package of vLLM | {' | '.join(uses)} |", "|---" * (len(uses) + 1) + "|"]
+    counts = Counter(
+        (".".join(symbol.path.partition(":")[0].split(".")[:3]), symbol.use) for symbol in known
+    )
+    for package in sorted({package for package, use in counts if use in uses}):
+        cells = (str(counts[package, use] or "") for use in uses)
+        rows.append(f"| `{package}` | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n\n"
 
 

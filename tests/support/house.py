@@ -29,7 +29,7 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
-from vllm_diffusion.hooks.upstream import TABLE, Use
+from vllm_diffusion.hooks.upstream import read_symbols
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "house.json"
@@ -242,9 +242,14 @@ def circles() -> list[list[str]]:
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def relied_on(*uses: Use) -> int:
-    """Symbols of vLLM that are used in some ways: all, or those that are replaced."""
-    return sum(symbol.use in uses for symbol in TABLE)
+def replaced_symbols() -> int:
+    """Functions and values of vLLM in whose place something of ours is put."""
+    return sum(symbol.use in ("replaced", "assigned") for symbol in read_symbols())
+
+
+def private_symbols() -> int:
+    """Symbols of vLLM that are private by name, or replaced."""
+    return sum(symbol.is_private for symbol in read_symbols())
 
 
 def readme_words() -> int:
@@ -273,8 +278,8 @@ FIGURES: dict[str, Figure] = {
     ),
     "all lines of the package": Figure(all_lines, None),
     "docstring lines of the package": Figure(docstring_lines, None),
-    "symbols of vLLM replaced": Figure(lambda: relied_on(Use.REPLACED), 26),
-    "private symbols of vLLM": Figure(lambda: relied_on(*Use), 150),
+    "symbols of vLLM replaced": Figure(replaced_symbols, 26),
+    "private symbols of vLLM": Figure(private_symbols, 150),
     "reads of family flags": Figure(flag_reads, 0),
     "largest file": Figure(largest_file, 400),
     "attributes of the largest class": Figure(largest_class, 15),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -224,52 +223,10 @@ def test_problem_moved_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("symbol", upstream.TABLE, ids=lambda symbol: symbol.path)
-def test_upstream_symbol(symbol: upstream.Symbol) -> None:
-    """Each symbol of vLLM that we rely on is as committed."""
-    committed = json.loads(upstream.SIGNATURES.read_text(encoding="utf-8"))
-    actual = upstream.signature_of(symbol.path)
-    assert actual != "missing"
-    assert actual == committed[symbol.path]
-    assert symbol.reason.endswith(".")
-
-
-def test_upstream_table_is_the_committed_file() -> None:
-    """The committed file holds the table's symbols, each once, and nothing else."""
-    paths = [symbol.path for symbol in upstream.TABLE]
-    assert len(paths) == len(set(paths))
-    assert set(paths) == set(json.loads(upstream.SIGNATURES.read_text(encoding="utf-8")))
-
-
-def test_upstream_table_after_registration(tables: pytest.MonkeyPatch) -> None:
+def test_symbols_after_registration(tables: pytest.MonkeyPatch) -> None:
     """What we put in a symbol's place does not hide what was there."""
     plugin.register()
-    assert upstream.moved_symbols(upstream.TABLE) == []
-
-
-def test_upstream_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 0 and a count; 1 and the difference where a symbol moved."""
-    assert upstream.main([]) == 0
-    total = len(upstream.TABLE)
-    assert f"{total} of {total} symbols as known" in capsys.readouterr().out
-
-    gone = upstream.Symbol("vllm.sampling_params:NoSuchThing", upstream.Use.CALLED, "Test.")
-    monkeypatch.setattr(upstream, "TABLE", (*upstream.TABLE, gone))
-    assert upstream.main([]) == 1
-    output = capsys.readouterr().out
-    assert f"{total} of {total + 1} symbols as known" in output
-    assert f"{gone.path}\n  was: not recorded\n  now: missing" in output
-
-
-def test_upstream_main_update(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``--update`` writes what is committed."""
-    path = tmp_path / "signatures.json"
-    committed = upstream.SIGNATURES.read_text(encoding="utf-8")
-    monkeypatch.setattr(upstream, "SIGNATURES", path)
-    assert upstream.main(["--update"]) == 0
-    assert json.loads(path.read_text(encoding="utf-8")) == json.loads(committed)
+    assert upstream.moved_symbols(upstream.read_symbols()) == []
 
 
 def test_signature_of_missing() -> None:

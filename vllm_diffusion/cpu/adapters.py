@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.lora import layers, utils
+from vllm.lora import layers
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from vllm_diffusion.cpu.linear import linear
+from vllm_diffusion.hooks.replacement import replaces
 
 
 class RowsByAdapter(PunicaWrapperCPU):
@@ -176,8 +177,17 @@ class FusedMoE3DWithLoRA(_ExpertsOnCpu, layers.FusedMoE3DWithLoRA):
 
 def register() -> None:
     """Make vLLM wrap experts in the layers above. Safe to call twice."""
+    _with_experts_on_cpu.install()
+
+
+@replaces(
+    "vllm.lora.utils:_all_lora_classes",
+    reason="vLLM wraps layers in the classes of this list; experts on the CPU are wrapped in ours.",
+    until="A platform or a model may register its classes of layers with adapters.",
+)
+def _with_experts_on_cpu(stock: tuple[type, ...]) -> tuple[type, ...]:
     ours = {
         layers.FusedMoEWithLoRA: FusedMoEWithLoRA,
         layers.FusedMoE3DWithLoRA: FusedMoE3DWithLoRA,
     }
-    utils._all_lora_classes = tuple(ours.get(cls, cls) for cls in utils._all_lora_classes)
+    return tuple(ours.get(cls, cls) for cls in stock)

@@ -37,28 +37,46 @@ from vllm_diffusion.cpu.quantization import (
     value_dtype,
 )
 from vllm_diffusion.cpu.quantized_linear import log_emulation
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 
 
 def register() -> None:
     """Put these behind the oracles' names. Safe to call twice."""
-    # The layout that vLLM calls TRITON is the checkpoint's; EMULATION likewise.
-    _stand_behind(fp8_oracle, fp8_oracle.Fp8MoeBackend.TRITON, [TorchFp8Experts])
-    _stand_behind(
-        nvfp4_oracle,
+    _fp8_experts.install()
+    _nvfp4_experts.install()
+
+
+@replaces(
+    "vllm.model_executor.layers.fused_moe.oracle.fp8:backend_to_kernel_cls",
+    reason="Emulated experts stand behind one of its names, on the CPU only.",
+    until="Experts can be registered with the oracle, as linear kernels can with their list.",
+)
+def _fp8_experts(stock: Callable[..., list[type]]) -> Callable[..., list[type]]:
+    # The layout that vLLM calls TRITON is the checkpoint's.
+    return _ours_first(stock, fp8_oracle.Fp8MoeBackend.TRITON, [TorchFp8Experts])
+
+
+@replaces(
+    "vllm.model_executor.layers.fused_moe.oracle.nvfp4:backend_to_kernel_cls",
+    reason="Emulated experts stand behind one of its names, on the CPU only.",
+    until="Experts can be registered with the oracle, as linear kernels can with their list.",
+)
+def _nvfp4_experts(stock: Callable[..., list[type]]) -> Callable[..., list[type]]:
+    # The layout that vLLM calls EMULATION is the checkpoint's.
+    return _ours_first(
+        stock,
         nvfp4_oracle.NvFp4MoeBackend.EMULATION,
         [TorchNvfp4Experts, TorchNvfp4WeightOnlyExperts],
     )
 
 
-def _stand_behind(oracle: Any, name: Any, experts: list[type]) -> None:
-    def ours_first(stock: Callable[..., list[type]]) -> Callable[..., list[type]]:
-        def backend_to_kernel_cls(backend: Any) -> list[type]:
-            return experts if backend == name else stock(backend)
+def _ours_first(
+    stock: Callable[..., list[type]], name: Any, experts: list[type]
+) -> Callable[..., list[type]]:
+    def backend_to_kernel_cls(backend: Any) -> list[type]:
+        return experts if backend == name else stock(backend)
 
-        return backend_to_kernel_cls
-
-    replace(oracle, "backend_to_kernel_cls", ours_first)
+    return backend_to_kernel_cls
 
 
 class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):

@@ -34,6 +34,7 @@ from vllm_diffusion.cpu.quantization import (
     unpack_nvfp4,
     value_dtype,
 )
+from vllm_diffusion.hooks.replacement import replaces
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -53,10 +54,19 @@ def register() -> None:
     # The call appends, and vLLM takes the first that can.
     fp8.insert(0, fp8.pop())
     kernels.register_linear_kernel(TorchNvfp4LinearKernel, PlatformEnum.CPU, "nvfp4")
-    # Weight-only kernels have no such call: a list by platform, and for FP4 a name.
+    # Weight-only kernels have no such call: a list by platform.
     kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(TorchFp8WeightOnlyKernel)
-    kernels.MarlinNvFp4LinearKernel = TorchNvfp4LinearKernel
+    _without_marlin.install()
     _define_static_quantization()
+
+
+@replaces(
+    "vllm.model_executor.kernels.linear:MarlinNvFp4LinearKernel",
+    reason="vLLM forces this kernel for weight-only NVFP4, on any platform.",
+    until="vLLM chooses among the registered kernels for weight-only NVFP4 too.",
+)
+def _without_marlin(stock: type) -> type:
+    return TorchNvfp4LinearKernel
 
 
 def _define_static_quantization() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import ray
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
-from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+
+from vllm_diffusion.hooks.replacement import replaces
 
 
 class CpuRayWorker(RayWorkerProc):
@@ -21,6 +22,15 @@ class CpuRayWorker(RayWorkerProc):
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         """Ray's node, and the memory nodes of its machine in place of GPUs."""
         return ray.get_runtime_context().get_node_id(), get_visible_memory_node()
+
+
+@replaces(
+    "vllm.v1.executor.ray_executor_v2:RayWorkerProc",
+    reason="The executor makes actors of this name; ours has memory nodes in place of accelerators.",
+    until="A Ray executor may name the class of its workers.",
+)
+def _with_cpu_workers(stock: type[RayWorkerProc]) -> type[RayWorkerProc]:
+    return CpuRayWorker
 
 
 class CpuRayExecutor(RayExecutorV2):
@@ -35,7 +45,7 @@ class CpuRayExecutor(RayExecutorV2):
 
     def _init_executor(self) -> None:
         # What it makes actors of is a name of that module's.
-        ray_executor_v2.RayWorkerProc = CpuRayWorker
+        _with_cpu_workers.install()
         if self.parallel_config.data_parallel_backend == "ray":
             # vLLM tells the workers' bundles, which come first, from the engine's own by the
             # workers' accelerator, and here that is a CPU as well.

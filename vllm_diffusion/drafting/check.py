@@ -16,7 +16,7 @@ from vllm_diffusion.drafting.draft_settings import (
     draft_settings,
     recording_ring,
 )
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.regular_files import why_not_folder
 
 if TYPE_CHECKING:
@@ -34,19 +34,25 @@ def install() -> None:
 
     vLLM looks up the served model in a table of architectures, but not its draft.
     """
-    from vllm.config import VllmConfig
+    _looking_at_drafts.install()
 
-    def make(stock: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
-        def try_verify_and_update_config(self: VllmConfig) -> None:
-            # A configuration is copied for each part of the engine, and is checked once.
-            is_new = not getattr(self.model_config, "config_updated", False)
-            stock(self)
-            if is_new:
-                check_draft(self)
 
-        return try_verify_and_update_config
+@replaces(
+    "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
+    reason="Looks at the draft: vLLM's table of architectures knows targets alone.",
+    until="MODELS_CONFIG_MAP is asked about the draft's architecture too.",
+)
+def _looking_at_drafts(
+    stock: Callable[[VllmConfig], None],
+) -> Callable[[VllmConfig], None]:
+    def try_verify_and_update_config(self: VllmConfig) -> None:
+        # A configuration is copied for each part of the engine, and is looked at once.
+        is_new = not getattr(self.model_config, "config_updated", False)
+        stock(self)
+        if is_new:
+            check_draft(self)
 
-    replace(VllmConfig, "try_verify_and_update_config", make)
+    return try_verify_and_update_config
 
 
 def check_draft(vllm_config: VllmConfig) -> None:

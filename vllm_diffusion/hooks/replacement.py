@@ -1,30 +1,95 @@
-"""How a function of ours takes the place of one of vLLM's: this is the only way in this package."""
+"""The one way in which this package puts something in the place of a function or name of vLLM's.
+
+Each replacement stands beside the code that needs it, with its reason and with what vLLM would have to
+offer so that it can go. :mod:`vllm_diffusion.hooks.scan` finds them by the decorator.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+_Class = TypeVar("_Class", bound=type)
 _MARK = "_stands_in_for_vllm"
+# By target, what was put there. Values that are no functions have no room for the mark.
+_placed: dict[str, Any] = {}
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put a function in the place of ``owner.name``. Safe to call twice: ours is never replaced.
+@dataclass(frozen=True)
+class Replacement:
+    """What takes the place of one or more names of vLLM's, once it is installed.
 
-    Every symbol that is replaced has a row in :mod:`vllm_diffusion.hooks.upstream`, whose check of
-    signatures still sees what was there.
+    Attributes:
+        make: Given vLLM's function or value, and what :meth:`install` is given, returns ours. Ours must
+            leave models that are not ours to vLLM's.
+        targets: ``module:attribute.path`` of each name.
+        reason: Why, in one sentence.
+        until: What of vLLM would end the replacement, in one sentence.
+    """
+
+    make: Callable[..., Any]
+    targets: tuple[str, ...]
+    reason: str
+    until: str
+
+    def install(self, *arguments: Any) -> None:
+        """Put ours in the place of every target. Safe to call twice: ours is never replaced.
+
+        Args:
+            arguments: Passed on to ``make`` behind what was there.
+        """
+        for target in self.targets:
+            module, _, path = target.partition(":")
+            *owners, name = path.split(".")
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+            stock = getattr(owner, name)
+            if not hasattr(stock, _MARK) and (
+                target not in _placed or stock is not _placed[target]
+            ):
+                _placed[target] = self._put(owner, name, arguments)
+
+    def install_on(self, instance: Any, *arguments: Any) -> None:
+        """Put ours in the place of one instance's method. Safe to call twice.
+
+        Args:
+            instance: An object of the target's class; the class stays as it is.
+            arguments: Passed on to ``make`` behind what was there.
+        """
+        (target,) = self.targets
+        name = target.rpartition(".")[2]
+        if not hasattr(getattr(instance, name), _MARK):
+            self._put(instance, name, arguments)
+
+    def _put(self, owner: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+        stock = getattr(owner, name)
+        ours = self.make(stock, *arguments)
+        if inspect.isfunction(ours):
+            # A check of signatures still sees what was there.
+            functools.update_wrapper(ours, stock, assigned=(), updated=())
+            setattr(ours, _MARK, True)
+        setattr(owner, name, ours)
+        return ours
+
+
+def stands_for(target: str) -> Callable[[_Class], _Class]:
+    """Say that objects of a class are used where vLLM expects one of its own, from which it does not derive.
 
     Args:
-        owner: A class or module of vLLM.
-        name: Of its function.
-        make: Given vLLM's function, returns the one that takes its place. It must leave models that
-            are not ours to vLLM's.
+        target: ``module:Class`` of vLLM's, as a string literal.
     """
-    stock = getattr(owner, name)
-    if hasattr(stock, _MARK):
-        return
-    ours = make(stock)
-    functools.update_wrapper(ours, stock, assigned=(), updated=())
-    setattr(ours, _MARK, True)
-    setattr(owner, name, ours)
+    return lambda cls: cls
+
+
+def replaces(*targets: str, reason: str, until: str) -> Callable[[Callable[..., Any]], Replacement]:
+    """Make a replacement of the function that makes ours of vLLM's.
+
+    Args:
+        targets: ``module:attribute.path`` of each name of vLLM's, as string literals.
+        reason: Why ours is needed, in one sentence.
+        until: What of vLLM would end the replacement, in one sentence.
+    """
+    return lambda make: Replacement(make, targets, reason, until)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_diffusion.canvas.report import RequestReport
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import METRICS, metrics_of_passes
@@ -25,13 +25,10 @@ WHERE_FRAMES_ARE = (
 
 def install() -> None:
     """Take reports out of the engine's outputs before vLLM sees them. Safe to call twice."""
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-
-    replace(OutputProcessor, "add_request", _with_inbox)
-    replace(OutputProcessor, "process_outputs", _taking_reports)
-    replace(RequestState, "_new_completion_output", _with_what_was_told)
-    replace(RequestOutput, "add", _keeping_what_was_told)
+    _with_inbox.install()
+    _taking_reports.install()
+    _with_what_was_told.install()
+    _keeping_what_was_told.install()
 
 
 class _Told:
@@ -85,6 +82,11 @@ class _Told:
 _TOLD = "_vllm_diffusion_told"
 
 
+@replaces(
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+    reason="Opens the inbox of a request that asks for frames, and its queue.",
+    until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
+)
 def _with_inbox(stock: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 
@@ -122,6 +124,11 @@ def _with_inbox(stock: Any) -> Any:
     return add_request
 
 
+@replaces(
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+    reason="Takes frames, step maps and counters out of the engine's outputs.",
+    until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
+)
 def _taking_reports(stock: Any) -> Any:
     def process_outputs(
         self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
@@ -140,6 +147,11 @@ def _taking_reports(stock: Any) -> Any:
     return process_outputs
 
 
+@replaces(
+    "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+    reason="Hangs the step map, the trace and the counters on a finished answer.",
+    until="CompletionOutput has a field for a plugin's payload.",
+)
 def _with_what_was_told(stock: Any) -> Any:
     def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, *args: Any) -> Any:
         output = stock(self, token_ids, finish_reason, *args)
@@ -157,6 +169,11 @@ def _with_what_was_told(stock: Any) -> Any:
     return new_completion_output
 
 
+@replaces(
+    "vllm.outputs:RequestOutput.add",
+    reason="Keeps them where outputs that wait are merged.",
+    until="CompletionOutput has a field for a plugin's payload.",
+)
 def _keeping_what_was_told(stock: Any) -> Any:
     def add(self: Any, next_output: Any, aggregate: bool) -> None:
         stock(self, next_output, aggregate)

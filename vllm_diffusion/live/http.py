@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.inbox import Inbox
@@ -29,32 +29,33 @@ _WHERE_TRACES_ARE = (
 
 def install() -> None:
     """Send frames on the two endpoints that stream completions. Safe to call twice."""
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    _reading_diffusing.install()
+    _chat_with_frames.install()
+    _completion_with_frames.install()
+    _chat_with_step_maps.install()
+    _completion_with_step_maps.install()
+    _refusing_responses.install()
+    _refusing_others.install()
 
-    replace(ChatCompletionRequest, "to_sampling_params", _reading_diffusing)
-    replace(CompletionRequest, "to_sampling_params", _reading_diffusing)
-    replace(OpenAIServingChat, "chat_completion_stream_generator", _chat_with_frames)
-    replace(OpenAIServingCompletion, "completion_stream_generator", _completion_with_frames)
-    replace(OpenAIServingChat, "chat_completion_full_generator", _chat_with_step_maps)
-    replace(
-        OpenAIServingCompletion,
-        "request_output_to_completion_response",
-        _completion_with_step_maps,
-    )
+
+@replaces(
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
+    reason="Refuses frames, which it cannot send, and ends a stream that is refused with an event.",
+    until="Requests are checked before a stream's first event, and a plugin may check an endpoint's requests.",
+)
+def _refusing_responses(stock: Any) -> Any:
     # Where a stream has begun, a refusal comes too late for its status.
-    replace(
-        OpenAIServingResponses,
-        "create_responses",
-        lambda stock: ending_with_refusals(_without_frames(stock)),
-    )
-    replace(AnthropicServingMessages, "create_messages", _without_frames)
-    replace(OpenAIServingChatBatch, "create_batch_chat_completion", _without_frames)
+    return ending_with_refusals(_without_frames(stock))
+
+
+@replaces(
+    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.create_messages",
+    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
+    reason="Refuses frames, which these endpoints cannot send.",
+    until="A plugin may check an endpoint's requests.",
+)
+def _refusing_others(stock: Any) -> Any:
+    return _without_frames(stock)
 
 
 def _without_frames(stock: Any) -> Any:
@@ -81,6 +82,12 @@ def _without_frames(stock: Any) -> Any:
     return create
 
 
+@replaces(
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
+    reason="Reads the field diffusing, which asks for frames.",
+    until="A plugin may add fields to the protocol.",
+)
 def _reading_diffusing(stock: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 
@@ -103,6 +110,11 @@ def _reading_diffusing(stock: Any) -> Any:
     return to_sampling_params
 
 
+@replaces(
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+    reason="Sends frames between the chunks of a chat's stream.",
+    until="A plugin may send events of its own in a stream.",
+)
 def _chat_with_frames(stock: Any) -> Any:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
@@ -136,6 +148,11 @@ def _chat_with_frames(stock: Any) -> Any:
     return chat_completion_stream_generator
 
 
+@replaces(
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
+    reason="Sends frames between the chunks of a completion's stream.",
+    until="A plugin may send events of its own in a stream.",
+)
 def _completion_with_frames(stock: Any) -> Any:
     def completion_stream_generator(
         self: Any,
@@ -279,6 +296,11 @@ def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
     }
 
 
+@replaces(
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+    reason="Adds step maps and traces to the choices of a whole chat answer.",
+    until="A plugin may add fields to a choice.",
+)
 def _chat_with_step_maps(stock: Any) -> Any:
     async def chat_completion_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
@@ -298,6 +320,11 @@ async def _noting(outputs: AsyncIterator[Any], last: list[Any]) -> AsyncGenerato
         yield output
 
 
+@replaces(
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+    reason="Adds step maps and traces to the choices of a whole completion.",
+    until="A plugin may add fields to a choice.",
+)
 def _completion_with_step_maps(stock: Any) -> Any:
     def request_output_to_completion_response(
         self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 
 # In ``extra_args``: whose reads they are, and how many of them there are.
 READ_TOGETHER = "read_together"
@@ -18,11 +18,14 @@ READ_TOGETHER = "read_together"
 
 def install() -> None:
     """Mark the reads of a decision, for diffusion models that are ours. Safe to call twice."""
-    from vllm.entrypoints.openai.decisions import strategies
-
-    replace(strategies, "next_token_label_reads", _marked)
+    _marked.install()
 
 
+@replaces(
+    "vllm.entrypoints.openai.decisions.strategies:next_token_label_reads",
+    reason="Reads of one decision say that they belong together, so that one pass answers them.",
+    until="Requests of one decision carry an id of the decision and their number.",
+)
 def _marked(stock: Any) -> Any:
     async def next_token_label_reads(
         engine_client: Any,

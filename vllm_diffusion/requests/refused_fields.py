@@ -5,10 +5,12 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
-_COUNTS_CONSTRAINTS = "check_structured_outputs_count"
+_COUNTS_CONSTRAINTS = (
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.check_structured_outputs_count"
+)
 
 
 def install() -> None:
@@ -18,19 +20,23 @@ def install() -> None:
     for. So this is put in place in a process that configures a diffusion model, and in no other.
     Safe to call twice.
     """
-    from vllm.entrypoints.serve.exception_handling.handlers import exception
-    from vllm.sampling_params import SamplingParams
-
-    replace(SamplingParams, "_verify_args", _naming_fields)
-    replace(exception, "create_error_response", _refusing_what_is_no_mapping)
+    _naming_fields.install()
+    _refusing_what_is_no_mapping.install()
 
 
+@replaces(
+    "vllm.entrypoints.serve.exception_handling.handlers.exception:create_error_response",
+    reason="structured_outputs that is no mapping is a 400, where the protocol's check makes it a 500.",
+    until="CompletionRequest.check_structured_outputs_count refuses what is no mapping.",
+)
 def _refusing_what_is_no_mapping(stock: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 
     def create_error_response(error: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock's answer to an exception; a 400 where ``structured_outputs`` is asked for its keys."""
-        if isinstance(error, AttributeError) and _is_raised_in(error, _COUNTS_CONSTRAINTS):
+        if isinstance(error, AttributeError) and _is_raised_in(
+            error, _COUNTS_CONSTRAINTS.rpartition(".")[2]
+        ):
             error = VLLMValidationError(
                 'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
                 parameter="structured_outputs",
@@ -45,6 +51,11 @@ def _is_raised_in(error: BaseException, function: str) -> bool:
     return any(frame.f_code.co_name == function for frame in frames)
 
 
+@replaces(
+    "vllm.sampling_params:SamplingParams._verify_args",
+    reason="Names the field of a refusal that names it in words only.",
+    until="SamplingParams raises its refusals with their parameter.",
+)
 def _naming_fields(stock_check: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-from vllm.entrypoints.serve.middleware import authenticate
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from vllm_diffusion.hooks.replacement import replaces
 
 # The files of the live canvas's page, which asks for the key itself and says nothing of the server.
 PAGE = "/diffusion/"
@@ -24,8 +25,16 @@ _ADAPTERS = "/adapters"
 
 def guard_adapters() -> None:
     """Have vLLM ask for the key, if there is one, where adapters come and go. Safe to call twice."""
-    if _ADAPTERS not in authenticate.GUARDED_PREFIX:
-        authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, _ADAPTERS)
+    _with_adapters.install()
+
+
+@replaces(
+    "vllm.entrypoints.serve.middleware.authenticate:GUARDED_PREFIX",
+    reason="SageMaker's paths of adapters are added to the prefixes at which vLLM asks for the key.",
+    until="vLLM guards /adapters, or takes the guarded prefixes as an option.",
+)
+def _with_adapters(stock: tuple[str, ...]) -> tuple[str, ...]:
+    return (*stock, _ADAPTERS)
 
 
 class RequireKey(AuthenticationMiddleware):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
 from vllm_diffusion.requests.params import (
     CanvasParams,
@@ -27,23 +27,38 @@ _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penal
 
 def install() -> None:
     """Put our checks in place of vLLM's, for diffusion models only. Safe to call twice."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import input_processor
+    _sampling_of_canvases.install()
+    _constraints_of_canvases.install()
+    _checked_already.install()
 
-    replace(SamplingParams, "_validate_diffusion", lambda stock: validate_sampling_params)
-    replace(SamplingParams, "_validate_structured_outputs", _constraints_of_canvases)
-    replace(
-        input_processor,
-        "validate_diffusion_sampling_params",
-        # Which follows that of the sampling parameters, and knows less of the model.
-        lambda stock: _checked_with_the_sampling_params,
-    )
+
+@replaces(
+    "vllm.sampling_params:SamplingParams._validate_diffusion",
+    reason="Stock refuses temperature, seed and min_p, which our sampler honours.",
+    until="A model's configuration may name the sampling parameters that its sampler honours.",
+)
+def _sampling_of_canvases(stock: Any) -> Any:
+    return validate_sampling_params
+
+
+@replaces(
+    "vllm.v1.engine.input_processor:validate_diffusion_sampling_params",
+    reason="Follows the check of sampling parameters, knows less of the model, and refuses more.",
+    until="A model's configuration may name the sampling parameters that its sampler honours.",
+)
+def _checked_already(stock: Any) -> Any:
+    return _checked_with_the_sampling_params
 
 
 def _checked_with_the_sampling_params(params: Any, **known: Any) -> None:
     pass
 
 
+@replaces(
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
+    reason="Stock refuses every constraint for diffusion models before it looks at it.",
+    until="A diffusion model may say that its sampler honours constraints.",
+)
 def _constraints_of_canvases(stock_check: Any) -> Any:
     from vllm.exceptions import VLLMClientError
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_diffusion.canvas.slots import CanvasSlots
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.runner.stage_relay import StageRelay
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
@@ -25,16 +24,21 @@ def install() -> None:
 
     Safe to call twice.
     """
-    replace(GPUModelRunner, "sample", _sampling_hidden_rows)
-    replace(GPUModelRunner, "_dummy_sampler_run", _profiling_hidden_rows)
-    replace(GPUModelRunner, "capture_model", _dropping_profiled_graphs)
-    replace(GPUModelRunner, "update_pp_decode_requests", _relaying_canvases)
+    _sampling_hidden_rows.install()
+    _profiling_hidden_rows.install()
+    _dropping_profiled_graphs.install()
+    _relaying_canvases.install()
 
 
 def _has_canvases(runner: Any) -> bool:
     return isinstance(getattr(runner.model_state, "slots", None), CanvasSlots)
 
 
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
+    reason="Our sampler takes hidden rows; stock projects all of them onto the whole vocabulary.",
+    until="A custom sampler may ask for hidden states in place of logits.",
+)
 def _sampling_hidden_rows(stock: Any) -> Any:
     def sample(self: Any, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         if not isinstance(self.sampler, DiffusionSampler):
@@ -48,6 +52,11 @@ def _sampling_hidden_rows(stock: Any) -> Any:
     return sample
 
 
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run",
+    reason="Profiles the memory of a sampler that takes hidden rows.",
+    until="A custom sampler may ask for hidden states in place of logits.",
+)
 def _profiling_hidden_rows(stock: Any) -> Any:
     @torch.inference_mode()
     def profile(self: Any, hidden_states: Tensor) -> None:
@@ -59,6 +68,11 @@ def _profiling_hidden_rows(stock: Any) -> Any:
     return profile
 
 
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
+    reason="Tells our state whether graphs are captured to stay, or for the memory profile only.",
+    until="A model state is called before and after graphs are captured, and says what its own take.",
+)
 def _dropping_profiled_graphs(stock: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         if not (profile_only and _has_canvases(self)):
@@ -76,6 +90,11 @@ def _dropping_profiled_graphs(stock: Any) -> Any:
     return capture_model
 
 
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_pp_decode_requests",
+    reason="Puts our relay in the place of the pipeline's handler, which sends a sampled token a request.",
+    until="A model state may provide the pipeline's handler.",
+)
 def _relaying_canvases(stock: Any) -> Any:
     def update_pp_decode_requests(self: Any) -> None:
         """Install our relay before the stage's first pass; vLLM calls this at the start of each."""

@@ -30,6 +30,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.hooks.replacement import stands_for
 
 # Leading numbers of a request's row of the message.
 NUMBERS = ("phase", "step", "num_sampled", "num_rejected")
@@ -54,6 +55,7 @@ class _Expected:
     owners: np.ndarray
 
 
+@stands_for("vllm.v1.worker.gpu.pp_utils:PPHandler")
 class StageRelay:
     """The model runner's ``pp_handler`` for canvases; one on each stage."""
 

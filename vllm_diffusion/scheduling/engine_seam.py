@@ -8,14 +8,17 @@ import threading
 import traceback
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.served_weights import observe_call
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
 # The functions of an engine's threads: one receives requests, the other sends outputs.
-_THREADS = ("process_input_sockets", "process_output_sockets")
+_THREADS = (
+    "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+    "vllm.v1.engine.core:EngineCoreProc.process_output_sockets",
+)
 
 
 @functools.cache
@@ -50,7 +53,8 @@ def _engine_of(error_traceback: Any) -> Any:
 
     for frame, _ in traceback.walk_tb(error_traceback):
         engine = frame.f_locals.get("self")
-        if frame.f_code.co_name in _THREADS and isinstance(engine, EngineCoreProc):
+        is_thread = any(path.endswith("." + frame.f_code.co_name) for path in _THREADS)
+        if is_thread and isinstance(engine, EngineCoreProc):
             return engine
     return None
 
@@ -63,9 +67,7 @@ def ask_for_no_drafts() -> None:
     process calls this, also one without an engine: Ray's actors have the methods that their class
     has in the process that makes the actor.
     """
-    from vllm.v1.engine.core import EngineCore
-
-    replace(EngineCore, "post_step", _not_asking)
+    _not_asking.install()
 
 
 def hear_all_workers() -> None:
@@ -75,11 +77,14 @@ def hear_all_workers() -> None:
     answers to the next call: one weight update that does not fit would end a server of several
     ranks.
     """
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    replace(MultiprocExecutor, "collective_rpc", _hearing_all)
+    _hearing_all.install()
 
 
+@replaces(
+    "vllm.v1.engine.core:EngineCore.post_step",
+    reason="Stock waits for draft tokens after each pass; a canvas scheduler needs none.",
+    until="A scheduler can say that it takes no drafts from the workers.",
+)
 def _not_asking(stock: Any) -> Any:
     def post_step(self: Any, model_executed: bool) -> None:
         if getattr(self.scheduler, "takes_drafts", True):
@@ -107,6 +112,11 @@ class _Heard:
         return answer
 
 
+@replaces(
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
+    reason="Stock leaves the answers of other workers in their queues once one has refused.",
+    until="The executor drains every worker's queue before it raises.",
+)
 def _hearing_all(stock: Any) -> Any:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         # A call without waiting is a pass of the model: its refusal ends the engine.

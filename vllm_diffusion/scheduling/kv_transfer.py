@@ -15,9 +15,27 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.requests.transfer_params import agreement_problem, reads_by_nixl
 from vllm_diffusion.scheduling.feature import SchedulerFeature
+
+
+@replaces(
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_num_new_matched_tokens",
+    reason="A connector would count tokens as loaded that the other engine has not prefilled.",
+    until="The scheduler may cap what a connector loads of a request.",
+)
+def _matched_in_blocks(matched: Callable[..., Any], transfer: KVTransfer) -> Callable[..., Any]:
+    def count(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """A connector's count of what it loads, without what the other engine has not prefilled."""
+        num_loaded, is_async = matched(request, num_computed_tokens)
+        params = request.kv_transfer_params
+        if num_loaded and params and params.get("do_remote_prefill"):
+            most = transfer.num_final(request.num_prompt_tokens) - num_computed_tokens
+            num_loaded = max(0, min(num_loaded, most))
+        return num_loaded, is_async and num_loaded != 0
+
+    return count
 
 
 class KVTransfer(SchedulerFeature):
@@ -35,7 +53,7 @@ class KVTransfer(SchedulerFeature):
         # Prefill-only requests whose prompt fills no block, so that none of it is final.
         self._without_blocks: set[str] = set()
         if scheduler.connector is not None:
-            replace(scheduler.connector, "get_num_new_matched_tokens", self._matched_in_blocks)
+            _matched_in_blocks.install_on(scheduler.connector, self)
 
     def num_final(self, num_known: int) -> int:
         """Return the number of ``num_known`` tokens that are prefilled; the rest begin a canvas."""
@@ -77,19 +95,6 @@ class KVTransfer(SchedulerFeature):
             del request.prompt_token_ids[num_final:]
             del request._all_token_ids[num_final:]
             request.num_prompt_tokens = num_final
-
-    def _matched_in_blocks(self, matched: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a connector's count of loaded tokens: only what the other engine prefilled counts."""
-
-        def count(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-            num_loaded, is_async = matched(request, num_computed_tokens)
-            params = request.kv_transfer_params
-            if num_loaded and params and params.get("do_remote_prefill"):
-                most = self.num_final(request.num_prompt_tokens) - num_computed_tokens
-                num_loaded = max(0, min(num_loaded, most))
-            return num_loaded, is_async and num_loaded != 0
-
-        return count
 
     def _transfer_problem(self, request: Request) -> str | None:
         params = request.kv_transfer_params

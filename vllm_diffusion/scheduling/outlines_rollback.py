@@ -10,16 +10,19 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 
 
 def install() -> None:
-    """Replace vLLM's compilation for diffusion models only. This is safe to call twice."""
-    from vllm.v1.structured_output.backend_outlines import OutlinesBackend
-
-    replace(OutlinesBackend, "compile_grammar", _remembering)
+    """Put our compilation in place of vLLM's, for diffusion models only. Safe to call twice."""
+    _remembering.install()
 
 
+@replaces(
+    "vllm.v1.structured_output.backend_outlines:OutlinesBackend.compile_grammar",
+    reason="Its guides forget all but four states; a canvas is walked back further.",
+    until="The back end takes how far a request may be walked back from diffusion_config too.",
+)
 def _remembering(stock: Any) -> Any:
     def compile_grammar(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compile as vLLM does, with the canvas length as the number of draft tokens."""

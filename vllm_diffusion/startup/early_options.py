@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.startup.option_table import refusal
 from vllm_diffusion.startup.unknown_architecture import unknown_architecture
 
@@ -46,15 +46,14 @@ def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...
         architectures: Architectures of the models to check.
         by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    replace(
-        EngineArgs,
-        "create_model_config",
-        lambda stock: _looking(stock, frozenset(architectures), by_type),
-    )
+    _looking.install(frozenset(architectures), by_type)
 
 
+@replaces(
+    "vllm.engine.arg_utils:EngineArgs.create_model_config",
+    reason="vLLM would end with a trace over some options before it asks about the model.",
+    until="verify_and_update_config is called with the arguments, before any option is applied to the model.",
+)
 def _looking(
     stock: Callable[[EngineArgs], ModelConfig],
     architectures: frozenset[str],

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.startup.host_memory import checkpoint_bytes
 
 if TYPE_CHECKING:
@@ -182,11 +182,14 @@ def install() -> None:
 
     vLLM replaces ``None`` by a default before any hook sees it. This is safe to call twice.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    replace(EngineArgs, "_set_default_max_num_seqs_and_batched_tokens_args", _remembering)
+    _remembering.install()
 
 
+@replaces(
+    "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+    reason="A default of --max-num-seqs cannot be told from the operator's number afterwards.",
+    until="SchedulerConfig records which of its fields the operator set.",
+)
 def _remembering(stock: Any) -> Any:
     def remember(self: Any, usage_context: Any, model_config: Any, parallel_config: Any) -> None:
         if model_config.is_diffusion:

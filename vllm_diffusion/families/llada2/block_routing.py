@@ -11,9 +11,8 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-from vllm.model_executor.models import bailing_moe
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 
 
 def install() -> None:
@@ -23,27 +22,33 @@ def install() -> None:
     decides which kernels may serve them.
     """
 
-    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def experts(**arguments: Any) -> Any:
-            model_config = get_current_vllm_config().model_config
-            capacity = getattr(model_config.hf_config, "expert_capacity", None)
-            if capacity is None or getattr(model_config, "canvas_spec", None) is None:
-                return stock(**arguments)
-            router = BlockRouter(
-                arguments["top_k"],
-                arguments["num_experts"],
-                capacity=capacity,
-                block_length=model_config.hf_config.canvas_length,
-                bias=arguments["e_score_correction_bias"],
-                scaling_factor=arguments["routed_scaling_factor"],
-            )
-            # The groups are in the checkpoint's configuration, and mean nothing there.
-            groups = {"use_grouped_topk": False, "num_expert_group": None, "topk_group": None}
-            return stock(**(arguments | groups | {"router": router}))
+    _routing_by_block.install()
 
-        return experts
 
-    replace(bailing_moe, "FusedMoEFactory", make)
+@replaces(
+    "vllm.model_executor.models.bailing_moe:FusedMoEFactory",
+    reason="These layers hand their experts no router, and LLaDA2.2's are chosen by block.",
+    until="BailingMoE takes the class of its experts or a router as an argument.",
+)
+def _routing_by_block(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def experts(**arguments: Any) -> Any:
+        model_config = get_current_vllm_config().model_config
+        capacity = getattr(model_config.hf_config, "expert_capacity", None)
+        if capacity is None or getattr(model_config, "canvas_spec", None) is None:
+            return stock(**arguments)
+        router = BlockRouter(
+            arguments["top_k"],
+            arguments["num_experts"],
+            capacity=capacity,
+            block_length=model_config.hf_config.canvas_length,
+            bias=arguments["e_score_correction_bias"],
+            scaling_factor=arguments["routed_scaling_factor"],
+        )
+        # The groups are in the checkpoint's configuration, and mean nothing there.
+        groups = {"use_grouped_topk": False, "num_expert_group": None, "topk_group": None}
+        return stock(**(arguments | groups | {"router": router}))
+
+    return experts
 
 
 class BlockRouter(BaseRouter):

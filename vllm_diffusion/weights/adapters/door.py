@@ -12,7 +12,7 @@ import sys
 from http import HTTPStatus
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.adapters.rules import AdapterRules
 
 # Only vLLM's own commands import it.
@@ -27,9 +27,14 @@ def note_command_line() -> None:
     vLLM does not pass them on before the model is loaded.
     """
     if _COMMAND in sys.modules:
-        replace(sys.modules[_COMMAND].LoRAParserAction, "__call__", _noting)
+        _noting.install()
 
 
+@replaces(
+    "vllm.entrypoints.common.cli_args:LoRAParserAction.__call__",
+    reason="Notes the adapters of the command line, to check them before a start.",
+    until="EngineArgs or VllmConfig hold --lora-modules.",
+)
 def _noting(stock: Any) -> Any:
     def parse(
         self: Any, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -61,14 +66,16 @@ def check_command_line(rules: AdapterRules) -> None:
 
 
 def install() -> None:
-    """Put our checks before vLLM's, for models with adapter rules. This is safe to call twice."""
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    replace(OpenAIServingModels, "_check_load_lora_adapter_request", _checked_before_loading)
-    replace(InputProcessor, "_validate_lora", _checked_before_queueing)
+    """Put our checks in front of vLLM's, where a model has rules. Safe to call twice."""
+    _checked_before_loading.install()
+    _checked_before_queueing.install()
 
 
+@replaces(
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels._check_load_lora_adapter_request",
+    reason="Refuses an adapter that does not fit before an engine is asked, which it would end.",
+    until="A LoRAResolver is asked about adapters that a client loads by path too.",
+)
 def _checked_before_loading(stock: Any) -> Any:
     from vllm.entrypoints.serve import create_error_response
 
@@ -103,6 +110,11 @@ def _checked_before_loading(stock: Any) -> Any:
     return check
 
 
+@replaces(
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora",
+    reason="Refuses a request whose adapter could not be loaded again, which would end the engine.",
+    until="A worker that cannot load an adapter refuses the request and not the batch.",
+)
 def _checked_before_queueing(stock: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 

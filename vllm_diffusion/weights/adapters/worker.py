@@ -14,9 +14,8 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
-from vllm.v1.worker import lora_model_runner_mixin
 
-from vllm_diffusion.hooks.replacement import replace
+from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.adapters.rules import AdapterRules
 
 
@@ -39,25 +38,46 @@ def install() -> None:
 
     The runner makes a manager after the model.
     """
-    replace(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", _checking_where_there_are_rules)
+    _checking_where_there_are_rules.install()
     # The runner collects a pass's adapters in a set. Where one was unloaded and loaded again while requests
     # ran, two of one name are in a pass: vLLM takes them for one, and rows of the other have none.
-    replace(LoRARequest, "__eq__", lambda stock: _is_same_adapter)
-    replace(LoRARequest, "__hash__", lambda stock: _adapter_hash)
+    _equal_by_load.install()
+    _hashed_by_load.install()
 
 
-def _is_same_adapter(self: LoRARequest, other: object) -> bool:
-    return isinstance(other, LoRARequest) and _identity(self) == _identity(other)
+@replaces(
+    "vllm.lora.request:LoRARequest.__eq__",
+    reason="Two loads of one name are two adapters, in the workers of a diffusion model.",
+    until="LoRARequest compares lora_int_id too.",
+)
+def _equal_by_load(stock: Any) -> Any:
+    def is_same_adapter(self: LoRARequest, other: object) -> bool:
+        return isinstance(other, LoRARequest) and _identity(self) == _identity(other)
+
+    return is_same_adapter
 
 
-def _adapter_hash(self: LoRARequest) -> int:
-    return hash(_identity(self))
+@replaces(
+    "vllm.lora.request:LoRARequest.__hash__",
+    reason="Two loads of one name are two adapters, in the workers of a diffusion model.",
+    until="LoRARequest compares lora_int_id too.",
+)
+def _hashed_by_load(stock: Any) -> Any:
+    def adapter_hash(self: LoRARequest) -> int:
+        return hash(_identity(self))
+
+    return adapter_hash
 
 
 def _identity(adapter: LoRARequest) -> tuple[str, int]:
     return adapter.lora_name, adapter.lora_int_id
 
 
+@replaces(
+    "vllm.v1.worker.lora_model_runner_mixin:LRUCacheWorkerLoRAManager",
+    reason="The runner makes this manager by name; ours checks an adapter, for diffusion models.",
+    until="A model may name its adapter manager's class.",
+)
 def _checking_where_there_are_rules(stock: Any) -> Any:
     def make_manager(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         has_rules = getattr(vllm_config.model_config, "adapter_rules", None) is not None

@@ -1,0 +1,72 @@
+"""What takes the place of something of vLLM's."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_diffusion.hooks.replacement import replaces
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module with a class and a value, importable as ``engine``."""
+    module = types.ModuleType("engine")
+
+    class Runner:
+        def sample(self, rows: int) -> int:
+            return rows
+
+    module.Runner = Runner  # type: ignore[attr-defined]
+    module.PREFIXES = ("a",)  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "engine", module)
+    return module
+
+
+def test_install_twice(engine: Any) -> None:
+    """Ours is put in place once, calls what was there, and shows its signature."""
+
+    @replaces("engine:Runner.sample", reason="Test.", until="Test.")
+    def adding(stock: Callable[..., int], addend: int) -> Callable[..., int]:
+        def sample(self: Any, *args: Any) -> int:
+            return stock(self, *args) + addend
+
+        return sample
+
+    for _ in range(2):
+        adding.install(5)
+        assert engine.Runner().sample(1) == 6
+    assert list(inspect.signature(engine.Runner.sample).parameters) == ["self", "rows"]
+
+
+def test_install_value_twice(engine: Any) -> None:
+    """A value is replaced once; if vLLM's is back in place, again."""
+
+    @replaces("engine:PREFIXES", reason="Test.", until="Test.")
+    def longer(stock: tuple[str, ...]) -> tuple[str, ...]:
+        return (*stock, "b")
+
+    for _ in range(2):
+        longer.install()
+        assert engine.PREFIXES == ("a", "b")
+    engine.PREFIXES = ("c",)
+    longer.install()
+    assert engine.PREFIXES == ("c", "b")
+
+
+def test_install_on_instance(engine: Any) -> None:
+    """One object's method is replaced once, and no other object's."""
+
+    @replaces("engine:Runner.sample", reason="Test.", until="Test.")
+    def doubling(stock: Callable[..., int]) -> Callable[..., int]:
+        return lambda rows: 2 * stock(rows)
+
+    runner = engine.Runner()
+    for _ in range(2):
+        doubling.install_on(runner)
+        assert runner.sample(3) == 6
+    assert engine.Runner().sample(3) == 3

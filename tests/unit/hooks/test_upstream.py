@@ -1,0 +1,89 @@
+"""The file of what is relied on of vLLM: found by a scan, compared with the vLLM that is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from vllm_diffusion.hooks import __main__ as command
+from vllm_diffusion.hooks import upstream
+
+pytestmark = pytest.mark.engine
+
+
+def test_command_update(tmp_path: Any) -> None:
+    """A scan in a fresh process finds what the committed file holds, no more and no less."""
+    path = tmp_path / "signatures.json"
+    script = (
+        "import sys; from pathlib import Path; from vllm_diffusion.hooks import upstream, __main__ as m;"
+        f"upstream.SIGNATURES = Path({str(path)!r}); sys.exit(m.main(['--update']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(path.read_text(encoding="utf-8"))
+    committed = json.loads(upstream.SIGNATURES.read_text(encoding="utf-8"))
+    remedy = "run python -m vllm_diffusion.hooks --update and python docs/update_compatibility.py"
+    assert found == committed, remedy
+
+
+def test_replacements_are_explained() -> None:
+    """Each replacement has its reason and what would end it, in a sentence each."""
+    replaced = [symbol for symbol in upstream.read_symbols() if symbol.use == "replaced"]
+    assert replaced
+    for symbol in replaced:
+        assert symbol.reason.endswith("."), symbol.path
+        assert symbol.until.endswith("."), symbol.path
+
+
+def test_kinds_of_use() -> None:
+    """The file holds one example of each way in which vLLM is used, which a scan could overlook."""
+    uses = {symbol.path: symbol.use for symbol in upstream.read_symbols()}
+    assert uses["vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample"] == "replaced"
+    assert uses["vllm.lora.utils:_all_lora_classes"] == "replaced"
+    assert uses["vllm.model_executor.models.config:MODELS_CONFIG_MAP"] == "assigned"
+    assert uses["vllm.v1.core.sched.scheduler:Scheduler._free_request"] == "overridden"
+    assert uses["vllm.v1.worker.gpu.pp_utils:PPHandler.broadcast"] == "overridden"
+    assert uses["vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel"] == "kernel"
+    assert uses["vllm.model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS"] == "private"
+    assert uses["vllm.v1.request:Request._all_token_ids"] == "private"
+    assert uses["vllm.v1.worker.gpu.attn_utils:build_attn_metadata"] == "called"
+
+
+def test_symbols_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU worker is looked at on a CPU platform only."""
+    from vllm.platforms import current_platform
+
+    assert any("cpu_worker" in symbol.path for symbol in upstream.symbols_here())
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    elsewhere = upstream.symbols_here()
+    assert elsewhere
+    assert not [symbol.path for symbol in elsewhere if "cpu" in symbol.path.partition(":")[0]]
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 0 and a count; 1 and the difference where a symbol moved."""
+    assert command.main([]) == 0
+    symbols = upstream.read_symbols()
+    total = len(symbols)
+    assert f"{total} of {total} symbols as known" in capsys.readouterr().out
+
+    gone = dataclasses.replace(symbols[0], path="vllm.sampling_params:NoSuchThing", signature="(a)")
+    monkeypatch.setattr(upstream, "read_symbols", lambda: (*symbols, gone))
+    assert command.main([]) == 1
+    output = capsys.readouterr().out
+    assert f"{total} of {total + 1} symbols as known" in output
+    assert f"{gone.path}\n  was: (a)\n  now: missing" in output
+
+
+def test_missing_package() -> None:
+    """A symbol whose module needs a package that is not installed has not moved."""
+    assert upstream.signature_of("no_such_package.module:x") == "needs no_such_package"
+    symbol = upstream.Symbol("no_such_package.module:x", "called", "(a)", ("plugin.py",))
+    assert upstream.moved_symbols([symbol]) == []
