@@ -103,7 +103,7 @@ def row_bounds(
 
 
 def causal_spans(row_spans: Tensor, seq_len: int, causal_rows: int) -> Tensor:
-    """The spans that count: bounded by the sequence, empty (0, 0) on canvas rows."""
+    """Return the spans that count: bounded by the sequence, empty (0, 0) on canvas rows."""
     is_causal = torch.arange(row_spans.shape[0], device=row_spans.device) < causal_rows
     return row_spans.clamp(min=0, max=seq_len) * is_causal.unsqueeze(1)
 
@@ -122,7 +122,7 @@ def _visible(lower: Tensor, upper: Tensor, spans: Tensor | None, first: int, las
 
 
 def _key_reach(lower: Tensor, upper: Tensor, spans: Tensor | None) -> tuple[int, int]:
-    """The smallest key interval that holds everything these rows see."""
+    """Return the smallest key interval that holds everything these rows see."""
     first, last = int(lower.min()), int(upper.max())
     if spans is not None:
         start, end = spans.unbind(1)
@@ -160,7 +160,7 @@ class _Sequence(NamedTuple):
     blocks: Tensor
 
     def keys_seen(self, part: slice, options: AttentionOptions) -> _KeysSeen:
-        """The interval of keys that some of the sequence's rows see."""
+        """Return the interval of keys that some of the sequence's rows see."""
         window = options.window
         if (
             self.causal_rows == 0

@@ -23,7 +23,7 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 def largest_key(weigh: Weigh, wanted: Tensor, maximum: Tensor, active: Tensor) -> Tensor:
-    """The largest key such that the ids at or above it weigh enough.
+    """Return the largest key such that the ids at or above it weigh enough.
 
     Args:
         weigh: Sweeps over the rows.

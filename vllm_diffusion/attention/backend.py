@@ -314,7 +314,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         return AttentionOptions(self.scale, self.softcap, window, envs.VLLM_BATCH_INVARIANT)
 
     def _cache(self, layer: AttentionLayer, kv_cache: Tensor) -> PagedCache:
-        """The layer's keys and values; an FP8 cache has scales."""
+        """Return the layer's keys and values; an FP8 cache has scales."""
         key, value = self._split(kv_cache)
         if not self.is_fp8:
             return PagedCache(key, value)

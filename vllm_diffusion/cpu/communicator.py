@@ -18,7 +18,7 @@ class OrderedCpuCommunicator(CpuCommunicator):
     """
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """The sum of every rank's ``input_``, a new tensor; rounded in its dtype after each rank."""
+        """Return the sum of every rank's ``input_``, a new tensor; rounded in its dtype after each rank."""
         first, *others = self.all_gather(input_[None].contiguous(), dim=0)
         total = first.clone()
         for values in others:

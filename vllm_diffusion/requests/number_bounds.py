@@ -73,7 +73,7 @@ REPETITION_DETECTION: Mapping[str, NumberBounds] = {
 
 
 def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
-    """The numbers of a request that are out of bounds.
+    """Return the numbers of a request that are out of bounds.
 
     Args:
         params: vLLM's ``SamplingParams``.

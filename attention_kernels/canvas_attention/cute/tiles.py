@@ -33,7 +33,7 @@ class CanvasTileRange:
     def get_n_block_min_max(
         self, seqlen_info: Any, m_block: Any, split_idx: Any = 0, num_splits: Any = 1
     ) -> tuple[Any, Any]:
-        """The half-open range of key tiles, which the kernels walk from its end."""
+        """Return the half-open range of key tiles, which the kernels walk from its end."""
         rule = visibility(self, seqlen_info)
         if not self.is_split_kv:
             return rule.visited(m_block, *self._cut())

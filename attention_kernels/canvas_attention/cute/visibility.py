@@ -42,7 +42,7 @@ class Visibility:
     maximum: Callable[[Any, Any], Any] = max
 
     def lower(self, row: Any) -> Any:
-        """The first key that a row sees; never falls from one row to the next."""
+        """Return the first key that a row sees; never falls from one row to the next."""
         if self.window_left is None:
             return 0
         # A causal row lies before the canvas, so this leaves its own position as its anchor.
@@ -63,7 +63,7 @@ class Visibility:
         return first, self.minimum((tile * tile_m + tile_m - 1) // group, self.query_len - 1)
 
     def visited(self, tile: Any, tile_m: int, tile_n: int, group: int) -> tuple[Any, Any]:
-        """The half-open range of key tiles that some row of a query tile sees part of.
+        """Return the half-open range of key tiles that some row of a query tile sees part of.
 
         Holds at least one tile, which the kernels always load: a row that sees nothing is hidden
         from all of it and gives zeros.
@@ -84,7 +84,7 @@ class Visibility:
     def visited_in_split(
         self, tile: Any, tile_m: int, tile_n: int, group: int, split: Any, num_splits: Any
     ) -> tuple[Any, Any]:
-        """The part of ``visited`` that one of ``num_splits`` walks; about even.
+        """Return the part of ``visited`` that one of ``num_splits`` walks; about even.
 
         Empty, its end not behind its start, in a split that the sequence does not use, and in some of
         a tile with fewer key tiles than the sequence has splits.

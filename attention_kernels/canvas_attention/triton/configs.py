@@ -85,7 +85,7 @@ def tuned_config(
     cache_dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> TritonConfig:
-    """The configuration for a head size and dtypes on a GPU of this compute capability."""
+    """Return the configuration for a head size and dtypes on a GPU of this compute capability."""
     if query_dtype == torch.float32:
         return _FP32_CONFIG
     major, minor = capability
@@ -107,7 +107,7 @@ def tuned_config(
 
 
 def choose_config(query: Tensor, cache_dtype: torch.dtype) -> TritonConfig:
-    """The tuned configuration for these inputs on their device."""
+    """Return the tuned configuration for these inputs on their device."""
     if query.device.type != "cuda":
         return _INTERPRETER_CONFIG
     capability = torch.cuda.get_device_capability(query.device)

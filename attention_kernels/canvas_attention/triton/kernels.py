@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr):
-    """The sequence that a query tile belongs to.
+    """Return the sequence that a query tile belongs to.
 
     Sequence i starts at tile (query_start[i] + i * (BLOCK_Q - 1)) // BLOCK_Q, which leaves every
     sequence at least the tiles it needs and can be read off without a running sum.
@@ -92,7 +92,7 @@ def _tile_reach(
     CANVAS_ANCHOR: tl.constexpr,
     HAS_SPANS: tl.constexpr,
 ):
-    """The smallest key interval that holds what the rows of a tile see.
+    """Return the smallest key interval that holds what the rows of a tile see.
 
     Bounds rise with the row, so the first and the last row give it. Window and span of a row both
     hold the row itself, so there is no hole in it.

@@ -78,7 +78,7 @@ class Value:
     forms: Mapping[str, tuple[Form, ...]]
 
     def schema(self) -> dict[str, Any]:
-        """The schema from which the reader gets the types back."""
+        """Return the schema from which the reader gets the types back."""
         if not self.forms:
             return {}
         schema: dict[str, Any] = {"type": sorted(self.forms)}

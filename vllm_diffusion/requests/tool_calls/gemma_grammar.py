@@ -58,7 +58,7 @@ class Markers:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab: Mapping[str, int]) -> Markers | None:
-        """The markers of a tokenizer; ``None`` if it has not got them."""
+        """Return the markers of a tokenizer; ``None`` if it has not got them."""
         if not {CALL_START, CALL_END, QUOTE} <= vocab.keys():
             return None
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()

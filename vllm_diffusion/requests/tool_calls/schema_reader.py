@@ -231,7 +231,7 @@ def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int |
 
 
 def _type_of(value: Any, types: list[str]) -> str | None:
-    """The JSON type of a listed value, ``None`` if it is none of ``types``."""
+    """Return the JSON type of a listed value, ``None`` if it is none of ``types``."""
     if value is None:
         name = "null"
     elif isinstance(value, bool):
