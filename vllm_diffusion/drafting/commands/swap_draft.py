@@ -174,7 +174,8 @@ def wait_until_judged(client: DraftClient, status: dict[str, Any]) -> dict[str, 
 
 def describe(status: dict[str, Any]) -> str:
     """Describe the endpoint's answer."""
-    rows = [("draft", status["model"])]
+    # As wide as `before`: a server without a swap has its draft in the same column.
+    rows = [("draft ", status["model"])]
     swap = status["swap"]
     if swap is not None:
         rows += [
