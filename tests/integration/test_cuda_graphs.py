@@ -125,7 +125,7 @@ def test_a_start_captures_once(engine):
         runner.model_state.capture_inner_cudagraphs()
         return 5
 
-    capture_model = runner_seam._dropping_profiled_graphs(stock)
+    capture_model = runner_seam._dropping_profiled_graphs.make(stock)
     with (
         mock.patch.object(base, "cuda_capture", return_value=counted),
         mock.patch(

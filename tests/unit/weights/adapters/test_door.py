@@ -39,7 +39,7 @@ def load(models: Any, path: str, *, stock: Any = None) -> Any:
         return stock
 
     request = SimpleNamespace(lora_name="poet", lora_path=path)
-    return asyncio.run(_checked_before_loading(stock_check)(models, request))
+    return asyncio.run(_checked_before_loading.make(stock_check)(models, request))
 
 
 def test_loading() -> None:
@@ -74,7 +74,7 @@ def test_queueing() -> None:
     from vllm.exceptions import VLLMValidationError
 
     seen: list[Any] = []
-    check = _checked_before_queueing(lambda self, request: seen.append(request))
+    check = _checked_before_queueing.make(lambda self, request: seen.append(request))
     check(served(rules=Rules()), None)
     check(served(rules=Rules()), SimpleNamespace(lora_name="poet", lora_path="good"))
     check(served(), SimpleNamespace(lora_name="poet", lora_path="bad"))
