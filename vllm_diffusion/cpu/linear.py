@@ -12,14 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_diffusion.hooks.replacement import replaces
+
 MIN_ROWS = 16
 
 
 def register() -> None:
     """Make vLLM's linear layers use :func:`linear`. Safe to call twice."""
-    from vllm.model_executor.layers import utils
+    _bound_to_ours.install()
 
-    utils.dispatch_cpu_unquantized_gemm = bind_linear
+
+@replaces(
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    reason="Rounds a row by its neighbours, and packs weights with the CPU extension.",
+    until="A platform may name its unquantised product.",
+)
+def _bound_to_ours(stock: object) -> object:
+    return bind_linear
 
 
 def bind_linear(layer: nn.Module, remove_weight: bool) -> None:

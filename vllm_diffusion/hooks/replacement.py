@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 _MARK = "_stands_in_for_vllm"
-# By target, what was put there. Values that are no functions have no room for the mark.
+# By target, what was put there, and what was there before. Values that are no functions have no room
+# for the mark.
 _placed: dict[str, Any] = {}
+_stock: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Replacement:
             if not hasattr(stock, _MARK) and (
                 target not in _placed or stock is not _placed[target]
             ):
+                _stock[target] = stock
                 _placed[target] = self._put(owner, name, arguments)
 
     def install_on(self, instance: Any, *arguments: Any) -> None:
@@ -73,6 +76,16 @@ class Replacement:
             setattr(ours, _MARK, True)
         setattr(owner, name, ours)
         return ours
+
+
+def stock_value(target: str, current: Any) -> Any:
+    """The value of a target that vLLM brings, also where this process has put ours in its place.
+
+    Args:
+        target: ``module:attribute.path``.
+        current: What is there now.
+    """
+    return _stock[target] if current is _placed.get(target, _stock) else current
 
 
 def stands_for(target: str) -> Callable[[_Class], _Class]:

@@ -18,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vllm_diffusion.hooks.replacement import stock_value
+
 SUPPORTED = "0.33"
 INSTALL = f'pip install "vllm>={SUPPORTED},<0.34"'
 SIGNATURES = Path(__file__).with_name("upstream_signatures.json")
@@ -100,7 +102,7 @@ def signature_of(path: str) -> str:
         value = getattr(owner, name)
     except AttributeError:
         return "field" if has_field(owner, name) else MISSING
-    return _described(value)
+    return _described(stock_value(path, value))
 
 
 def has_field(cls: Any, name: str) -> bool:
