@@ -163,8 +163,9 @@ class BlockDiffusionEngineConfig:
         Raises:
             ValueError: Naming what is wrong, and the remedy.
         """
-        _check_upstream(cls.registration_failure)
+        # First, since what vLLM is depends on the platform.
         _check_platform()
+        _check_upstream(cls.registration_failure)
         check_regular_files(Path(vllm_config.model_config.model))
         cls.guard_server()
         await_engine_at_shutdown()
