@@ -98,11 +98,20 @@ def signature_of(path: str) -> str:
         return MISSING if package in ("", "vllm") else _NEEDS + package
     except (ImportError, AttributeError):
         return MISSING
+    if _is_inherited(owner, name):
+        return "inherited"
     try:
         value = getattr(owner, name)
     except AttributeError:
         return "field" if has_field(owner, name) else MISSING
     return _described(stock_value(path, value))
+
+
+def _is_inherited(owner: Any, name: str) -> bool:
+    """True if a class of vLLM's has an attribute from a class that is not vLLM's, such as torch's."""
+    bases = owner.__mro__ if isinstance(owner, type) else ()
+    defining = next((base for base in bases if name in vars(base)), None)
+    return defining is not None and defining.__module__.partition(".")[0] != "vllm"
 
 
 def has_field(cls: Any, name: str) -> bool:
