@@ -129,7 +129,7 @@ def check_dummies(runner: Any, canvas: int) -> None:
             full_cudagraph=full,
         )
         for metadata in state.attn_metadata.values():
-            causal = metadata.causal_rows
+            causal = metadata.sequences.causal_rows
             # At an address that a replay reads anew.
             assert causal.data_ptr() == runner.model_state.pass_rows.causal.num_rows.data_ptr()
-            assert metadata.max_seq_len == (runner.max_model_len if full else canvas)
+            assert metadata.sequences.max_seq_len == (runner.max_model_len if full else canvas)
