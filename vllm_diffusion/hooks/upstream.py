@@ -85,7 +85,7 @@ def read_symbols() -> tuple[Symbol, ...]:
 
 
 def signature_of(path: str) -> str:
-    """A symbol's signature as text, the name of its built-in type for data, or :data:`MISSING`.
+    """A symbol's signature as text, ``"data"`` for what is not called, or :data:`MISSING`.
 
     Of a class there is only its being one: a field more of a configuration harms nobody.
     """
@@ -131,9 +131,8 @@ def _described(value: Any) -> str:
     if isinstance(value, type):
         return "class"
     if not callable(value):
-        kind = type(value)
-        # An object of a class may be another one's on another platform, as vLLM's platform itself is.
-        return kind.__name__ if kind.__module__ == "builtins" else "object"
+        # Its type is left out: it follows the environment (vllm.envs) and the platform (current_platform).
+        return "data"
     # A Triton kernel, or what a platform has put in its place.
     names = getattr(value, "arg_names", None)
     if names is not None:

@@ -87,3 +87,14 @@ def test_missing_package() -> None:
     assert upstream.signature_of("no_such_package.module:x") == "needs no_such_package"
     symbol = upstream.Symbol("no_such_package.module:x", "called", "(a)", ("plugin.py",))
     assert upstream.moved_symbols([symbol]) == []
+
+
+def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that follows the environment is the same symbol, whatever it is set to."""
+    settings = [s for s in upstream.read_symbols() if s.path.startswith("vllm.envs:")]
+    assert settings
+    for symbol in settings:
+        name = symbol.path.rpartition(":")[2]
+        # One that each of them takes.
+        monkeypatch.setenv(name, "cpu" if name == "VLLM_TARGET_DEVICE" else "1")
+    assert upstream.moved_symbols(settings) == []
