@@ -8,7 +8,7 @@ process that does it, and nothing of a CPU platform belongs into a process on a 
 import sys
 from importlib.abc import MetaPathFinder
 
-CPU_PLATFORMS = ("vllm.v1.worker.cpu", "vllm.platforms.cpu", "vllm_diffusion.cpu.platform")
+CPU_PLATFORMS = ("vllm.v1.worker.cpu", "vllm.platforms.cpu", "vllm_diffusion.cpu.")
 
 
 class CpuPlatformImportedError(BaseException):
