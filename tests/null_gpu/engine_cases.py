@@ -110,12 +110,13 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
     """Two requests, until they are answered or have had their passes."""
     from vllm.lora.request import LoRARequest
 
-    from vllm_diffusion.live.inbox import opened
+    from vllm_diffusion.live.inbox import Inbox, opened
 
     engine = llm.llm_engine
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
     ids = [f"{kind} {i}" for i in range(2)]
-    with opened() as inbox:
+    inbox = Inbox()
+    with opened(inbox):
         for request_id in ids:
             prompt = {"prompt_token_ids": PROMPT}
             engine.add_request(request_id, prompt, params_of(kind), lora_request=lora)
