@@ -1,4 +1,4 @@
-"""Checks that a user's path leads to regular files only.
+"""Checks that a user's path leads to regular files only, and reads one of JSON.
 
 Opening a named pipe waits for a writer, and reading a device need not end: one such file would keep
 a server waiting for ever.
@@ -7,9 +7,11 @@ a server waiting for ever.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -31,6 +33,21 @@ def why_not_file(path: str | Path) -> str | None:
     except (OSError, ValueError) as error:
         return _cannot_be_read(error)
     return None if stat.S_ISREG(mode) else _not_regular(mode)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a file of one JSON object.
+
+    Raises:
+        ValueError: With the end of a sentence that begins with the file, if it holds none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError("must hold a JSON object")
+    return content
 
 
 def why_not_folder(path: str | Path) -> str | None:

@@ -5,13 +5,13 @@ It is a folder of PEFT's beside the weights, and adapts each layer's ``o_proj``.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.startup.checkpoint_file import checkpoint_file
+from vllm_diffusion.weights.regular_files import json_object
 from vllm_diffusion.weights.weight_files import (
     check_regular_files,
     check_weight_file,
@@ -77,11 +77,9 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
 
 def _read_config(path: Path) -> tuple[int, float]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_object(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); {_ADVICE}.") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object; {_ADVICE}.")
+        raise ValueError(f"{path} {error}; {_ADVICE}.") from None
 
     def check(key: str, fits: bool, what: str) -> None:
         if not fits:

@@ -7,7 +7,6 @@ shapes of the checkpoint's own.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_diffusion.weights.regular_files import why_not_folder
+from vllm_diffusion.weights.regular_files import json_object, why_not_folder
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     StoredTensor,
@@ -321,11 +320,9 @@ def _read_config(folder: Path) -> Any:
     if not path.is_file():
         raise _MisfitError(f"it has no {_CONFIG}; {_GIVE}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_object(path)
     except ValueError as error:
-        raise _MisfitError(f"{_CONFIG} is not valid JSON ({error}); {_AGAIN}") from None
-    if not isinstance(config, dict):
-        raise _MisfitError(f"{_CONFIG} must hold a JSON object; {_AGAIN}")
+        raise _MisfitError(f"{_CONFIG} {error}; {_AGAIN}") from None
 
     def check(key: str, fits: bool, what: str) -> None:
         if not fits:
