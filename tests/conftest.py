@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -48,6 +49,13 @@ def pytest_runtestloop() -> None:
     """What is there by now is not looked at again; what tests make is collected as ever."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def log_lines_are_kept() -> Iterator[None]:
+    """A command that has run in a test's process quietens the ones after it otherwise."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -116,10 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     end_with_signals()
     try:
         with server:
-            say(f"The page answers: {plan.page} (Ctrl-C ends the server)")
-            if plan.opens and problem is None:
-                open_browser(plan.page)
             try:
+                say(f"The page answers: {plan.page} (Ctrl-C ends the server)")
+                if plan.opens and problem is None:
+                    open_browser(plan.page)
                 server.wait()
             except KeyboardInterrupt:
                 # This is how a server that has served is ended.
