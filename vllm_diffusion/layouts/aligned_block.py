@@ -92,3 +92,7 @@ class AlignedBlock(CanvasLayout):
         position = torch.arange(result.shape[-1], device=result.device)[None, :]
         source = position + num_given[:, None]
         return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
+
+    def emitted_row(self, row: Tensor, num_given: Callable[[], Tensor], num_rows: int) -> Tensor:
+        # The canvas's last rows have none behind them, and nothing reads theirs.
+        return (row + num_given()).clamp(max=num_rows - 1)

@@ -300,12 +300,24 @@ class CanvasLayout:
 
     # Log-probabilities.
 
-    def reporting_row(self, row: Tensor, position: Tensor) -> Tensor:
+    def reporting_row(self, position: Tensor) -> Tensor | None:
         """Return the row whose log-probabilities are those of the token at each row, [N], int64.
 
         Args:
-            row: [N], int64, rows counted from 0.
             position: [N], int64, position of each row in its canvas.
+
+        Returns:
+            The rows, counted from 0; ``None`` if each row reports its own token.
+        """
+        return None
+
+    def emitted_row(self, row: Tensor, num_given: Callable[[], Tensor], num_rows: int) -> Tensor:
+        """Return the row whose token is emitted in place of each canvas row's, [n], int64.
+
+        Args:
+            row: [n], int64, canvas rows of a pass.
+            num_given: Computes [n], int32, given positions of each row's canvas.
+            num_rows: Number of all rows of the pass.
         """
         return row
 
@@ -329,7 +341,7 @@ class CanvasLayout:
         """
         return is_decided
 
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
         """Return the row of each canvas that predicts the next canvas's first token, [n], int64.
 
         Args:
@@ -337,10 +349,10 @@ class CanvasLayout:
             num_rows: [n], int64, rows of each canvas.
             num_final: [n], int32, number of its positions that the pass made final.
 
-        Returns:
-            The rows; ``None`` if canvases begin as noise.
+        Raises:
+            NotImplementedError: If canvases begin as noise: see :attr:`starts_from_commit`.
         """
-        return None
+        raise NotImplementedError
 
 
 class FreeCanvas(CanvasLayout):

@@ -68,7 +68,7 @@ class SeededBlock(CanvasLayout):
     def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
         return _given(unwritten, position, is_pinned)
 
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
         return first + num_rows - 1
 
 
@@ -113,5 +113,5 @@ class ShiftedBlock(AlignedBlock):
     def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
         return _given(unwritten, position, is_pinned)
 
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
         return first

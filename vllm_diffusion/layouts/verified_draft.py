@@ -85,12 +85,13 @@ class VerifiedDraft(SeededBlock):
         agreed = agrees.to(torch.int32).cumprod(dim=-1, dtype=torch.int32)
         return 1 + agreed.sum(-1, dtype=torch.int32)
 
-    def reporting_row(self, row: Tensor, position: Tensor) -> Tensor:
-        return torch.where(position == 0, row, row - 1)
+    def reporting_row(self, position: Tensor) -> Tensor:
+        # The row before drew the token, but a canvas's first one.
+        return torch.arange(len(position), device=position.device) - (position > 0).long()
 
     def was_reported(self, position: Tensor, is_seed: Tensor, is_decided: Tensor) -> Tensor:
         # A canvas's first token was drawn behind the canvas before.
         return (position == 0) & ~is_seed
 
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor | None:
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
         return first + (num_final - 1).clamp(min=0)

@@ -55,8 +55,8 @@ class EmittedLogprobs:
         is_seed = places.of_slots.seeding[slot]
         is_decided = self._is_decided(step, slot, position, is_seed)
         was_reported = layout.was_reported(position, is_seed, is_decided | committed[slot])
-        row = torch.arange(len(slot), device=slot.device)
-        computed = _rows_of(drawn, layout.reporting_row(row, position))
+        row = layout.reporting_row(position)
+        computed = drawn if row is None else _rows_of(drawn, row)
         emitted, starts = self._emitted(step, slot)
         output = self._stash.exchange(computed, slot, position, was_reported, emitted, starts)
         self._begin_canvases(drawn, step, slot)
@@ -98,7 +98,9 @@ class EmittedLogprobs:
             np.flatnonzero(~np.repeat(seeding, num_rows)), device=slot.device
         )
         # The known tokens that a canvas begins with are not emitted.
-        emitted = (canvas_rows + step.num_given[slot[canvas_rows]]).clamp(max=len(slot) - 1)
+        emitted = self._slots.spec.layout.emitted_row(
+            canvas_rows, lambda: step.num_given[slot[canvas_rows]], len(slot)
+        )
         return emitted, np.concatenate([[0], np.cumsum(num_rows * ~seeding)])
 
     def _begin_canvases(self, drawn: LogprobsTensors, step: StepOutput, slot: Tensor) -> None:
@@ -109,6 +111,9 @@ class EmittedLogprobs:
             step: What the step decided.
             slot: [num_rows], int64, of each row.
         """
+        layout = self._slots.spec.layout
+        if not layout.starts_from_commit:
+            return
         assert self._committed is not None
         requests = self._pass_rows.requests
         has_canvas = (requests.num_rows > 0) & ~requests.seeding
@@ -117,9 +122,8 @@ class EmittedLogprobs:
             device=slot.device,
         )
         owner = slot[first]
-        row = self._slots.spec.layout.seed_row(first, count, step.num_finished[owner])
-        if row is not None:
-            self._stash.begin(drawn, row, owner, self._committed[owner])
+        row = layout.seed_row(first, count, step.num_finished[owner])
+        self._stash.begin(drawn, row, owner, self._committed[owner])
 
 
 def _rows_of(report: LogprobsTensors, row: Tensor) -> LogprobsTensors:
