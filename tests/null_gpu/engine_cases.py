@@ -1,6 +1,7 @@
 """Engines on the null GPU, each in a fork of a process that has imported vLLM.
 
-What an engine answers means nothing there: kernels compute no values. That it answers is what counts.
+What an engine answers means nothing there: kernels compute no values. That it answers is what counts. Where
+the host reads how many tokens a request emits, the cases say it: memory that no kernel writes holds anything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 from tests.support.null_gpu.counts import counts_of, summary
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
-# A canvas that never converges is aborted after as many passes.
+# A request emits its tokens in every so many passes.
+PASSES_A_CANVAS = 4
+# Requests whose names begin so never emit any, which keeps their passes alike.
+UNDECIDED = ("constrained", "steady")
+# What never emits is aborted after as many passes.
 MOST_PASSES = 40
 # Of requests, by a name.
 KINDS: dict[str, dict[str, Any]] = {
@@ -67,6 +72,7 @@ def serve(
         What was chosen at the start; by kind the passes, and the tokens of each request that was answered; by kind
         what a steady pass asks of the driver.
     """
+    decide_outcomes()
     llm = start(model, **options)
     runner = runner_of(llm)
     config = runner.vllm_config
@@ -82,6 +88,25 @@ def serve(
         "requests": {kind: passes_of(llm, kind, adapter) for kind in kinds},
         "steady": {kind: steady_pass(llm, kind) for kind in steady},
     }
+
+
+def decide_outcomes() -> None:
+    """Give the passes of this process outcomes in place of what the device's memory happens to hold."""
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    stock = AsyncOutput.get_output
+    passes: Counter[str] = Counter()
+
+    def get_output(self: Any) -> Any:
+        for row, request_id in enumerate(self.model_runner_output.req_ids):
+            passes[request_id] += 1
+            emits = passes[request_id] % PASSES_A_CANVAS == 0
+            emits = emits and not request_id.startswith(UNDECIDED)
+            self.num_sampled_tokens_np[row] = self.sampled_token_ids.shape[1] if emits else 0
+        self.sampled_token_ids[:] = 0
+        return stock(self)
+
+    AsyncOutput.get_output = get_output
 
 
 def runner_of(llm: Any) -> Any:
@@ -142,9 +167,12 @@ def steady_pass(llm: Any, kind: str) -> dict[str, int]:
     for _ in range(6):
         engine.step()
     step: Callable[[], object] = engine.step
-    # The least of some passes: in others a canvas happens to begin or to end.
     counted = [summary(counts_of(step)) for _ in range(6)]
+    assert engine.get_num_unfinished_requests() == len(ids), (
+        "a request has ended: nothing is steady"
+    )
     drop(engine, ids)
+    # The least of some passes: now and then the host waits for an event once more.
     return {what: min(counts[what] for counts in counted) for what in counted[0]}
 
 
@@ -179,6 +207,7 @@ def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Requests before and after each level of sleep, and how many MiB it gives back to the device."""
     import torch
 
+    decide_outcomes()
     llm = start(model, **options)
     passes_of(llm, "plain")
     given_back = {}
@@ -197,6 +226,7 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     _give_scales()
+    decide_outcomes()
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
     unset = {"max_num_batched_tokens": None, "max_num_seqs": None}
     llm = start(model, **(defaults | unset | options))
