@@ -104,7 +104,7 @@ def counting_compiled(side: str, launches: Any) -> Iterator[None]:
         else:
             from vllm.model_executor.models import diffusion_gemma
 
-            from vllm_diffusion.attention.backend import CanvasAttentionMetadataBuilder
+            from vllm_diffusion.attention.metadata import CanvasAttentionMetadataBuilder
 
             function = inspect.unwrap(diffusion_gemma._compiled_sample_step)
             function = getattr(function, "_torchdynamo_orig_callable", function)

@@ -48,7 +48,7 @@ ROUNDS = 10
 def kernels_left_out() -> Iterator[None]:
     """Triton kernels are chosen for a GPU inside, and none is launched."""
     from attention_kernels.canvas_attention.triton import configs, launch
-    from attention_kernels.canvas_attention.triton.kernels import canvas_attention_kernel
+    from attention_kernels.canvas_attention.triton.attend import canvas_attention_kernel
     from attention_kernels.vocab_statistics import triton
 
     def chosen(query: Tensor, cache_dtype: torch.dtype) -> configs.TritonConfig:
@@ -126,7 +126,7 @@ def attention_calls(device: str) -> dict[str, Callable[[], object]]:
 def layer_calls() -> dict[str, Callable[[], object]]:
     """A layer of a pass as the engine calls it: the first of its kind, and those behind it."""
     try:
-        from vllm_diffusion.attention import backend
+        from vllm_diffusion.attention import backend, metadata
     except ImportError:
         # Where the engine is not installed, none of it calls a layer.
         return {}
@@ -138,7 +138,7 @@ def layer_calls() -> dict[str, Callable[[], object]]:
                 num_heads, head_dim, 0.1, num_kv_heads, sliding_window=window + 1 or None
             )
         cache, batch = attention_inputs("cpu", 32768, 1, num_heads, num_kv_heads, head_dim)
-        step = backend.CanvasAttentionMetadata(
+        step = metadata.CanvasAttentionMetadata(
             Sequences(
                 batch.block_table,
                 batch.query_start_loc,

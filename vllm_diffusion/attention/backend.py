@@ -1,47 +1,42 @@
 """vLLM's attention interface on top of :mod:`attention_kernels.canvas_attention`.
 
-One back end for every layer and every mixture of prefill, denoise and encode rows. A batch of a
-diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`); for any other model, and for
-stock's own diffusion class, the engine's causal flag is widened to rows here.
+One back end for every layer and every mixture of prefill, denoise and encode rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
-    AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
-from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import (
     AttentionOptions,
     Impl,
     PagedCache,
     Planned,
-    Sequences,
     Window,
     WindowAnchor,
     plan_canvas_attention,
     warm_up_canvas_attention,
 )
-from vllm_diffusion.attention.warm_up import ATTENTION_VARIANTS
+from vllm_diffusion.attention.metadata import (
+    CanvasAttentionMetadata,
+    CanvasAttentionMetadataBuilder,
+)
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,147 +44,6 @@ logger = init_logger(f"vllm.{__name__}")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
-
-
-@dataclass(frozen=True)
-class CanvasAttentionMetadata:
-    """Batch of one step for :func:`canvas_attention`.
-
-    Attributes:
-        sequences: Sequences of the requests.
-        num_tokens: Rows of the batch, without padding.
-        window_anchor: ``"canvas"`` or ``"query"``.
-        plans: Launch plan of the step for each kind of layer, made by the first layer of the kind.
-    """
-
-    sequences: Sequences
-    num_tokens: int
-    window_anchor: WindowAnchor
-    plans: dict[Any, Planned] = field(init=False, default_factory=dict, repr=False)
-
-
-def bind_canvas(
-    attn_metadata: dict[str, Any],
-    causal_rows: Tensor,
-    row_spans: Tensor | None,
-    window_anchor: WindowAnchor,
-) -> dict[str, Any]:
-    """Give each layer's metadata the rows and spans that the engine's interface cannot carry.
-
-    Args:
-        attn_metadata: Result of ``build_attn_metadata``, metadata by layer name.
-        causal_rows: [num_reqs], int32, at an address that does not change between steps.
-        row_spans: [num_tokens, 2], int32, or ``None``.
-        window_anchor: ``"canvas"`` or ``"query"``.
-
-    Returns:
-        The same mapping with our metadata replaced; that of other back ends is left as it is.
-    """
-    replaced: dict[int, CanvasAttentionMetadata] = {}
-    bound = {}
-    for layer_name, metadata in attn_metadata.items():
-        if isinstance(metadata, CanvasAttentionMetadata):
-            if id(metadata) not in replaced:
-                sequences = replace(
-                    metadata.sequences, causal_rows=causal_rows, row_spans=row_spans
-                )
-                replaced[id(metadata)] = replace(
-                    metadata, sequences=sequences, window_anchor=window_anchor
-                )
-            bound[layer_name] = replaced[id(metadata)]
-        else:
-            bound[layer_name] = metadata
-    return bound
-
-
-class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
-    """Turns the engine's batch into :class:`CanvasAttentionMetadata`."""
-
-    @classmethod
-    def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
-    ) -> AttentionCGSupport:
-        """Any batch without images can be captured: what varies is read from the device.
-
-        Image spans come and go with the prompts, and a kernel is captured either with or without
-        them, so where there may be images only batches without prompts are captured. The reference
-        reads the batch on the host, so no graph can hold it.
-        """
-        if plugin_settings(vllm_config).attention == "reference":
-            return AttentionCGSupport.NEVER
-        if vllm_config.model_config.is_mm_prefix_lm:
-            return AttentionCGSupport.UNIFORM_BATCH
-        return AttentionCGSupport.ALWAYS
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Our model states say which rows are causal themselves (bind_canvas).
-        self._is_bound = getattr(vllm_config.model_config, "canvas_spec", None) is not None
-        ATTENTION_VARIANTS.register_warmup(layer_names, vllm_config)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CanvasAttentionMetadata:
-        common = common_attn_metadata
-        is_bound = self._is_bound and isinstance(common.causal, Tensor)
-        causal_rows = common.causal if is_bound else _causal_rows_of_flags(common)
-        spans = None
-        if common.mm_req_doc_ranges:
-            spans = _row_spans_of_requests(common)
-        sequences = Sequences(
-            common.block_table_tensor,
-            common.query_start_loc,
-            common.seq_lens,
-            causal_rows,
-            spans,
-            common.max_query_len,
-            common.max_seq_len,
-        )
-        return CanvasAttentionMetadata(
-            sequences,
-            num_tokens=common.num_actual_tokens,
-            # A flag per request is stock's contract, and its window follows the query row.
-            window_anchor="query",
-        )
-
-
-def _causal_rows_of_flags(common: CommonAttentionMetadata) -> Tensor:
-    """[num_reqs], int32: all rows of a request whose flag is set, or none."""
-    query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-    if isinstance(common.causal, Tensor):
-        # The rows past the last request are padding of the engine's buffer.
-        return (query_lens * (common.causal[: query_lens.shape[0]] != 0)).to(torch.int32)
-    return (query_lens if common.causal else torch.zeros_like(query_lens)).to(torch.int32)
-
-
-def _row_spans_of_requests(common: CommonAttentionMetadata) -> Tensor:
-    """The image span of each row from the engine's inclusive (first, last) position ranges.
-
-    Returns:
-        [num_actual_tokens, 2], int32, half-open; (0, 0) for a row in no span.
-    """
-    starts = common.query_start_loc_cpu.tolist()
-    assert common.seq_lens_cpu_upper_bound is not None
-    lens = common.seq_lens_cpu_upper_bound.tolist()
-    spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
-    for request_idx, ranges in (common.mm_req_doc_ranges or {}).items():
-        first_row, end_row = starts[request_idx], starts[request_idx + 1]
-        first_position = lens[request_idx] - (end_row - first_row)
-        for first, last in ranges:
-            low = max(first - first_position, 0) + first_row
-            high = min(last + 1 - first_position + first_row, end_row)
-            if low < high:
-                spans[low:high] = torch.tensor((first, last + 1), dtype=torch.int32)
-    return spans.to(common.seq_lens.device, non_blocking=True)
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):

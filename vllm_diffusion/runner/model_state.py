@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_diffusion.attention.backend import bind_canvas
+from vllm_diffusion.attention.metadata import bind_canvas
 from vllm_diffusion.canvas.cuda_graphs import (
     BYTES_OF_A_GRAPH,
     Capture,

@@ -22,10 +22,12 @@ from attention_kernels.canvas_attention import (
 from vllm_diffusion.attention.backend import (
     CanvasAttentionBackend,
     CanvasAttentionImpl,
+    split_kv_cache,
+)
+from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
     bind_canvas,
-    split_kv_cache,
 )
 from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.startup.attention import choose_attention, register_attention
