@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
-from attention_kernels.canvas_attention.triton.kernels import LOG2_E, find_sequence
 from attention_kernels.canvas_attention.triton.launch import SEARCH_WIDTH
+from attention_kernels.canvas_attention.triton.tiles import LOG2_E, find_sequence
 
 # Heads that one program folds.
 HEADS_OF_PROGRAM = 8

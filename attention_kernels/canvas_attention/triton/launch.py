@@ -20,12 +20,10 @@ from attention_kernels.canvas_attention.splits import (
     multiprocessors,
     splits,
 )
+from attention_kernels.canvas_attention.triton.attend import canvas_attention_kernel
+from attention_kernels.canvas_attention.triton.combine import combine_kernel
 from attention_kernels.canvas_attention.triton.configs import TritonConfig, choose_config
-from attention_kernels.canvas_attention.triton.kernels import (
-    LOG2_E,
-    canvas_attention_kernel,
-    combine_kernel,
-)
+from attention_kernels.canvas_attention.triton.tiles import LOG2_E
 
 # Added to or taken from a position it leaves every key in reach, and fits int32 with it.
 NO_WINDOW = 2**30
