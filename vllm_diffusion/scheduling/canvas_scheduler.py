@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,58 +39,15 @@ from vllm_diffusion.scheduling.engine_seam import end_with_threads
 from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.last_canvas import LastCanvas
+from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
 from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
-from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.served_weights import why_refused
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class PassOrder:
-    """Choice of the rows of a request that share a pass.
-
-    Attributes:
-        fuses_encode: True if a finished canvas is encoded in the pass of the next one's first step.
-        fuses_prompt: True if the end of a prompt is encoded in the pass of the first canvas's first
-            step; it is known in time in both orders.
-        commits_in_place: True if the pass that emits a canvas also computes its final keys and
-            values.
-        emits_by_encoding: True if that pass runs the canvas's rows as known tokens.
-    """
-
-    fuses_encode: bool
-    fuses_prompt: bool
-    commits_in_place: bool
-    emits_by_encoding: bool
-
-    @classmethod
-    def of(cls, vllm_config: VllmConfig) -> PassOrder:
-        """Read the order that start-up chose."""
-        spec: CanvasSpec = vllm_config.model_config.canvas_spec
-        is_async: bool = vllm_config.scheduler_config.async_scheduling
-        return cls(
-            fuses_encode=fuses_encode(vllm_config),
-            fuses_prompt=fuses_prompt(vllm_config),
-            commits_in_place=spec.commits_in_place(is_async),
-            emits_by_encoding=spec.emits_by_encoding(is_async),
-        )
-
-
-@dataclass
-class NextPass:
-    """Pass that is being scheduled.
-
-    Attributes:
-        num_rows_left: Number of rows that the pass has left.
-        canvases: Number of canvas rows beyond those that the stock scheduler granted, by request.
-    """
-
-    num_rows_left: int = 0
-    canvases: dict[str, int] = field(default_factory=dict)
 
 
 class CanvasScheduling(Scheduler):
