@@ -8,7 +8,7 @@
     python benchmarks/bench_sampler.py --settled 0 0.5 1    # soft embeddings of what is likely alone
 
 Stock vLLM projects all rows, caps them in float32, reads them for its statistics and multiplies the
-probabilities with the embedding; ours streams the vocabulary (docs/architecture.md). Both get the
+probabilities with the embedding; ours streams the vocabulary (docs/develop/architecture.md). Both get the
 same rows and the same weights, and the entropies and argmaxes are compared before anything is
 timed. Peak memory is what a call adds: of the allocator on a GPU, counted from tensors on a CPU.
 

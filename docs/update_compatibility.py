@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/compatibility.md``, ``docs/options.md`` and ``docs/families.md``.
+"""Write the tables of ``docs/develop/hooks.md``, ``docs/use/options.md`` and ``docs/use/families.md``.
 
 python docs/update_compatibility.py
 """
@@ -188,14 +188,14 @@ def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
     return f"{length}, {layout.summary}"
 
 
-TABLES = {"compatibility.md": symbols, "options.md": options, "families.md": families}
+TABLES = {"develop/hooks.md": symbols, "use/options.md": options, "use/families.md": families}
 
 
 def with_table(name: str, page: str) -> str:
     """``page`` with its table made anew.
 
     Args:
-        name: Of the page's file.
+        name: Path of the page in ``docs``.
         page: Its text.
     """
     head, rest = page.split(BEGIN)
@@ -205,5 +205,5 @@ def with_table(name: str, page: str) -> str:
 
 if __name__ == "__main__":
     for name in TABLES:
-        path = Path(__file__).with_name(name)
+        path = Path(__file__).parent / name
         path.write_text(with_table(name, path.read_text(encoding="utf-8")), encoding="utf-8")

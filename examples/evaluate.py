@@ -330,7 +330,7 @@ def main() -> None:
         "--settings",
         type=json.loads,
         default={},
-        help="vllm only: JSON object of server settings (docs/settings.md)",
+        help="vllm only: JSON object of server settings (docs/use/settings.md)",
     )
     parser.add_argument(
         "--compare", nargs="+", metavar="NAME=FOLDER", help="quantised copies of --checkpoint"

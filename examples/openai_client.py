@@ -31,7 +31,7 @@ def main() -> None:
     pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
     print("streamed: ", "".join(pieces))
 
-    # Fewer denoise steps are faster and less careful. docs/settings.md lists what can be set.
+    # Fewer denoise steps are faster and less careful. docs/use/settings.md lists what can be set.
     completion = client.chat.completions.create(
         model=model,
         messages=messages,

@@ -3,12 +3,12 @@
     python benchmarks/gpu/campaign.py run                   # all of it, on this machine's GPU
     python benchmarks/gpu/campaign.py run --toy             # a rehearsal on the CPU
     python benchmarks/gpu/campaign.py report                # what is known by now
-    python benchmarks/gpu/campaign.py report --write        # the same into RESULTS.md and docs/what-was-run.md
+    python benchmarks/gpu/campaign.py report --write        # the same into RESULTS.md and docs/operate/what-was-run.md
 
 Experiments run one after another, each in a process of its own that is stopped at its limit, and
 each leaves its result on disk. The same command goes on where an interrupted one stopped. What
 cannot run here is listed with the reason, and what breaks does not keep the next one from running
-(docs/gpu_campaign.md).
+(docs/develop/gpu-campaign.md).
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     reports = commands.add_parser("report", help="tables of what is known")
     reports.add_argument("folders", nargs="*", type=Path, help="all that are kept by default")
     reports.add_argument(
-        "--write", action="store_true", help="into RESULTS.md and docs/what-was-run.md"
+        "--write", action="store_true", help="into RESULTS.md and docs/operate/what-was-run.md"
     )
     reports.set_defaults(act=report.run)
     listing = commands.add_parser("list", help="the experiments")

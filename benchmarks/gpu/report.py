@@ -1,4 +1,4 @@
-"""What the campaign found, as tables; and the same into RESULTS.md and docs/what-was-run.md.
+"""What the campaign found, as tables; and the same into RESULTS.md and docs/operate/what-was-run.md.
 
 Only results of a GPU at full size are written into the documents. Results of two commits or machines
 stand apart, each under its own heading.
@@ -407,7 +407,7 @@ def open_figures(groups: list[tuple[Origin, Found]]) -> str:
     return "\n".join([*lines, ""])
 
 
-# The rows of docs/what-was-run.md, and the experiments that each stands for.
+# The rows of docs/operate/what-was-run.md, and the experiments that each stands for.
 PLACES = (
     ("Triton kernels of attention and of the sampler, executed", ("kernels",)),
     ("CUDA graphs, captured and replayed", ("graphs",)),
@@ -417,7 +417,7 @@ PLACES = (
 
 
 def where_it_ran(groups: list[tuple[Origin, Found]]) -> str:
-    """The table of GPUs in docs/what-was-run.md."""
+    """The table of GPUs in docs/operate/what-was-run.md."""
     lines = ["", "| on an NVIDIA GPU | where | state |", "|---|---|---|"]
     for what, names in PLACES:
         runs = [
@@ -442,7 +442,7 @@ def publishable(groups: list[tuple[Origin, Found]]) -> list[tuple[Origin, Found]
 # What is written where.
 DOCUMENTS: dict[str, Callable[[list[tuple[Origin, Found]]], str]] = {
     "benchmarks/RESULTS.md": open_figures,
-    "docs/what-was-run.md": where_it_ran,
+    "docs/operate/what-was-run.md": where_it_ran,
 }
 
 

@@ -2,7 +2,7 @@
 
 python examples/disaggregated/proxy.py --prefill http://127.0.0.1:8100 --denoise http://127.0.0.1:8200 --port 8000
 
-Both are started as docs/disaggregated.md says, and asked with the key that the client brings. What the
+Both are started as docs/operate/disaggregation.md says, and asked with the key that the client brings. What the
 prefilling server cannot do, it being away included, the denoising one does alone.
 """
 

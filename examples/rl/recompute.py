@@ -3,7 +3,7 @@
 A server answers a request that asks for ``diffusion_trace`` with a list of canvases, each a list of
 rows of token ids: what every denoising step began from, and last what the canvas ended as. With the
 prompt that is all a trainer needs; what is computed here is differentiable, and equals what the
-server reports as ``logprobs`` of the same weights, up to rounding (docs/training.md).
+server reports as ``logprobs`` of the same weights, up to rounding (docs/operate/new-weights.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What answers without a server's key is what ``docs/security.md`` lists, in every mode that is documented."""
+"""What answers without a server's key is what ``docs/operate/security.md`` lists, in every mode that is documented."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ DRAFT = Mode(
 
 def documented(*rows: str) -> set[str]:
     """The open paths of a plain server and of these rows."""
-    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operate/security.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| ([\w-]+)(?: \(.*?\))? \| .*? \| (.*) \|$", page, flags=re.M))
     return {path for row in ("plain", *rows) for path in re.findall(r"`(/[^`]*)`", listed[row])}
 

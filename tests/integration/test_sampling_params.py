@@ -1,4 +1,4 @@
-"""Each sampling parameter does to a canvas what docs/requests.md says."""
+"""Each sampling parameter does to a canvas what docs/use/requests.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way: down the floors of docs/architecture.md."""
+"""Imports point one way: down the floors of docs/develop/architecture.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.house import ROOT, arrows
 
 def floors() -> list[list[str]]:
     """Rooms by floor, from the top."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/develop/architecture.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```floors\n(.*?)```", text, flags=re.DOTALL)
     return [line.split(", ") for line in block.splitlines()]
 

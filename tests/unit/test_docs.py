@@ -22,7 +22,7 @@ from vllm_diffusion.requests.params import argument_names
 from vllm_diffusion.startup.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def text_of(name: str) -> str:
@@ -43,7 +43,7 @@ def commands(page: str, program: str = "vllm") -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["compatibility.md", "options.md", "families.md"])
+@pytest.mark.parametrize("name", ["develop/hooks.md", "use/options.md", "use/families.md"])
 def test_tables(name: str) -> None:
     """The tables are those of the package; docs/update_compatibility.py writes them."""
     spec = importlib.util.spec_from_file_location("update", ROOT / "docs/update_compatibility.py")
@@ -58,13 +58,16 @@ def test_tables(name: str) -> None:
 def test_settings_are_documented() -> None:
     """Every start-up setting and every request argument has its row."""
     names_of_gemma = argument_names(diffusion_gemma_spec(32))
-    for page, names in (("docs/settings.md", SETTINGS), ("docs/requests.md", names_of_gemma)):
+    for page, names in (
+        ("docs/use/settings.md", SETTINGS),
+        ("docs/use/requests.md", names_of_gemma),
+    ):
         assert [name for name in names if f"`{name}`" not in text_of(page)] == []
 
 
 def test_settings_of_drafts_are_documented() -> None:
     """Each has its row, or is told with what is refused."""
-    page = text_of("docs/drafting.md")
+    page = text_of("docs/use/drafts.md")
     names = [each.name for each in fields(DraftSettings)]
     assert [name for name in names if f"| `{name}` |" not in page] == ["reveals"]
     assert '`"reveals": "sampled"` is refused' in page
@@ -92,7 +95,7 @@ def test_sampling_parameters_are_documented() -> None:
         "spaces_between_special_tokens",
         "stream_interval",
     }
-    page = text_of("docs/requests.md")
+    page = text_of("docs/use/requests.md")
     names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert [name for name in sorted(names - delivery) if f"`{name}`" not in page] == []
 
@@ -109,7 +112,7 @@ def test_counters_are_documented() -> None:
         assert isinstance(metric, (Counter, Histogram))
         (family,) = metric.describe()
         names.add(family.name + "_total" * isinstance(metric, Counter))
-    rows = re.findall(r"^\| `(vllm_diffusion:\w+)`", text_of("docs/settings.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(vllm_diffusion:\w+)`", text_of("docs/use/settings.md"), re.MULTILINE)
     assert sorted(rows) == sorted(names)
 
 
@@ -141,7 +144,7 @@ def test_anchors(page: Path) -> None:
 @pytest.mark.parametrize("name", ["add-a-family", "architecture", "internals"])
 def test_named_sources(name: str) -> None:
     """Every file and folder that a page for developers names is in the package or the repository."""
-    named = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text_of(f"docs/{name}.md"))
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text_of(f"docs/develop/{name}.md"))
     places = (ROOT, ROOT / "vllm_diffusion")
     assert [path for path in named if not any((at / path).exists() for at in places)] == []
 
@@ -202,14 +205,14 @@ print(json.dumps(told))
 def documented_commands() -> list[list[str]]:
     """Those for vLLM's parser: of the documentation, and of ``vllm-diffusion drafts``."""
     names = (
-        "serving",
-        "settings",
-        "quantization",
-        "scaling",
-        "disaggregated",
-        "adapters",
-        "drafting",
-        "draft_training",
+        "use/serving",
+        "use/settings",
+        "use/quantization",
+        "operate/scaling",
+        "operate/disaggregation",
+        "operate/adapters",
+        "use/drafts",
+        "use/draft-training",
     )
     pages = ("README.md", *(f"docs/{name}.md" for name in names))
     found = [command for page in pages for command in commands(text_of(page))]
@@ -241,7 +244,7 @@ def test_commands_are_understood(told: dict[str, str]) -> None:
 
 @pytest.mark.engine
 def test_stock_refuses(told: dict[str, str]) -> None:
-    """The first row of docs/why.md: what stock vLLM refuses in a request, and this package honours."""
+    """The first row of docs/use/why.md: what stock vLLM refuses in a request, and this package honours."""
     assert told["requests"] == "held"
 
 
@@ -260,7 +263,7 @@ def test_evaluation_commands() -> None:
     import lm_eval
     from lm_eval.models.openai_completions import LocalChatCompletion
 
-    page = text_of("docs/quantization.md")
+    page = text_of("docs/use/quantization.md")
     (names,) = re.findall(r"--tasks (\S+)", page)
     files = (Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml")
     known = {name for path in files for name in re.findall(r"^task: (\S+)", path.read_text(), re.M)}

@@ -46,7 +46,7 @@ class EntropyBound(DecodingRule):
         "t_max": Setting(float, _LEAST, _MOST, "the temperature at the first step"),
     }
     # Trade-offs between passes and quality; "balanced" has DiffusionGemma's published values.
-    # docs/requests.md has their figures on the shipped checkpoint, with the command.
+    # docs/use/requests.md has their figures on the shipped checkpoint, with the command.
     presets = {
         "fast": {"entropy_bound": 0.1, "confidence_threshold": 0.01, "stability_threshold": 0},
         "balanced": {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1},

@@ -40,7 +40,7 @@ class RefusedEngineConfig(BlockDiffusionEngineConfig):
         raise ValueError(
             f"{cls.model} attends in both directions over the whole sequence, so that no key or value "
             "is final before the last token is, and no cache of them is exact; serve a "
-            "block-diffusion model (docs/families.md)."
+            "block-diffusion model (docs/use/families.md)."
         )
 
 
@@ -56,8 +56,8 @@ class DreamEngineConfig(RefusedEngineConfig):
             super().verify_and_update_model_config(model_config)
         raise ValueError(
             f"DreamReasoner-8B (model_type='Dream' with block_size={block_size!r}) denoises blocks behind "
-            "an exact cache, but its loop is not implemented; serve a family of docs/families.md "
-            "(SDAR-8B-Chat has the same layers), or add it by docs/add-a-family.md."
+            "an exact cache, but its loop is not implemented; serve a family of docs/use/families.md "
+            "(SDAR-8B-Chat has the same layers), or add it by docs/develop/add-a-family.md."
         )
 
 

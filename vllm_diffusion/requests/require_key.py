@@ -1,6 +1,6 @@
 """A server's key for what vLLM answers without it: adapters always, everything for those who want it.
 
-vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/security.md`` lists what is outside.
+vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/security.md`` lists what is outside.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of vLLM's KV connectors for a diffusion model (``--kv-transfer-config``).
 
 A connector carries blocks of the KV cache to another server, or to a store. Connectors that cannot
-work are refused by name before anything is loaded; docs/disaggregated.md lists what is known about
+work are refused by name before anything is loaded; docs/operate/disaggregation.md lists what is known about
 each.
 """
 

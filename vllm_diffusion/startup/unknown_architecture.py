@@ -42,10 +42,10 @@ def unknown_architecture(
         f"config.json of the checkpoint has model_type={model_type!r} with architectures={found!r}"
     )
     if not served[model_type]:
-        return f"{says}, of which none is served; docs/families.md has what is."
+        return f"{says}, of which none is served; docs/use/families.md has what is."
     overrides = json.dumps({"architectures": served[model_type][:1]})
     return (
         f"{says}, and of that model_type {' and '.join(served[model_type])} alone is served. If layers, "
         f"weights and loop are the same, say so with --hf-overrides '{overrides}'; otherwise "
-        "docs/add-a-family.md says what it takes."
+        "docs/develop/add-a-family.md says what it takes."
     )

@@ -285,7 +285,7 @@ def test_blocks_of_dreams_model_type(architecture: str, tmp_path: Path) -> None:
     [
         ("sdar", ["SDARForCausalLM alone is served", '{"architectures": ["SDARForCausalLM"]}']),
         ("nemotron_labs_diffusion", ["NemotronLabsDiffusionModel alone is served"]),
-        ("llada", ["of which none is served", "docs/families.md"]),
+        ("llada", ["of which none is served", "docs/use/families.md"]),
     ],
 )
 def test_unknown_architectures(model_type: str, words: list[str], tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_unknown_architectures_of_others(tmp_path: Path) -> None:
     tiny.sdar().save(tmp_path)
     changed(tmp_path, architectures=["NewForCausalLM"], model_type="qwen3")
     assert "vllm-diffusion" not in (message := refusal(tmp_path))
-    assert "docs/families.md" not in message
+    assert "docs/use/families.md" not in message
 
 
 AS_CAUSAL = {"hf_overrides": {"architectures": ["Qwen3ForCausalLM"]}}
@@ -470,7 +470,7 @@ def test_what_a_request_gets(
         ("LLaDA2.0-mini", None, ["rule='reveal' (LLaDA2.0's loop)", '"rule": "reveal_and_edit"']),
         ("LLaDA2.1-mini", None, ["rule='reveal_and_edit' (LLaDA2.1's loop)", '"rule": "reveal"']),
         ("model", "reveal_and_edit", ["rule='reveal_and_edit' (LLaDA2.1's loop)"]),
-        ("LLaDA2.2-flash", None, ["LLaDA2.2", "SGLang", "docs/families.md"]),
+        ("LLaDA2.2-flash", None, ["LLaDA2.2", "SGLang", "docs/use/families.md"]),
     ],
 )
 def test_llada2_says_its_rule(

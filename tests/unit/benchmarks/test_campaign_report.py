@@ -55,7 +55,7 @@ def group(*found: Result) -> tuple[Origin, dict[str, Result]]:
 
 @pytest.mark.parametrize("name", report.DOCUMENTS)
 def test_documents(name):
-    """RESULTS.md and docs/what-was-run.md say what the kept results do, and no more."""
+    """RESULTS.md and docs/operate/what-was-run.md say what the kept results do, and no more."""
     page = (ROOT / name).read_text(encoding="utf-8")
     groups = results.read_all(report.kept())
     assert report.with_tables(name, page, groups) == page, (
@@ -142,4 +142,4 @@ def test_a_rehearsal_is_never_written(origin):
 
 def test_a_document_without_its_place_is_named():
     with pytest.raises(ValueError, match=r"what-was-run\.md has no part between"):
-        report.with_tables("docs/what-was-run.md", "nothing here", [])
+        report.with_tables("docs/operate/what-was-run.md", "nothing here", [])

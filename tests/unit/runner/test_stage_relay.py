@@ -194,7 +194,7 @@ def test_first_stage_follows(num_stages, has_soft_embeds, seed, passes):
             patch.setattr(torch.distributed, "broadcast", lambda tensor, **_: wire.send(tensor))
             last.relay.broadcast(*told, batch)
             last.apply(batch.idx_mapping, *told)
-            # As docs/scaling.md counts them.
+            # As docs/operate/scaling.md counts them.
             expected_bytes += len(chosen) * (16 + 8 * CANVAS)
             expected_bytes += sum(chosen.values()) * 4 * HIDDEN * has_soft_embeds
     assert wire.num_bytes == expected_bytes

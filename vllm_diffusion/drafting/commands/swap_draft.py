@@ -76,7 +76,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
     if error.code == 404:
         return (
             f"{error.url} is not there; start the server with VLLM_PLUGINS naming vllm_diffusion_draft "
-            "(docs/drafting.md)."
+            "(docs/use/drafts.md)."
         )
     if error.code == 401:
         return f"The server asks for its key: --api-key, or {KEY_VARIABLE}."

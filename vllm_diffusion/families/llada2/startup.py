@@ -172,7 +172,7 @@ def _log_rule(rule: str) -> None:
     if rule == "levenshtein":
         logger.warning(
             "rule='levenshtein' (LLaDA2.2): no code of the publisher's was found, and the loop differs "
-            "from SGLang's where a block repeats an earlier state; docs/families.md lists how."
+            "from SGLang's where a block repeats an earlier state; docs/use/families.md lists how."
         )
         return
     other = "reveal" if rule == "reveal_and_edit" else "reveal_and_edit"
