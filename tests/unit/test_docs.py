@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,7 +19,11 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.drafting.commands.drafts import presets
 from vllm_diffusion.drafting.draft_settings import DraftSettings
+from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.hooks.upstream import read_symbols
+from vllm_diffusion.plugin import imported
 from vllm_diffusion.requests.params import argument_names
+from vllm_diffusion.startup.option_table import read_rows
 from vllm_diffusion.startup.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,16 +48,39 @@ def commands(page: str, program: str = "vllm") -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["develop/hooks.md", "use/options.md", "use/families.md"])
-def test_tables(name: str) -> None:
-    """The tables are those of the package; docs/update_compatibility.py writes them."""
-    spec = importlib.util.spec_from_file_location("update", ROOT / "docs/update_compatibility.py")
+def load_tables() -> ModuleType:
+    """Import docs/tables.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = text_of(f"docs/{name}")
-    assert module.with_table(name, page) == page, "run python docs/update_compatibility.py"
+    return module
+
+
+@pytest.mark.engine
+def test_tables() -> None:
+    """Each table has a page, is whole, and names every option, replacement, family and rule."""
+    module = load_tables()
+    shown = [
+        name
+        for page in PAGES
+        for name in re.findall(r"^<!-- table: (\w+) -->$", page.read_text("utf-8"), re.M)
+    ]
+    assert sorted(shown) == sorted(module.TABLES)
+    tables = {name: make() for name, make in module.TABLES.items()}
+    for name, table in tables.items():
+        for block in re.findall(r"(?:^\|.*\n)+", table, re.M):
+            cells = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+            assert len(cells) == 1, name
+    named = {
+        "options": {name for row in read_rows() for name in row.names},
+        "replaced": {symbol.path for symbol in read_symbols() if symbol.use == "replaced"},
+        "families": {family.architecture for family in FAMILIES},
+        "rules": {name for family in FAMILIES for name in imported(family.engine_config).rules},
+    }
+    for name, words in named.items():
+        assert [word for word in sorted(words) if f"`{word}`" not in tables[name]] == [], name
 
 
 def test_settings_are_documented() -> None:

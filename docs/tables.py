@@ -1,14 +1,18 @@
-"""Write the tables of ``docs/develop/hooks.md``, ``docs/use/options.md`` and ``docs/use/families.md``.
+"""Tables of the documentation that are made from the package's data.
 
-python docs/update_compatibility.py
+A page has the line ``<!-- table: options -->`` where the site shows the table.
+
+    python docs/tables.py              # names of the tables
+    python docs/tables.py options
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.families.registry import FAMILIES
@@ -30,33 +34,43 @@ if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule
     from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
-# Of sampling without any parameter.
+# Name of sampling without any parameter.
 PLAIN = "temperature 1, no filters"
-BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+
+def replaced() -> str:
+    """List the methods of vLLM that are replaced, each with its reason and with what would end it."""
+    rows = [
+        [f"`{symbol.path}`", symbol.reason, symbol.until]
+        for symbol in read_symbols()
+        if symbol.use == "replaced"
+    ]
+    return _table(["replaced", "why", "what of vLLM would end it"], rows)
 
 
 def symbols() -> str:
-    """The symbols of vLLM that are replaced, and of the others how many each package of vLLM has."""
-    known = read_symbols()
-    rows = ["", "| replaced | why | what of vLLM would end it |", "|---|---|---|"]
-    rows += [
-        f"| `{symbol.path}` | {symbol.reason} | {symbol.until} |"
-        for symbol in known
-        if symbol.use == "replaced"
-    ]
+    """Count the other symbols of vLLM that are relied on, by package of vLLM and kind of use."""
     uses = ("assigned", "overridden", "kernel", "private", "called")
-    rows += ["", f"| package of vLLM | {' | '.join(uses)} |", "|---" * (len(uses) + 1) + "|"]
     counts = Counter(
-        (".".join(symbol.path.partition(":")[0].split(".")[:3]), symbol.use) for symbol in known
+        (".".join(symbol.path.partition(":")[0].split(".")[:3]), symbol.use)
+        for symbol in read_symbols()
+        if symbol.use in uses
     )
-    for package in sorted({package for package, use in counts if use in uses}):
-        cells = (str(counts[package, use] or "") for use in uses)
-        rows.append(f"| `{package}` | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n\n"
+    packages = sorted({package for package, _ in counts})
+    rows = [
+        [f"`{package}`", *(str(counts[package, use] or "") for use in uses)] for package in packages
+    ]
+    return _table(["package of vLLM", *uses], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; cells must have no bare ``|``."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def options() -> str:
-    """What is known of every option of ``vllm serve``, by what becomes of it."""
+    """List every option of ``vllm serve``, in sections by what becomes of it."""
     rows = read_rows()
     parts = [
         _section("Refused", "what the server says", [r for r in rows if r.line], _refusal),
@@ -66,18 +80,17 @@ def options() -> str:
         _section("Not tried", "why", [r for r in rows if r.state == "untried"], _why),
         _section("vLLM's alone", "what it is", [r for r in rows if r.state == "unreached"], _why),
     ]
-    return "\n" + "\n".join(parts) + "\n"
+    return "\n".join(parts)
 
 
 def _section(
     title: str, column: str, rows: list[OptionRow], say: Callable[[OptionRow], str]
 ) -> str:
-    lines = [f"## {title}", "", f"| options | {column} |", "|---|---|"]
-    lines += [f"| {_code(row.names)} | {say(row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    cells = [[_code(row.names), say(row)] for row in rows]
+    return f"## {title}\n\n" + _table(["options", column], cells)
 
 
-def _code(words: tuple[str, ...]) -> str:
+def _code(words: Iterable[str]) -> str:
     return ", ".join("`" + word.replace("|", "\\|") + "`" for word in words)
 
 
@@ -96,43 +109,49 @@ def _why(row: OptionRow) -> str:
 
 
 def families() -> str:
-    """Every family, what its publisher samples with, and every decoding rule with its settings."""
-    rows = ["", "| architecture | blocks | rules, the default first |", "|---|---|---|"]
-    rules: dict[str, DecodingRule] = {}
+    """List every architecture with how its blocks lie and with its decoding rules."""
+    entries = {family.architecture: imported(family.engine_config) for family in FAMILIES}
+    rows = [
+        [f"`{architecture}`", _layout(entry), _code(entry.rule_names())]
+        for architecture, entry in entries.items()
+    ]
+    return _table(["architecture", "blocks", "rules, the default first"], rows)
+
+
+def rules() -> str:
+    """List the settings and presets of every decoding rule, in a section for each rule."""
+    found: dict[str, DecodingRule] = {}
     for family in FAMILIES:
         entry = imported(family.engine_config)
-        names = ", ".join(f"`{name}`" for name in entry.rule_names())
-        for name, published in entry.rules.items():
-            is_masked = hasattr(entry, "mask_token_id")
-            rules.setdefault(name, published.rule(*([0] if is_masked else [])))
-        rows.append(f"| `{family.architecture}` | {_layout(entry)} | {names} |")
-    rows += _published_sampling()
-    for name, rule in rules.items():
-        rows += ["", f"### `{name}`", ""]
-        if not rule.settings:
-            rows.append("It has no settings.")
-            continue
-        rows += ["| setting | values | meaning |", "|---|---|---|"]
-        for setting, value in rule.settings.items():
-            rows.append(f"| `{setting}` | {value.values} | {value.meaning} |")
-        for preset, values in rule.presets.items():
-            chosen = ", ".join(f"`{setting}` {value}" for setting, value in values.items())
-            rows.append(f'| `preset` `"{preset}"` | | {chosen} |')
-    return "\n".join(rows) + "\n\n"
+        is_masked = hasattr(entry, "mask_token_id")
+        for name, run in entry.rules.items():
+            found.setdefault(name, run.rule(*([0] if is_masked else [])))
+    return "\n".join(f"### `{name}`\n\n{_settings(rule)}" for name, rule in found.items())
 
 
-def _published_sampling() -> list[str]:
-    """What a request gets that sets nothing, and how it gets what the publisher runs."""
-    head = "| family | what | sampling | settings | a request that gets it | source |"
-    rows = ["", "### What publishers sample with", "", head, "|---|---|---|---|---|---|"]
+def _settings(rule: DecodingRule) -> str:
+    if not rule.settings:
+        return "It has no settings.\n"
+    rows = [[f"`{name}`", value.values, value.meaning] for name, value in rule.settings.items()]
+    rows += [
+        [f'`preset` `"{preset}"`', "", _values(values)] for preset, values in rule.presets.items()
+    ]
+    return _table(["setting", "values", "meaning"], rows)
+
+
+def published() -> str:
+    """List what a request without settings gets, and what each publisher runs."""
+    rows = []
     entries = {family.architecture: imported(family.engine_config) for family in FAMILIES}
     runs = published_runs()
     done = set()
     for run in runs:
         rule = run.rule or next(iter(entries[_architecture(run.family)].rules))
         # DiffusionGemma's loop has no settings of its own but those of the file.
-        published = entries[_architecture(run.family)].rules[rule].settings or run.settings
-        settings = {name: published[name] for name in published if name != "max_denoising_steps"}
+        own_settings = entries[_architecture(run.family)].rules[rule].settings or run.settings
+        settings = {
+            name: value for name, value in own_settings.items() if name != "max_denoising_steps"
+        }
         given = [r.sampling for r in runs if r.family == run.family and r.kind == "checkpoint"]
         served = given[0] if given else None
         title = f"{run.family}, `{rule}`" if run.rule else run.family
@@ -140,14 +159,14 @@ def _published_sampling() -> list[str]:
             done.add(title)
             own = "as its `generation_config.json`, which was not found"
             sampling = own if served is None else _values(served) or PLAIN
-            rows.append(f"| {title} | **served** | {sampling} | {_values(settings)} | | |")
+            rows.append([title, "**served**", sampling, _values(settings), "", ""])
         kind = "`generation_config.json`" if run.kind == "checkpoint" else run.kind
         of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
         request = "" if run.kind == "checkpoint" else _request(run, served, settings)
-        rows.append(
-            f"| {title} | {kind} | {_values(run.sampling) or PLAIN} | {_values(of_run)} | {request} | {run.source} |"
-        )
-    return rows
+        sampling = _values(run.sampling) or PLAIN
+        rows.append([title, kind, sampling, _values(of_run), request, run.source])
+    head = ["family", "what", "sampling", "settings", "a request that gets it", "source"]
+    return _table(head, rows)
 
 
 def _architecture(family: str) -> str:
@@ -161,7 +180,7 @@ def _values(values: Mapping[str, object]) -> str:
 def _request(
     run: PublishedRun, served: Mapping[str, float] | None, settings: Mapping[str, float | str]
 ) -> str:
-    """The fields with which a request gets a published run."""
+    """Return the fields with which a request gets a published run."""
     if served is None:
         fields: dict[str, object] = {"temperature": NEUTRAL["temperature"]} | dict(run.sampling)
     else:
@@ -188,22 +207,27 @@ def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
     return f"{length}, {layout.summary}"
 
 
-TABLES = {"develop/hooks.md": symbols, "use/options.md": options, "use/families.md": families}
+TABLES: dict[str, Callable[[], str]] = {
+    "replaced": replaced,
+    "symbols": symbols,
+    "options": options,
+    "families": families,
+    "published": published,
+    "rules": rules,
+}
+_MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
 
-def with_table(name: str, page: str) -> str:
-    """``page`` with its table made anew.
+def with_tables(page: str) -> str:
+    """Return the text of a page with each table in the place of its marker.
 
-    Args:
-        name: Path of the page in ``docs``.
-        page: Its text.
+    Raises:
+        KeyError: If a marker names no table.
     """
-    head, rest = page.split(BEGIN)
-    tail = rest.split(END)[1]
-    return f"{head}{BEGIN}{TABLES[name]()}{END}{tail}"
+    return _MARKER.sub(lambda marker: TABLES[marker[1]](), page)
 
 
 if __name__ == "__main__":
-    for name in TABLES:
-        path = Path(__file__).parent / name
-        path.write_text(with_table(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+    if len(sys.argv) != 2 or sys.argv[1] not in TABLES:
+        sys.exit(f"usage: python docs/tables.py {{{','.join(TABLES)}}}")
+    print(TABLES[sys.argv[1]]())

@@ -1,0 +1,62 @@
+"""Sphinx's settings: the site is made of the Markdown files of the repository.
+
+sphinx-build -W --keep-going -c docs . build/site
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from tables import with_tables  # noqa: E402
+
+project = "vllm-diffusion"
+extensions = ["myst_parser"]
+html_theme = "furo"
+html_title = project
+html_show_sphinx = False
+html_copy_source = False
+pygments_style = "default"
+pygments_dark_style = "github-dark"
+# Section links are the ones that GitHub makes.
+myst_heading_anchors = 4
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md"]
+exclude_patterns = [".*", "build"]
+
+
+def navigation() -> str:
+    """Return tables of contents for the side of each page, from the links of ``docs/README.md``."""
+    sections = re.split(r"^## (.+)$", (HERE / "README.md").read_text("utf-8"), flags=re.MULTILINE)
+    parts = ["", "```{toctree}", ":hidden:", "", "docs/README", "```"]
+    for title, section in zip(sections[1::2], sections[2::2], strict=True):
+        links = dict.fromkeys(re.findall(r"\]\(([^)#]+)\.md", section))
+        pages = [f"docs/{link}" if "../" not in link else link.replace("../", "") for link in links]
+        parts += ["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```"]
+    return "\n".join(parts) + "\n"
+
+
+def complete_page(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill in the tables of a page, and the navigation of the first one."""
+    source[0] = with_tables(source[0]) + (navigation() if page == root_doc else "")
+
+
+def open_with_readme(app: Sphinx, error: Exception | None) -> None:
+    """Let the first page be the one that a browser opens for the folder."""
+    if error is None:
+        shutil.copyfile(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")
+
+
+def setup(app: Sphinx) -> None:
+    """Register what Sphinx does not know: two steps, and blocks that a test of the package reads."""
+    app.add_lexer("floors", TextLexer)
+    app.connect("source-read", complete_page)
+    app.connect("build-finished", open_with_readme)
