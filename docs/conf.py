@@ -26,8 +26,9 @@ html_show_sphinx = False
 html_copy_source = False
 pygments_style = "default"
 pygments_dark_style = "github-dark"
-# Section links are the ones that GitHub makes.
+# The same section links, and images of a given width, as on GitHub.
 myst_heading_anchors = 4
+myst_enable_extensions = ["html_image"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md"]
 exclude_patterns = [".*", "build"]

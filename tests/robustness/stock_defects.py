@@ -5,7 +5,7 @@
 serves an ordinary Gemma 4, of random weights, with vLLM's own classes and prints a line for each
 request. Where there is no accelerator the platform of this package stands in for one
 (``VLLM_PLUGINS=vllm_diffusion_cpu``); with one, ``VLLM_PLUGINS=`` leaves nothing of it. The last
-request ends the engine. ``docs/develop/hooks.md`` holds what was printed.
+request ends the engine. ``docs/use/why.md`` holds what was printed.
 """
 
 from __future__ import annotations

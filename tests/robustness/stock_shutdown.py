@@ -4,7 +4,7 @@
 
 Prints a line for each trial. Where there is no accelerator, ``VLLM_PLUGINS=vllm_diffusion_cpu`` serves an
 ordinary model with this package's platform and nothing else of it; with one, ``VLLM_PLUGINS=`` leaves
-nothing. ``docs/develop/hooks.md`` holds what was printed.
+nothing. ``docs/operate/stopping.md`` holds what was printed.
 """
 
 from __future__ import annotations

@@ -140,7 +140,9 @@ def test_counters_are_documented() -> None:
         assert isinstance(metric, (Counter, Histogram))
         (family,) = metric.describe()
         names.add(family.name + "_total" * isinstance(metric, Counter))
-    rows = re.findall(r"^\| `(vllm_diffusion:\w+)`", text_of("docs/use/settings.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(vllm_diffusion:\w+)`", text_of("docs/operate/observability.md"), re.MULTILINE
+    )
     assert sorted(rows) == sorted(names)
 
 
