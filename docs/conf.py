@@ -24,6 +24,8 @@ html_theme = "furo"
 html_title = project
 html_show_sphinx = False
 html_copy_source = False
+# Options keep their two hyphens.
+smartquotes = False
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 # The same section links, and images of a given width, as on GitHub.
