@@ -126,7 +126,7 @@ def rules() -> str:
         is_masked = hasattr(entry, "mask_token_id")
         for name, run in entry.rules.items():
             found.setdefault(name, run.rule(*([0] if is_masked else [])))
-    return "\n".join(f"### `{name}`\n\n{_settings(rule)}" for name, rule in found.items())
+    return "\n".join(f"#### `{name}`\n\n{_settings(rule)}" for name, rule in found.items())
 
 
 def _settings(rule: DecodingRule) -> str:
