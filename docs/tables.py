@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule
     from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
+# Measured figures, as tables of this file.
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results.toml"
 # Name of sampling without any parameter.
 PLAIN = "temperature 1, no filters"
 
@@ -207,6 +212,31 @@ def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
     return f"{length}, {layout.summary}"
 
 
+def _read_results() -> dict[str, dict[str, Any]]:
+    """Return the measured figures and, as ``machines``, where they were measured."""
+    with RESULTS.open("rb") as file:
+        return tomllib.load(file)
+
+
+def machines() -> str:
+    """List the machines of the measured figures."""
+    rows = [[name, machine] for name, machine in _read_results()["machines"].items()]
+    return _table(["machine", "what it is"], rows)
+
+
+def measured(name: str) -> str:
+    """Return a table of measured figures, behind a line that says how to measure it again.
+
+    Args:
+        name: Name of the table in ``benchmarks/results.toml``.
+    """
+    result = _read_results()[name]
+    where = f"machine {result['machine']}, {result['load']}"
+    head = f"`{result['command']}` ({result['date']}, commit {result['commit']}; {where})"
+    asked = f". Asked: {result['threshold']}." if result["threshold"] else "."
+    return f"{head}{asked}\n\n" + _table(result["columns"], result["rows"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "replaced": replaced,
     "symbols": symbols,
@@ -214,6 +244,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "published": published,
     "rules": rules,
+    **{name: partial(measured, name) for name in _read_results()},
+    "machines": machines,
 }
 _MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 

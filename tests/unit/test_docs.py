@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from vllm_diffusion.startup.option_table import read_rows
 from vllm_diffusion.startup.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"])
 
 
 def text_of(name: str) -> str:
@@ -81,6 +82,33 @@ def test_tables() -> None:
     }
     for name, words in named.items():
         assert [word for word in sorted(words) if f"`{word}`" not in tables[name]] == [], name
+
+
+@pytest.fixture
+def machine_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands find the files, folders and devices that they name."""
+    for check in ("found", "folder_with"):
+        monkeypatch.setattr(values, check, lambda path, *_: path)
+    monkeypatch.setattr(values, "_DEVICE_NODES", ("null",))
+
+
+@pytest.mark.usefixtures("machine_with_everything")
+def test_results_can_be_measured_again() -> None:
+    """Each table of figures has its commit and machine, and a command whose program is there."""
+    results = tomllib.loads(text_of("benchmarks/results.toml"))
+    places = results.pop("machines")
+    for name, result in results.items():
+        assert result["machine"] in places, name
+        assert re.fullmatch(r"[0-9a-f]{7}", result["commit"]), name
+        assert all(len(row) == len(result["columns"]) for row in result["rows"]), name
+        words = [word for word in shlex.split(result["command"]) if "=" not in word]
+        if words[0] == "vllm-diffusion":
+            build_parser().parse_args(words[1:])
+        elif words[:2] == ["python", "-m"]:
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists(), name
+        else:
+            assert words[0] in ("python", "pytest"), name
+            assert (ROOT / words[-1 if words[0] == "pytest" else 1]).exists(), name
 
 
 def test_settings_are_documented() -> None:
@@ -279,11 +307,9 @@ def test_stock_refuses(told: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_own_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("machine_with_everything")
+def test_own_commands_are_understood(page: Path) -> None:
     """Every ``vllm-diffusion`` command of a page parses, on a machine that has what it names."""
-    for check in ("found", "folder_with"):
-        monkeypatch.setattr(values, check, lambda path, *_: path)
-    monkeypatch.setattr(values, "_DEVICE_NODES", ("null",))
     for command in commands(page.read_text(encoding="utf-8"), "vllm-diffusion"):
         build_parser().parse_args(command)
 
