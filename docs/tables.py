@@ -231,7 +231,7 @@ def measured(name: str) -> str:
         name: Name of the table in ``benchmarks/results.toml``.
     """
     result = _read_results()[name]
-    where = f"machine {result['machine']}, {result['load']}"
+    where = f"machine {result['machine']}; load: {result['load']}"
     head = f"`{result['command']}` ({result['date']}, commit {result['commit']}; {where})"
     asked = f". Asked: {result['threshold']}." if result["threshold"] else "."
     return f"{head}{asked}\n\n" + _table(result["columns"], result["rows"])
