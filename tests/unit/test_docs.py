@@ -185,6 +185,20 @@ def test_links(page: Path) -> None:
     assert missing == []
 
 
+def test_pages_named_by_code() -> None:
+    """Every page that a message, a comment or a docstring names is there."""
+    folders = ("vllm_diffusion", "attention_kernels", "tests", "benchmarks", "examples", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    sources = [path for path in files if path.suffix in (".py", ".toml", ".yaml", ".yml")]
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*sources, ROOT / "pyproject.toml", ROOT / "THIRD_PARTY_NOTICES"]
+        for name in re.findall(r"\bdocs/[\w/-]+\.\w+", path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert sorted(missing) == []
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
