@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -11,10 +10,10 @@ import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from docs.tables import TABLES
 from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.main import build_parser
@@ -49,27 +48,16 @@ def commands(page: str, program: str = "vllm") -> list[list[str]]:
     return found
 
 
-def load_tables() -> ModuleType:
-    """Import docs/tables.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.engine
 def test_tables() -> None:
     """Each table has a page, is whole, and names every option, replacement, family and rule."""
-    module = load_tables()
     shown = [
         name
         for page in PAGES
         for name in re.findall(r"^<!-- table: (\w+) -->$", page.read_text("utf-8"), re.M)
     ]
-    assert sorted(shown) == sorted(module.TABLES)
-    tables = {name: make() for name, make in module.TABLES.items()}
+    assert sorted(shown) == sorted(TABLES)
+    tables = {name: make() for name, make in TABLES.items()}
     for name, table in tables.items():
         for block in re.findall(r"(?:^\|.*\n)+", table, re.M):
             cells = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
@@ -239,6 +227,7 @@ for command in commands:
 """
 REFUSES = """
 import types
+from docs.tables import TABLES
 from tests.support.specs import diffusion_gemma_spec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
