@@ -4,6 +4,7 @@ from attention_kernels.vocab_statistics.api import (
     Impl,
     add_product,
     draw,
+    largest_key,
     largest_logit,
     scaled_logits,
     update_statistics,
@@ -24,7 +25,7 @@ from attention_kernels.vocab_statistics.running import (
     drawn_share,
     least_weight,
 )
-from attention_kernels.vocab_statistics.search import LEAST_KEY, largest_key
+from attention_kernels.vocab_statistics.search import LEAST_KEY
 
 __all__ = [
     "CHUNK",

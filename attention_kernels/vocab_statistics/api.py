@@ -15,6 +15,7 @@ from attention_kernels.vocab_statistics.running import (
     RowDraws,
     RunningStatistics,
 )
+from attention_kernels.vocab_statistics.search import Piece, Weigh, search
 
 Impl = Literal["auto", "reference", "triton"]
 
@@ -178,6 +179,29 @@ def weigh(
     implementation = _implementation(impl, rows)
     weights: Tensor = implementation.weigh(rows, divisor, maximum, pivots, bounds, by_mass)
     return weights
+
+
+def largest_key(
+    weigh: Weigh, wanted: Tensor, maximum: Tensor, active: Tensor, *, impl: Impl = "auto"
+) -> Tensor:
+    """Return the largest key such that the ids at or above it weigh enough.
+
+    Args:
+        weigh: Sweeps over the rows.
+        wanted: [num_rows], int64, at least 1: what is enough.
+        maximum: [num_rows], float32, the largest logit of each row.
+        active: [num_rows], bool: rows that are searched.
+        impl: Implementation, as in :func:`update_statistics`.
+
+    Returns:
+        [num_rows], int64: ``LEAST_KEY`` where even all ids are too few, and in rows that are not
+        active.
+
+    Raises:
+        ValueError: If ``impl`` is wrong.
+    """
+    narrow = _implementation(impl, wanted).narrow
+    return search(weigh, narrow, Piece.below(maximum, active), wanted)
 
 
 def draw(

@@ -12,6 +12,7 @@ from attention_kernels.vocab_statistics.running import (
     RowDraws,
     RunningStatistics,
 )
+from attention_kernels.vocab_statistics.search import Piece
 
 _NOTHING = float("-inf")
 # Ids of kept rows that are in float32 at once.
@@ -117,6 +118,20 @@ def weigh(
             weight *= (share * MASS_SCALE).long()
         ranges.scatter_add_(1, torch.searchsorted(pivots, keys, right=True), weight)
     return ranges.flip(-1).cumsum(-1).flip(-1)[:, 1:]
+
+
+def narrow(piece: Piece, weights: Tensor, wanted: Tensor) -> None:
+    bounds, pivots, settled = piece
+    weights = weights + settled[:, None]
+    # Weights fall as pivots rise: the leading ones are enough.
+    num_enough = (weights >= wanted[:, None]).sum(dim=1, keepdim=True)
+    edges = torch.cat([bounds[:, :1], pivots, bounds[:, 1:]], dim=1)
+    settled.copy_(torch.cat([weights, settled[:, None]], dim=1).gather(1, num_enough)[:, 0])
+    bounds.copy_(edges.gather(1, torch.cat([num_enough, num_enough + 1], dim=1)))
+    low, high = bounds[:, :1], bounds[:, 1:]
+    num_pivots = pivots.shape[1]
+    part = torch.arange(1, num_pivots + 1, device=wanted.device)
+    pivots.copy_(low + (high - low) * part // (num_pivots + 1))
 
 
 def draw(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,34 +23,51 @@ LEAST_KEY = -(2**31)
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
-def largest_key(weigh: Weigh, wanted: Tensor, maximum: Tensor, active: Tensor) -> Tensor:
-    """Return the largest key such that the ids at or above it weigh enough.
+class Piece(NamedTuple):
+    """Piece of the keys that holds each row's threshold; each sweep narrows it in place.
+
+    Attributes:
+        bounds: [num_rows, 2], int64, the first key of the piece and the one behind its last.
+        pivots: [num_rows, NUM_PIVOTS], int64, keys at which the next sweep cuts it, ascending.
+        settled: [num_rows], int64, weight of the ids behind the piece.
+    """
+
+    bounds: Tensor
+    pivots: Tensor
+    settled: Tensor
+
+    @staticmethod
+    def below(maximum: Tensor, active: Tensor) -> Piece:
+        """Return all keys up to the largest; no key in rows that are not active.
+
+        Args:
+            maximum: [num_rows], float32, the largest logit of each row.
+            active: [num_rows], bool.
+        """
+        low = torch.full(maximum.shape, LEAST_KEY, dtype=torch.int64, device=maximum.device)
+        high = torch.where(active, ordered_keys(maximum) + 1, low + 1)
+        part = torch.arange(1, NUM_PIVOTS + 1, device=maximum.device)
+        distances = _REACH * (1 - part / NUM_PIVOTS) ** 2
+        pivots = torch.minimum(ordered_keys(maximum[:, None] - distances), high[:, None])
+        return Piece(torch.stack([low, high], dim=1), pivots, torch.zeros_like(low))
+
+
+# (piece, weights [num_rows, NUM_PIVOTS], wanted [num_rows]): narrows the piece.
+Narrow = Callable[[Piece, Tensor, Tensor], None]
+
+
+def search(weigh: Weigh, narrow: Narrow, piece: Piece, wanted: Tensor) -> Tensor:
+    """Narrow a piece until it is one key.
 
     Args:
         weigh: Sweeps over the rows.
+        narrow: Chooses the part of a piece that holds the threshold.
+        piece: Where the thresholds are.
         wanted: [num_rows], int64, at least 1: what is enough.
-        maximum: [num_rows], float32, the largest logit of each row.
-        active: [num_rows], bool: rows that are searched.
 
     Returns:
-        [num_rows], int64: ``LEAST_KEY`` where even all ids are too few, and in rows that are not
-        active.
+        [num_rows], int64, the keys.
     """
-    ceiling = ordered_keys(maximum) + 1
-    low = torch.full_like(wanted, LEAST_KEY)
-    high = torch.where(active, ceiling, low + 1)
-    # Of the ids at or above ``high``.
-    settled = torch.zeros_like(wanted)
-    part = torch.arange(1, NUM_PIVOTS + 1, device=wanted.device)
-    distances = _REACH * (1 - part / NUM_PIVOTS) ** 2
-    pivots = torch.minimum(ordered_keys(maximum[:, None] - distances), high[:, None])
     for _ in range(1 + _NUM_MORE_SWEEPS):
-        weights = weigh(pivots, torch.stack([low, high], dim=1)) + settled[:, None]
-        # Weights fall as pivots rise: the leading ones are enough.
-        num_enough = (weights >= wanted[:, None]).sum(dim=1, keepdim=True)
-        edges = torch.cat([low[:, None], pivots, high[:, None]], dim=1)
-        settled = torch.cat([weights, settled[:, None]], dim=1).gather(1, num_enough)[:, 0]
-        low = edges.gather(1, num_enough)[:, 0]
-        high = edges.gather(1, num_enough + 1)[:, 0]
-        pivots = low[:, None] + (high - low)[:, None] * part // (NUM_PIVOTS + 1)
-    return low
+        narrow(piece, weigh(piece.pivots, piece.bounds), wanted)
+    return piece.bounds[:, 0]

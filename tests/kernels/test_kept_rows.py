@@ -157,7 +157,7 @@ def test_thresholds_are_exact(impl, vocab, scale, seed):
     wanted = torch.randint(1, vocab + 2, (4,), generator=generator)
     sweep = functools.partial(weigh, logits, divisor, maximum, by_mass=False, impl=impl)
     active = torch.tensor([True, True, True, False])
-    keys = largest_key(sweep, wanted, maximum, active)
+    keys = largest_key(sweep, wanted, maximum, active, impl=impl)
     ordered = ordered_keys(x).sort(dim=1, descending=True)[0]
     expected = ordered.gather(1, (wanted - 1).clamp(max=vocab - 1)[:, None])[:, 0]
     found = active & (wanted <= vocab)

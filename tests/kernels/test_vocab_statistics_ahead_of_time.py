@@ -28,7 +28,7 @@ LOGITS = [
     (torch.float16, 30.0, False),
 ]
 KERNELS = ["update", "skipping update", "plain update", "product", "product of many rows"]
-KERNELS += ["scaled", "largest", "count", "mass", "one mass", "draw"]
+KERNELS += ["scaled", "largest", "count", "mass", "one mass", "narrow", "draw"]
 
 
 def empty(*shape, dtype=torch.float32):
@@ -51,15 +51,16 @@ def row_logits(dtype, softcap, adjusted):
 
 
 def kernels_of(logits):
-    """A product does not depend on caps and adjustments: it is compiled once for each type."""
+    """Products and the search do not depend on caps and adjustments: they are compiled once for each type."""
     is_new = logits.adjustments is None or logits.projected.dtype == torch.float32
-    return [name for name in KERNELS if is_new or not name.startswith("product")]
+    return [name for name in KERNELS if is_new or not name.startswith(("product", "narrow"))]
 
 
 def recorded_launches(logits):
     """Each kernel with its arguments, by name; ``ROWS`` rows."""
     from attention_kernels.vocab_statistics.running import CHUNK, RowDraws, RunningStatistics
-    from attention_kernels.vocab_statistics.triton import add_product, kept_rows, update
+    from attention_kernels.vocab_statistics.search import Piece
+    from attention_kernels.vocab_statistics.triton import add_product, kept_rows, narrow, update
 
     device = torch.device("meta")
     number, integer = empty(ROWS), empty(ROWS, dtype=torch.int32)
@@ -91,6 +92,7 @@ def recorded_launches(logits):
         "count": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, False),
         "mass": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, True),
         "one mass": lambda: kept_rows.weigh(logits, number, number, keys[:, None], bounds, True),
+        "narrow": lambda: narrow(Piece(bounds, pivots, keys), pivots, keys),
         "draw": lambda: kept_rows.draw(logits, number, number, keys, draws),
     }
     launches = []

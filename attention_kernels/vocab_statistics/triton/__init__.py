@@ -6,7 +6,16 @@ from attention_kernels.vocab_statistics.triton.kept_rows import (
     scaled_logits,
     weigh,
 )
+from attention_kernels.vocab_statistics.triton.narrow import narrow
 from attention_kernels.vocab_statistics.triton.product import add_product
 from attention_kernels.vocab_statistics.triton.update import update_statistics
 
-__all__ = ["add_product", "draw", "largest_logit", "scaled_logits", "update_statistics", "weigh"]
+__all__ = [
+    "add_product",
+    "draw",
+    "largest_logit",
+    "narrow",
+    "scaled_logits",
+    "update_statistics",
+    "weigh",
+]
