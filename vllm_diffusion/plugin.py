@@ -74,7 +74,7 @@ def _register_shared() -> Exception | None:
 
         from vllm_diffusion.requests import validation
         from vllm_diffusion.scheduling import engine_seam
-        from vllm_diffusion.startup import early_options, refusals, request_capacity
+        from vllm_diffusion.startup import early_options, refusals
         from vllm_diffusion.startup.attention import register_attention
         from vllm_diffusion.weights.adapters import door
 
@@ -84,7 +84,6 @@ def _register_shared() -> Exception | None:
         door.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         early_options.install([family.architecture for family in FAMILIES], _by_model_type())
-        request_capacity.install()
         engine_seam.ask_for_no_drafts()
         _register_weight_transfer()
     except Exception as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.startup.option_table import refusal
+from vllm_diffusion.startup.request_capacity import note_given_limits
 from vllm_diffusion.startup.unknown_architecture import unknown_architecture
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...
 
 @replaces(
     "vllm.engine.arg_utils:EngineArgs.create_model_config",
-    reason="vLLM would end with a trace over some options before it asks about the model.",
+    reason="Refuses options at which vLLM ends with a trace; notes limits that the operator set.",
     until="verify_and_update_config is called with the arguments, before any option is applied to the model.",
 )
 def _looking(
@@ -77,6 +78,9 @@ def _looking(
             for name, is_set in CONDITIONS.items():
                 if is_set(self, model_config):
                     raise ValueError(refusal(name))
-        return stock(self) if disables_window else model_config
+        if disables_window:
+            model_config = stock(self)
+        note_given_limits(self, model_config)
+        return model_config
 
     return create_model_config

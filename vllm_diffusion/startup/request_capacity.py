@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.startup.host_memory import checkpoint_bytes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -177,28 +177,19 @@ def text_parameters(text_config: Any) -> int:
     return text_config.vocab_size * hidden + len(layers) * per_layer + attention
 
 
-def install() -> None:
-    """Note on diffusion models if the operator set the requests and tokens of a pass.
+def note_given_limits(arguments: EngineArgs, model_config: ModelConfig) -> None:
+    """Note on a diffusion model whether the operator set the requests and the tokens of a pass.
 
-    vLLM replaces ``None`` by a default before any hook sees it. This is safe to call twice.
+    vLLM replaces ``None`` by a default before any hook that is given the whole configuration.
+
+    Args:
+        arguments: vLLM's arguments, without defaults yet.
+        model_config: Configuration of the model, changed in place.
     """
-    _remembering.install()
-
-
-@replaces(
-    "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
-    reason="A default of --max-num-seqs cannot be told from the operator's number afterwards.",
-    until="SchedulerConfig records which of its fields the operator set.",
-)
-def _remembering(stock: Any) -> Any:
-    def remember(self: Any, usage_context: Any, model_config: Any, parallel_config: Any) -> None:
-        if model_config.is_diffusion:
-            model_config.max_num_seqs_is_set = self.max_num_seqs is not None
-            is_set = self.max_num_batched_tokens is not None
-            model_config.max_num_batched_tokens_is_set = is_set
-        stock(self, usage_context, model_config, parallel_config)
-
-    return remember
+    if model_config.is_diffusion:
+        model_config.max_num_seqs_is_set = arguments.max_num_seqs is not None
+        is_set = arguments.max_num_batched_tokens is not None
+        model_config.max_num_batched_tokens_is_set = is_set
 
 
 def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
