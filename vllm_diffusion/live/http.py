@@ -12,14 +12,21 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.exceptions import VLLMValidationError
+
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.inbox import Inbox
 from vllm_diffusion.live.parsed import ParsedAnswers
 from vllm_diffusion.live.watch import items_of
 from vllm_diffusion.requests.params import parse_shown
-from vllm_diffusion.requests.refused_streams import ending_with_refusals
+from vllm_diffusion.requests.refused_streams import ending_with_refusal
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -27,99 +34,15 @@ _WHERE_TRACES_ARE = (
 )
 
 
-def install() -> None:
-    """Send frames on the two endpoints that stream completions. Safe to call twice."""
-    _reading_diffusing.install()
-    _chat_with_frames.install()
-    _completion_with_frames.install()
-    _chat_with_step_maps.install()
-    _completion_with_step_maps.install()
-    _refusing_responses.install()
-    _refusing_others.install()
+class ChatWithFrames(OpenAIServingChat):
+    """``/v1/chat/completions``: frames in its streams, step maps and traces in its whole answers."""
 
-
-@replaces(
-    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
-    reason="Refuses frames, which it cannot send, and ends a stream that is refused with an event.",
-    until="Requests are checked before a stream's first event, and a plugin may check an endpoint's requests.",
-)
-def _refusing_responses(stock: Any) -> Any:
-    # Where a stream has begun, a refusal comes too late for its status.
-    return ending_with_refusals(_without_frames(stock))
-
-
-@replaces(
-    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.create_messages",
-    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
-    reason="Refuses frames, which these endpoints cannot send.",
-    until="A plugin may check an endpoint's requests.",
-)
-def _refusing_others(stock: Any) -> Any:
-    return _without_frames(stock)
-
-
-def _without_frames(stock: Any) -> Any:
-    from vllm.exceptions import VLLMValidationError
-
-    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        unknown = request.model_extra or {}
-        # A batch has no such field of its own.
-        xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
-        asked = {"diffusing": unknown.get("diffusing")}
-        if isinstance(xargs, dict):
-            asked["diffusion_frames"] = xargs.get("diffusion_frames")
-        for field, value in asked.items():
-            if value:
-                raise VLLMValidationError(
-                    f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=value
-                )
-        if isinstance(xargs, dict) and xargs.get(TRACE):
-            raise VLLMValidationError(
-                f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=xargs[TRACE]
-            )
-        return await stock(self, request, *args, **kwargs)
-
-    return create
-
-
-@replaces(
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
-    reason="Reads the field diffusing, which asks for frames.",
-    until="A plugin may add fields to the protocol.",
-)
-def _reading_diffusing(stock: Any) -> Any:
-    from vllm.exceptions import VLLMValidationError
-
-    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        diffusing = (self.model_extra or {}).get("diffusing")
-        if diffusing not in (None, True, False):
-            raise VLLMValidationError(
-                f"diffusing={diffusing!r} must be true or false.",
-                parameter="diffusing",
-                value=diffusing,
-            )
-        if diffusing:
-            self.vllm_xargs = {"diffusion_frames": 1, **(self.vllm_xargs or {})}
-        if self.stream and (self.vllm_xargs or {}).get(TRACE):
-            raise VLLMValidationError(
-                f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=self.vllm_xargs[TRACE]
-            )
-        return stock(self, *args, **kwargs)
-
-    return to_sampling_params
-
-
-@replaces(
-    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-    reason="Sends frames between the chunks of a chat's stream.",
-    until="A plugin may send events of its own in a stream.",
-)
-def _chat_with_frames(stock: Any) -> Any:
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        _read_diffusing(request)
+        return await super().create_chat_completion(request, raw_request)
 
     def chat_completion_stream_generator(
-        self: Any,
+        self,
         request: Any,
         result_generator: Any,
         request_id: str,
@@ -130,13 +53,14 @@ def _chat_with_frames(stock: Any) -> Any:
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_token_counts: dict[str, int] | None = None,
     ) -> AsyncGenerator[str, None]:
+        stock = super().chat_completion_stream_generator
+
         def stream(outputs: Any) -> AsyncGenerator[str, None]:
             about = (conversation, tokenizer, request_metadata, chat_template_kwargs)
-            return stock(self, request, outputs, request_id, model_name, *about, mm_token_counts)
+            return stock(request, outputs, request_id, model_name, *about, mm_token_counts)
 
         shown = parse_shown(request.vllm_xargs)
-        # Others are made of its stream, in formats that have no frames.
-        if type(self) is not OpenAIServingChat or not shown:
+        if not shown:
             return stream(result_generator)
         head = {"id": request_id, "object": "chat.completion.chunk", "model": model_name}
         inbox, parsed = Inbox([request_id]), None
@@ -145,17 +69,26 @@ def _chat_with_frames(stock: Any) -> Any:
         chunks = _Chunks(head, {"delta": {}}, request.n or 1, inbox, parsed)
         return _with_events(stream, result_generator, chunks)
 
-    return chat_completion_stream_generator
+    async def chat_completion_full_generator(
+        self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        last: list[Any] = []
+        outputs = _noting(result_generator, last)
+        response = await super().chat_completion_full_generator(request, outputs, *args, **kwargs)
+        if last:
+            _add_step_maps(response, last[0].outputs)
+        return response
 
 
-@replaces(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-    reason="Sends frames between the chunks of a completion's stream.",
-    until="A plugin may send events of its own in a stream.",
-)
-def _completion_with_frames(stock: Any) -> Any:
+class CompletionsWithFrames(OpenAIServingCompletion):
+    """``/v1/completions``: frames in its streams, step maps and traces in its whole answers."""
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+        _read_diffusing(request)
+        return await super().create_completion(request, raw_request)
+
     def completion_stream_generator(
-        self: Any,
+        self,
         request: Any,
         engine_inputs: Any,
         result_generator: Any,
@@ -165,6 +98,7 @@ def _completion_with_frames(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
+        stock = super().completion_stream_generator
         request_ids = [f"{request_id}-{i}" for i in range(len(engine_inputs))]
 
         async def numbered(outputs: AsyncIterator[Any]) -> AsyncGenerator[tuple[int, Any], None]:
@@ -172,8 +106,8 @@ def _completion_with_frames(stock: Any) -> Any:
                 yield request_ids.index(output.request_id), output
 
         def stream(outputs: Any) -> AsyncGenerator[str, None]:
-            before, after = (self, request, engine_inputs), (request_id, created_time, model_name)
-            return stock(*before, outputs, *after, *args, **kwargs)
+            after = (request_id, created_time, model_name)
+            return stock(request, engine_inputs, outputs, *after, *args, **kwargs)
 
         if not parse_shown(request.vllm_xargs):
             return stream(result_generator)
@@ -181,7 +115,121 @@ def _completion_with_frames(stock: Any) -> Any:
         chunks = _Chunks(head, {"text": ""}, request.n or 1, Inbox(request_ids))
         return _with_events(lambda outputs: stream(numbered(outputs)), result_generator, chunks)
 
-    return completion_stream_generator
+    def request_output_to_completion_response(
+        self, final_res_batch: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
+        _add_step_maps(response, [output for res in final_res_batch for output in res.outputs])
+        return response
+
+
+class ChatBatchWithoutFrames(OpenAIServingChatBatch):
+    """``/v1/chat/completions/batch``, which cannot send frames."""
+
+    async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        _refuse_frames(request)
+        return await super().create_batch_chat_completion(request, raw_request)
+
+
+class MessagesWithoutFrames(AnthropicServingMessages):
+    """``/v1/messages``, which cannot send frames."""
+
+    async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
+        _refuse_frames(request)
+        return await super().create_messages(request, raw_request)
+
+
+class ResponsesWithoutFrames(OpenAIServingResponses):
+    """``/v1/responses``, which cannot send frames; a stream that is refused ends with an event."""
+
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        _refuse_frames(request)
+        response = await super().create_responses(request, raw_request)
+        # Where a stream has begun, a refusal comes too late for its status.
+        return ending_with_refusal(response) if isinstance(response, AsyncGenerator) else response
+
+
+class RenderingFrames(ServingRender):
+    """Endpoints that make engine inputs of chats and completions; they read ``diffusing`` as well."""
+
+    async def render_chat_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _read_diffusing(request)
+        return await super().render_chat_request(request, *args, **kwargs)
+
+    async def render_completion_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _read_diffusing(request)
+        return await super().render_completion_request(request, *args, **kwargs)
+
+
+# By name in the state of vLLM's server.
+ENDPOINTS: dict[str, type] = {
+    "serving_render": RenderingFrames,
+    "openai_serving_chat": ChatWithFrames,
+    "openai_serving_completion": CompletionsWithFrames,
+    "openai_serving_chat_batch": ChatBatchWithoutFrames,
+    "anthropic_serving_messages": MessagesWithoutFrames,
+    "openai_serving_responses": ResponsesWithoutFrames,
+}
+
+
+def _read_diffusing(request: Any) -> None:
+    """Ask for the frames of a request whose field ``diffusing`` is true.
+
+    Args:
+        request: A chat's or a completion's, whose ``vllm_xargs`` are set in place.
+
+    Raises:
+        VLLMValidationError: If the field is neither true nor false, or a stream asks for a trace.
+    """
+    diffusing = (request.model_extra or {}).get("diffusing")
+    if diffusing not in (None, True, False):
+        raise VLLMValidationError(
+            f"diffusing={diffusing!r} must be true or false.",
+            parameter="diffusing",
+            value=diffusing,
+        )
+    if diffusing:
+        request.vllm_xargs = {"diffusion_frames": 1, **(request.vllm_xargs or {})}
+    if request.stream and (request.vllm_xargs or {}).get(TRACE):
+        raise VLLMValidationError(
+            f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=request.vllm_xargs[TRACE]
+        )
+
+
+def _refuse_frames(request: Any) -> None:
+    """Refuse a request that asks for frames or traces where none can be sent.
+
+    Raises:
+        VLLMValidationError: Naming the field.
+    """
+    unknown = request.model_extra or {}
+    # A batch has no such field of its own.
+    xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
+    asked = {"diffusing": unknown.get("diffusing")}
+    if isinstance(xargs, dict):
+        asked["diffusion_frames"] = xargs.get("diffusion_frames")
+    for field, value in asked.items():
+        if value:
+            raise VLLMValidationError(f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=value)
+    if isinstance(xargs, dict) and xargs.get(TRACE):
+        raise VLLMValidationError(
+            f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=xargs[TRACE]
+        )
+
+
+async def _noting(outputs: AsyncIterator[Any], last: list[Any]) -> AsyncGenerator[Any, None]:
+    async for output in outputs:
+        last[:] = [output]
+        yield output
+
+
+def _add_step_maps(response: Any, completions: list[Any]) -> None:
+    """Say in each choice which steps decided its tokens, and from what, where that was asked for."""
+    for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
+        if hasattr(completion, STEP_MAP):
+            setattr(choice, STEP_MAP, list(getattr(completion, STEP_MAP)))
+        if hasattr(completion, TRACE):
+            setattr(choice, TRACE, getattr(completion, TRACE))
 
 
 async def _with_events(
@@ -294,52 +342,3 @@ def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
         "kept": event.kept,
         "entropy": None if event.entropy is None else [round(e, 4) for e in event.entropy],
     }
-
-
-@replaces(
-    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    reason="Adds step maps and traces to the choices of a whole chat answer.",
-    until="A plugin may add fields to a choice.",
-)
-def _chat_with_step_maps(stock: Any) -> Any:
-    async def chat_completion_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        last: list[Any] = []
-        response = await stock(self, request, _noting(result_generator, last), *args, **kwargs)
-        if last:
-            _add_step_maps(response, last[0].outputs)
-        return response
-
-    return chat_completion_full_generator
-
-
-async def _noting(outputs: AsyncIterator[Any], last: list[Any]) -> AsyncGenerator[Any, None]:
-    async for output in outputs:
-        last[:] = [output]
-        yield output
-
-
-@replaces(
-    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-    reason="Adds step maps and traces to the choices of a whole completion.",
-    until="A plugin may add fields to a choice.",
-)
-def _completion_with_step_maps(stock: Any) -> Any:
-    def request_output_to_completion_response(
-        self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        response = stock(self, final_res_batch, *args, **kwargs)
-        _add_step_maps(response, [output for res in final_res_batch for output in res.outputs])
-        return response
-
-    return request_output_to_completion_response
-
-
-def _add_step_maps(response: Any, completions: list[Any]) -> None:
-    """Say in each choice which steps decided its tokens, and from what, where that was asked for."""
-    for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
-        if hasattr(completion, STEP_MAP):
-            setattr(choice, STEP_MAP, list(getattr(completion, STEP_MAP)))
-        if hasattr(completion, TRACE):
-            setattr(choice, TRACE, getattr(completion, TRACE))

@@ -63,21 +63,12 @@ def install() -> None:
             logger.addFilter(OneLineRefusals())
 
 
-def ending_with_refusals(create: Any) -> Any:
-    """A function that makes a response of ``/v1/responses``, whose stream ends with a refusal's event.
+async def ending_with_refusal(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the events of a stream of ``/v1/responses``, and the event of a refusal that ends it.
 
     Args:
-        create: vLLM's, which returns a response or an asynchronous generator of events.
+        events: vLLM's events.
     """
-
-    async def create_responses(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        response = await create(self, request, *args, **kwargs)
-        return _ending_with_refusal(response) if isinstance(response, AsyncGenerator) else response
-
-    return create_responses
-
-
-async def _ending_with_refusal(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     from openai.types.responses import ResponseErrorEvent
     from vllm.exceptions import VLLMClientError
 

@@ -1,15 +1,13 @@
 """Refusal of LoRA adapters in the API process, before the engine loads them.
 
-At the start, the adapters of ``--lora-modules`` are checked; while a server runs, adapters that a
-client asks it to load, and requests for one whose files have changed since: a worker that cannot
-load it in the middle of a batch would end the engine.
+At the start, the adapters of ``--lora-modules`` are checked; while a server runs, requests for an
+adapter whose files have changed since: a worker that cannot load it in the middle of a batch would end
+the engine. :mod:`vllm_diffusion.weights.adapters.loading` checks what clients ask a server to load.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from http import HTTPStatus
 from typing import Any
 
 from vllm_diffusion.hooks.replacement import replaces
@@ -66,48 +64,8 @@ def check_command_line(rules: AdapterRules) -> None:
 
 
 def install() -> None:
-    """Put our checks in front of vLLM's, where a model has rules. Safe to call twice."""
-    _checked_before_loading.install()
+    """Check the adapter of a request, where a model has rules. Safe to call twice."""
     _checked_before_queueing.install()
-
-
-@replaces(
-    "vllm.entrypoints.openai.models.serving:OpenAIServingModels._check_load_lora_adapter_request",
-    reason="Refuses an adapter that does not fit before an engine is asked, which it would end.",
-    until="A LoRAResolver is asked about adapters that a client loads by path too.",
-)
-def _checked_before_loading(stock: Any) -> Any:
-    from vllm.entrypoints.serve import create_error_response
-
-    async def check(self: Any, request: Any) -> Any:
-        refusal = await stock(self, request)
-        rules: AdapterRules | None = getattr(self.model_config, "adapter_rules", None)
-        if refusal is not None or rules is None:
-            return refusal
-        at_start = {lora.name for lora in self.static_lora_modules or ()}
-        num_servers = self.engine_client.vllm_config.parallel_config._api_process_count
-        problem = None
-        if num_servers > 1 and request.lora_name not in at_start:
-            problem = (
-                "cannot be loaded by one of several API servers, since the others would not know it; "
-                "name it in --lora-modules, or start with --api-server-count 1."
-            )
-        else:
-            try:
-                # A repository may have to be fetched.
-                await asyncio.to_thread(rules.check_loading, request.lora_name, request.lora_path)
-            except ValueError as error:
-                problem = str(error)
-        if problem is None:
-            return None
-        return create_error_response(
-            message=f"lora_path {problem}",
-            err_type="BadRequestError",
-            status_code=HTTPStatus.BAD_REQUEST,
-            param="lora_path",
-        )
-
-    return check
 
 
 @replaces(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from vllm_diffusion.weights.adapters import door
-from vllm_diffusion.weights.adapters.door import _checked_before_loading, _checked_before_queueing
+from vllm_diffusion.weights.adapters.door import _checked_before_queueing
 
 pytestmark = pytest.mark.engine
 
@@ -35,11 +36,17 @@ def served(num_servers: int = 1, rules: Any = None, at_start: tuple[str, ...] = 
 
 
 def load(models: Any, path: str, *, stock: Any = None) -> Any:
-    async def stock_check(self: Any, request: Any) -> Any:
-        return stock
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
+    from vllm_diffusion.weights.adapters.loading import CheckedModels
+
+    checked = CheckedModels.__new__(CheckedModels)
+    vars(checked).update(vars(models))
     request = SimpleNamespace(lora_name="poet", lora_path=path)
-    return asyncio.run(_checked_before_loading.make(stock_check)(models, request))
+    with mock.patch.object(
+        OpenAIServingModels, "_check_load_lora_adapter_request", mock.AsyncMock(return_value=stock)
+    ):
+        return asyncio.run(checked._check_load_lora_adapter_request(request))
 
 
 def test_loading() -> None:
