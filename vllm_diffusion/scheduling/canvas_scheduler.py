@@ -44,6 +44,7 @@ from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.weights.adapters.adapter_load import AdapterLoad
 from vllm_diffusion.weights.served_weights import why_refused
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
@@ -117,6 +118,8 @@ class CanvasScheduling(Scheduler):
             # The one canvas that is read may begin with the end of the prompt.
             num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_read)
+        if request.lora_request is not None:
+            request.lora_request = AdapterLoad.of(request.lora_request)
         problem = self._transfer.prepare(request)
         super().add_request(request)
         if problem:

@@ -39,38 +39,6 @@ def install() -> None:
     The runner makes a manager after the model.
     """
     _checking_where_there_are_rules.install()
-    # The runner collects a pass's adapters in a set. Where one was unloaded and loaded again while requests
-    # ran, two of one name are in a pass: vLLM takes them for one, and rows of the other have none.
-    _equal_by_load.install()
-    _hashed_by_load.install()
-
-
-@replaces(
-    "vllm.lora.request:LoRARequest.__eq__",
-    reason="Two loads of one name are two adapters, in the workers of a diffusion model.",
-    until="LoRARequest compares lora_int_id too.",
-)
-def _equal_by_load(stock: Any) -> Any:
-    def is_same_adapter(self: LoRARequest, other: object) -> bool:
-        return isinstance(other, LoRARequest) and _identity(self) == _identity(other)
-
-    return is_same_adapter
-
-
-@replaces(
-    "vllm.lora.request:LoRARequest.__hash__",
-    reason="Two loads of one name are two adapters, in the workers of a diffusion model.",
-    until="LoRARequest compares lora_int_id too.",
-)
-def _hashed_by_load(stock: Any) -> Any:
-    def adapter_hash(self: LoRARequest) -> int:
-        return hash(_identity(self))
-
-    return adapter_hash
-
-
-def _identity(adapter: LoRARequest) -> tuple[str, int]:
-    return adapter.lora_name, adapter.lora_int_id
 
 
 @replaces(
