@@ -23,8 +23,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.startup.environment import environment_flags
 
-# Attribute of a finished output that holds its metrics.
-METRICS = "diffusion_metrics"
+# Attribute of an output that holds what was reported of its answer.
+ANSWER = "diffusion_answer"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
     Args:
         completion: One of ``RequestOutput.outputs``.
     """
-    return getattr(completion, METRICS, None)
+    answer = getattr(completion, ANSWER, None)
+    return None if answer is None or completion.finish_reason is None else answer.metrics
 
 
 @dataclass

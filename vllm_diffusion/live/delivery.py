@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import RequestState
+
 from vllm_diffusion.canvas.report import RequestReport
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
-from vllm_diffusion.metrics import METRICS, metrics_of_passes
+from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
 from vllm_diffusion.requests.engine_message import check_decodable
 from vllm_diffusion.requests.params import Shown, parse_shown
 
-# Under which a finished output holds the steps that decided its tokens.
+# Attribute of an output that holds the steps which decided its tokens.
 STEP_MAP = "diffusion_step_map"
-# Under which it holds what each step of each canvas began from.
+# Attribute of an output that holds what each step of each canvas began from.
 TRACE = "diffusion_trace"
 # What is said of frames that were asked for elsewhere, behind the field's name.
 WHERE_FRAMES_ARE = (
@@ -27,59 +31,108 @@ def install() -> None:
     """Take reports out of the engine's outputs before vLLM sees them. Safe to call twice."""
     _with_inbox.install()
     _taking_reports.install()
-    _with_what_was_told.install()
-    _keeping_what_was_told.install()
 
 
-class _Told:
-    """State of the reports that a request of this process has received so far."""
+class ReportedAnswer:
+    """Reports of one answer, which all of vLLM's outputs of the answer share.
 
-    def __init__(self, shown: Shown, inbox: Inbox | None, prompt_index: int) -> None:
-        self.shown = shown
-        self.inbox = inbox
-        self.prompt_index = prompt_index
-        self.num_canvases = 0
+    vLLM merges outputs that wait for their reader into the first of them, so that each one leads here.
+
+    Attributes:
+        steps: The step of each committed token.
+        trace: For each canvas, what its steps began from.
+        metrics: Metrics of the finished answer; ``None`` before.
+    """
+
+    def __init__(self) -> None:
         self.steps: list[int] = []
         self.trace: list[list[list[int]]] = []
-        self.passes: list[int] = []
+        self.metrics: DiffusionRequestMetrics | None = None
+        self._passes: list[int] = []
 
-    def take(self, report: RequestReport, output: Any, state: Any) -> None:
+    def take(self, report: RequestReport) -> None:
+        """Keep what a report adds to the answer."""
+        self.steps += report.step_map
+        self._passes += report.passes
+        if report.trace:
+            self.trace.append(report.trace)
+
+    def finish(self, num_tokens: int) -> None:
+        """Compute the metrics, and forget the steps of tokens that are no part of the answer.
+
+        Args:
+            num_tokens: Tokens of the answer.
+        """
+        del self.steps[num_tokens:]
+        if self._passes:
+            self.metrics = metrics_of_passes(self._passes)
+
+
+class ReportedState(RequestState):
+    """vLLM's state of a request in the API process, with what the engine reports of the request."""
+
+    queue: Any
+
+    def __init__(
+        self, state: RequestState, shown: Shown, inbox: Inbox | None, prompt_index: int
+    ) -> None:
+        """Take over the state that vLLM made of a request.
+
+        Args:
+            state: vLLM's, before the request's first output.
+            shown: Reports that the request asks for.
+            inbox: Inbox of the call; ``None`` if nobody watches it.
+            prompt_index: Place of the request's prompt in the call.
+        """
+        self.__dict__.update(vars(state))
+        if inbox is not None and self.queue is not None:
+            self.queue = OrderedQueue(self.queue, inbox)
+        self._shown = shown
+        self._inbox = inbox
+        self._prompt_index = prompt_index
+        self._num_canvases = 0
+        self._answer = ReportedAnswer()
+
+    def take(self, report: RequestReport, output: Any) -> None:
         """Keep a report, or hand it on.
 
         Args:
             report: The request's.
             output: vLLM's ``EngineCoreOutput``, with the tokens that come with the report.
-            state: vLLM's, before it takes them.
         """
-        self.steps += report.step_map
-        self.passes += report.passes
-        if report.trace:
-            self.trace.append(report.trace)
-        if self.inbox is None:
+        self._answer.take(report)
+        if self._inbox is None:
             return
         for reported in report.frames:
-            fields = self.shown.frame_fields
-            self.inbox.put(frame_of(reported, fields, state, self.prompt_index))
+            fields = self._shown.frame_fields
+            self._inbox.put(frame_of(reported, fields, self, self._prompt_index))
         if report.step_map:
-            from vllm.v1.engine import FinishReason
-
             is_stopped = output.finish_reason == FinishReason.STOP
-            addition = added_by(state.detokenizer, output.new_token_ids, is_stopped)
-            self.inbox.put(
+            addition = added_by(self.detokenizer, output.new_token_ids, is_stopped)
+            self._inbox.put(
                 CanvasStepMap(
-                    index=state.request_index,
-                    prompt_index=self.prompt_index,
-                    block=self.num_canvases,
+                    index=self.request_index,
+                    prompt_index=self._prompt_index,
+                    block=self._num_canvases,
                     steps=tuple(report.step_map[: addition.num_tokens]),
                 )
             )
-            self.num_canvases += 1
-        if isinstance(state.queue, OrderedQueue):
-            state.queue.wake()
+            self._num_canvases += 1
+        if isinstance(self.queue, OrderedQueue):
+            self.queue.wake()
 
-
-# Of a request's state, which is vLLM's and lives as long as the request.
-_TOLD = "_vllm_diffusion_told"
+    def _new_completion_output(
+        self, token_ids: list[int], finish_reason: Any, stop_reason: Any
+    ) -> Any:
+        output = super()._new_completion_output(token_ids, finish_reason, stop_reason)
+        if finish_reason is not None:
+            self._answer.finish(self.detokenizer.num_output_tokens())
+        setattr(output, ANSWER, self._answer)
+        if self._shown.step_map:
+            setattr(output, STEP_MAP, self._answer.steps)
+        if self._shown.trace:
+            setattr(output, TRACE, self._answer.trace)
+        return output
 
 
 @replaces(
@@ -88,8 +141,6 @@ _TOLD = "_vllm_diffusion_told"
     until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
 )
 def _with_inbox(stock: Any) -> Any:
-    from vllm.exceptions import VLLMValidationError
-
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
         if params is not None:
@@ -117,9 +168,10 @@ def _with_inbox(stock: Any) -> Any:
             inbox.prompts[prompt_index] = request.prompt_token_ids or []
         stock(self, request, *args, **kwargs)
         state = self.request_states[request.request_id]
-        if inbox is not None and state.queue is not None:
-            state.queue = OrderedQueue(state.queue, inbox)
-        setattr(state, _TOLD, _Told(shown, inbox, prompt_index))
+        # Further input of a request that streams its prompt finds the state there.
+        if not isinstance(state, ReportedState):
+            state = ReportedState(state, shown, inbox, prompt_index)
+            self.request_states[request.request_id] = state
 
     return add_request
 
@@ -138,49 +190,10 @@ def _taking_reports(stock: Any) -> Any:
             report, output.routed_experts = output.routed_experts, None
             state = self.request_states.get(output.request_id)
             if report is not None and state is not None:
-                getattr(state, _TOLD).take(RequestReport.decode(report), output, state)
+                state.take(RequestReport.decode(report), output)
             # vLLM has none in which nothing happened: it is a report alone.
             if report is None or output.new_token_ids or output.finish_reason is not None:
                 of_vllm.append(output)
         return stock(self, of_vllm, *args, **kwargs)
 
     return process_outputs
-
-
-@replaces(
-    "vllm.v1.engine.output_processor:RequestState._new_completion_output",
-    reason="Hangs the step map, the trace and the counters on a finished answer.",
-    until="CompletionOutput has a field for a plugin's payload.",
-)
-def _with_what_was_told(stock: Any) -> Any:
-    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, *args: Any) -> Any:
-        output = stock(self, token_ids, finish_reason, *args)
-        told: _Told | None = getattr(self, _TOLD, None)
-        if told is not None and finish_reason is not None:
-            if told.passes:
-                setattr(output, METRICS, metrics_of_passes(told.passes))
-            if told.shown.step_map:
-                num_tokens = self.detokenizer.num_output_tokens()
-                setattr(output, STEP_MAP, tuple(told.steps[:num_tokens]))
-            if told.shown.trace:
-                setattr(output, TRACE, told.trace)
-        return output
-
-    return new_completion_output
-
-
-@replaces(
-    "vllm.outputs:RequestOutput.add",
-    reason="Keeps them where outputs that wait are merged.",
-    until="CompletionOutput has a field for a plugin's payload.",
-)
-def _keeping_what_was_told(stock: Any) -> Any:
-    def add(self: Any, next_output: Any, aggregate: bool) -> None:
-        stock(self, next_output, aggregate)
-        mine = {completion.index: completion for completion in self.outputs}
-        for completion in next_output.outputs:
-            for name in (METRICS, STEP_MAP, TRACE):
-                if hasattr(completion, name):
-                    setattr(mine[completion.index], name, getattr(completion, name))
-
-    return add
