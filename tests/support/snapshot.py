@@ -30,8 +30,7 @@ def tables() -> dict[str, Any]:
 
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import input_processor
+    from vllm.v1.engine.input_processor import InputProcessor
 
     models = {name: _model_name(entry) for name, entry in ModelRegistry.models.items()}
     hooks = {name: _name(hook) for name, hook in MODELS_CONFIG_MAP.items()}
@@ -39,10 +38,7 @@ def tables() -> dict[str, Any]:
         "platform": _name(type(current_platform)),
         "model": models.get(ARCHITECTURE),
         "config_hook": hooks.get(ARCHITECTURE),
-        "validation": [
-            _name(SamplingParams._validate_diffusion),
-            _name(input_processor.validate_diffusion_sampling_params),
-        ],
+        "validation": [_name(InputProcessor._validate_params)],
         "other_models": {name: value for name, value in models.items() if name not in OURS},
         "other_config_hooks": {name: value for name, value in hooks.items() if name not in OURS},
     }
@@ -76,10 +72,12 @@ def resolved(folder: str) -> dict[str, Any]:
 def _refusal(params: Any, config: Any) -> str | None:
     from vllm.sampling_params import StructuredOutputsParams
 
+    from tests.support.admission import validate
+
     if isinstance(params.structured_outputs, dict):
         params.structured_outputs = StructuredOutputsParams(**params.structured_outputs)
     try:
-        params.verify(config.model_config, None, config.structured_outputs_config, None)
+        validate(params, config.model_config, config.structured_outputs_config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

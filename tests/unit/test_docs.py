@@ -228,15 +228,17 @@ for command in commands:
 REFUSES = """
 import types
 from docs.tables import TABLES
+from tests.support.admission import validate
 from tests.support.specs import diffusion_gemma_spec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm_diffusion.requests import validation
-model = types.SimpleNamespace(is_diffusion=True, get_vocab_size=lambda: 316)
+model = types.SimpleNamespace(is_diffusion=True, get_vocab_size=lambda: 316, max_logprobs=20)
+model.return_sampling_mask = model.enable_trace_replay = False
 model.canvas_spec = diffusion_gemma_spec(32)
 def refused(**params):
     try:
-        SamplingParams(**params)._validate_diffusion(model)
+        validate(SamplingParams(**params), model)
     except VLLMValidationError:
         return True
     return False

@@ -39,14 +39,11 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's tables as they are, put back after the test."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models import config as models_config
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import input_processor
+    from vllm.v1.engine.input_processor import InputProcessor
 
     monkeypatch.setattr(models_config, "MODELS_CONFIG_MAP", dict(models_config.MODELS_CONFIG_MAP))
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    monkeypatch.setattr(SamplingParams, "_validate_diffusion", SamplingParams._validate_diffusion)
-    name = "validate_diffusion_sampling_params"
-    monkeypatch.setattr(input_processor, name, getattr(input_processor, name))
+    monkeypatch.setattr(InputProcessor, "_validate_params", InputProcessor._validate_params)
     monkeypatch.setattr(DiffusionGemmaEngineConfig, "registration_failure", None)
     return monkeypatch
 
@@ -55,20 +52,17 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
     """The second registration changes nothing."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import input_processor
+    from vllm.v1.engine.input_processor import InputProcessor
 
+    checks = set()
     for _ in range(2):
         plugin.register()
         assert MODELS_CONFIG_MAP[ARCHITECTURE] is DiffusionGemmaEngineConfig
         entry = ModelRegistry.models[ARCHITECTURE]
         assert entry.module_name == "vllm_diffusion.families.diffusion_gemma.model"
-        assert SamplingParams._validate_diffusion is validation.validate_sampling_params
-        assert (
-            input_processor.validate_diffusion_sampling_params
-            is validation._checked_with_the_sampling_params
-        )
+        checks.add(InputProcessor._validate_params)
         assert DiffusionGemmaEngineConfig.registration_failure is None
+    assert [check.__module__ for check in checks] == [validation.__name__]
 
 
 def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
@@ -133,12 +127,8 @@ def _without_module(name: str) -> Any:
         ),
         pytest.param(_without_module("vllm.model_executor.models"), id="no model registry"),
         pytest.param(
-            _without_attribute("vllm.sampling_params.SamplingParams._validate_diffusion"),
-            id="no diffusion validation",
-        ),
-        pytest.param(
-            _without_attribute("vllm.v1.engine.input_processor.validate_diffusion_sampling_params"),
-            id="no validation of diffusion arguments",
+            _without_attribute("vllm.v1.engine.input_processor.InputProcessor._validate_params"),
+            id="no validation of requests",
         ),
     ],
 )
@@ -157,10 +147,10 @@ def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
     """What could not be registered is said when a diffusion checkpoint is configured."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    tables.delattr("vllm.sampling_params.SamplingParams._validate_diffusion")
+    tables.delattr("vllm.v1.engine.input_processor.InputProcessor._validate_params")
     plugin.register()
     tables.setattr(upstream, "problem", lambda: None)
-    with pytest.raises(ValueError, match="could not register.*_validate_diffusion.*pip install"):
+    with pytest.raises(ValueError, match="could not register.*_validate_params.*pip install"):
         MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
 
 

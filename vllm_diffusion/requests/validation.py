@@ -6,6 +6,7 @@ it cannot honour is a 400 that names the field.
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -27,65 +28,68 @@ _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penal
 
 def install() -> None:
     """Put our checks in place of vLLM's, for diffusion models only. Safe to call twice."""
-    _sampling_of_canvases.install()
-    _constraints_of_canvases.install()
-    _checked_already.install()
+    _checking_canvases.install()
 
 
 @replaces(
-    "vllm.sampling_params:SamplingParams._validate_diffusion",
-    reason="Stock refuses temperature, seed and min_p, which our sampler honours.",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params",
+    reason="Stock refuses temperature, seed, min_p and every constraint, which our sampler honours.",
     until="A model's configuration may name the sampling parameters that its sampler honours.",
 )
-def _sampling_of_canvases(stock: Any) -> Any:
-    return validate_sampling_params
+def _checking_canvases(stock: Any) -> Any:
+    from vllm.sampling_params import SamplingParams
+
+    def validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+        """Stock's checks, with ours in place of those that only diffusion models have."""
+        model_config = self.model_config
+        if not model_config.is_diffusion or not isinstance(params, SamplingParams):
+            return stock(self, params, supported_tasks)
+        unaware = copy.copy(self)
+        unaware.model_config = _NotDiffusion(model_config)
+        # Constraints are checked below.
+        unaware.structured_outputs_config = None
+        # First, so that ours read numbers and token ids of the vocabulary.
+        params.verify(unaware.model_config, self.speculative_config, None, self.tokenizer)
+        validate_sampling_params(params, model_config)
+        if params.structured_outputs is not None:
+            _validate_constraint(
+                params, unaware.model_config, self.structured_outputs_config, self.tokenizer
+            )
+        return stock(unaware, params, supported_tasks)
+
+    return validate_params
 
 
-@replaces(
-    "vllm.v1.engine.input_processor:validate_diffusion_sampling_params",
-    reason="Follows the check of sampling parameters, knows less of the model, and refuses more.",
-    until="A model's configuration may name the sampling parameters that its sampler honours.",
-)
-def _checked_already(stock: Any) -> Any:
-    return _checked_with_the_sampling_params
+def _validate_constraint(
+    params: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+) -> None:
+    """Check a constraint as vLLM does for other models, and name the field of a refusal.
 
+    Args:
+        params: ``SamplingParams`` with a constraint.
+        model_config: vLLM's ``ModelConfig``, which does not say that it is of a diffusion model.
+        structured_outputs_config: vLLM's.
+        tokenizer: The model's.
 
-def _checked_with_the_sampling_params(params: Any, **known: Any) -> None:
-    pass
-
-
-@replaces(
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
-    reason="Stock refuses every constraint for diffusion models before it looks at it.",
-    until="A diffusion model may say that its sampler honours constraints.",
-)
-def _constraints_of_canvases(stock_check: Any) -> Any:
+    Raises:
+        VLLMValidationError: Naming the field; the server answers 400.
+    """
     from vllm.exceptions import VLLMClientError
 
-    def validate_structured_outputs(
-        self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
-    ) -> None:
-        """Stock's checks of a constraint, without its refusal of diffusion models."""
-        if not model_config.is_diffusion:
-            stock_check(self, model_config, structured_outputs_config, tokenizer)
-            return
-        constraint = self.structured_outputs
-        if constraint is not None and (problem := payload_bounds.schema_problem(constraint)):
-            _refuse("structured_outputs", f"(response_format, tools) {problem}")
-        try:
-            stock_check(self, _NotDiffusion(model_config), structured_outputs_config, tokenizer)
-        except (VLLMClientError, ValueError) as error:
-            # Some of stock's messages repeat what a compiler of grammars said, and no more.
-            remedy = ""
-            back_end = structured_outputs_config.backend
-            if self.structured_outputs.structural_tag and back_end not in ("auto", "xgrammar"):
-                remedy = (
-                    "; required, named and strict tools need the back end xgrammar, and this "
-                    f"server was started with {back_end}"
-                )
-            _refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
-
-    return validate_structured_outputs
+    if problem := payload_bounds.schema_problem(params.structured_outputs):
+        _refuse("structured_outputs", f"(response_format, tools) {problem}")
+    try:
+        params._validate_structured_outputs(model_config, structured_outputs_config, tokenizer)
+    except (VLLMClientError, ValueError) as error:
+        # Some of stock's messages repeat what a compiler of grammars said, and no more.
+        remedy = ""
+        back_end = structured_outputs_config.backend
+        if params.structured_outputs.structural_tag and back_end not in ("auto", "xgrammar"):
+            remedy = (
+                "; required, named and strict tools need the back end xgrammar, and this "
+                f"server was started with {back_end}"
+            )
+        _refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
 
 
 class _NotDiffusion:

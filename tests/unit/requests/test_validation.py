@@ -53,14 +53,14 @@ def test_tools_with_a_back_end_that_knows_no_tags(back_end: str) -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
-    from vllm_diffusion import plugin
+    from vllm_diffusion.requests.validation import _validate_constraint
 
-    plugin.register()
     tag = '{"type": "structural_tag", "format": {"type": "token", "token": 12}}'
     params: Any = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
     with pytest.raises(VLLMValidationError, match="back end xgrammar"):
-        params._validate_structured_outputs(
-            SimpleNamespace(is_diffusion=True),
+        _validate_constraint(
+            params,
+            SimpleNamespace(is_diffusion=False),
             SimpleNamespace(backend=back_end),
             AutoTokenizer.from_pretrained(SHIPPED),
         )
