@@ -13,13 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.graphs import emulated_capture
 from vllm_diffusion.canvas.cuda_graphs import BYTES_OF_A_GRAPH
 from vllm_diffusion.runner import model_state as base
-from vllm_diffusion.runner import runner_seam
 
 pytestmark = pytest.mark.engine
 
@@ -125,8 +125,8 @@ def test_a_start_captures_once(engine):
         runner.model_state.capture_inner_cudagraphs()
         return 5
 
-    capture_model = runner_seam._dropping_profiled_graphs.make(stock)
     with (
+        mock.patch.object(GPUModelRunner, "capture_model", stock),
         mock.patch.object(base, "cuda_capture", return_value=counted),
         mock.patch(
             "vllm.distributed.parallel_state.graph_capture",
@@ -134,7 +134,7 @@ def test_a_start_captures_once(engine):
         ),
         mock.patch.object(torch.accelerator, "empty_cache") as emptied,
     ):
-        size = capture_model(engine.runner, profile_only=True)
+        size = engine.runner.capture_model(profile_only=True)
         assert sorted(captured) == [
             ("_adjusted_rows", 4),
             ("_condition_canvases", 4),
@@ -146,7 +146,7 @@ def test_a_start_captures_once(engine):
         assert not engine.runner.sampler.graphs.plain_step.is_captured(torch.empty(4 * CANVAS, 128))
         sampled = len(captured)
         captured.clear()
-        assert capture_model(engine.runner, profile_only=False) == 5
+        assert engine.runner.capture_model(profile_only=False) == 5
         assert len(captured) == len(set(captured)) == 3 * 4 + 3
         assert size == 5 + (len(captured) - sampled) * BYTES_OF_A_GRAPH
         assert emptied.call_count == 2 * 2

@@ -21,6 +21,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.host_memory import kv_cache_bytes
+from vllm_diffusion.startup.worker_class import choose_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
 DEFAULT_BLOCK_SIZE = 16
 ATTENTION = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
+_WORKER = "vllm_diffusion.cpu.worker.DiffusionCpuWorker"
 
 
 class DiffusionCpuPlatform(CpuPlatform):
@@ -176,8 +178,10 @@ class DiffusionCpuPlatform(CpuPlatform):
 
         # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers theirs.
         parallel_config.assigned_physical_gpu_ids = None
-        if parallel_config.worker_cls == "auto":
-            parallel_config.worker_cls = "vllm_diffusion.cpu.worker.DiffusionCpuWorker"
+        if hasattr(model_config, "canvas_spec"):
+            choose_worker(parallel_config, _WORKER)
+        elif parallel_config.worker_cls == "auto":
+            parallel_config.worker_cls = _WORKER
         if parallel_config.distributed_executor_backend == "ray":
             from vllm_diffusion.cpu.ray_worker import CpuRayExecutor
 

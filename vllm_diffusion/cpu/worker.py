@@ -48,11 +48,18 @@ class DiffusionCpuWorker(CPUWorker):
             current_platform.dist_backend,
         )
         set_random_seed(self.model_config.seed)
+        self.model_runner = self._make_model_runner()
+
+    def _make_model_runner(self) -> Any:
+        if hasattr(self.model_config, "canvas_spec"):
+            from vllm_diffusion.cpu.canvas_runner import CanvasCpuRunner
+
+            return CanvasCpuRunner(self.vllm_config, self.device)
         if self.use_v2_model_runner:
             from vllm.v1.worker.cpu.model_runner import CPUModelRunner
         else:
             from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-        self.model_runner = CPUModelRunner(self.vllm_config, self.device)
+        return CPUModelRunner(self.vllm_config, self.device)
 
     def sleep(self, level: int = 1) -> None:
         """Discard the KV cache and, on level 2, the weights; buffers and requests' state stay.

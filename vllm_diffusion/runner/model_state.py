@@ -36,7 +36,6 @@ from vllm_diffusion.requests.params import (
     end_token_ids,
     parse_canvas_params,
 )
-from vllm_diffusion.runner import runner_seam
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.startup.capture_sizes import MAX_CANVASES, MAX_EXACT
@@ -65,7 +64,6 @@ class BlockDiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        runner_seam.install()
         self.is_first_stage: bool = get_pp_group().is_first_rank
         self.is_last_stage: bool = get_pp_group().is_last_rank
         # On the last stage.

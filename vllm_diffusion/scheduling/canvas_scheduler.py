@@ -32,7 +32,6 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import RequestRows
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.params import is_read_only
-from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
 from vllm_diffusion.scheduling.engine_seam import end_with_threads
@@ -40,6 +39,7 @@ from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.last_canvas import LastCanvas
 from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
+from vllm_diffusion.scheduling.outlines_rollback import CanvasGrammars
 from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.reads_together import ReadsTogether
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
@@ -64,7 +64,8 @@ class CanvasScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        outlines_rollback.install()
+        # The engine holds this object too.
+        self.structured_output_manager.__class__ = CanvasGrammars
         spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
         self.spec = spec
         self.order = PassOrder.of(self.vllm_config)

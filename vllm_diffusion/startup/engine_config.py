@@ -33,6 +33,7 @@ from vllm_diffusion.startup.plugin_settings import (
     plugin_settings,
 )
 from vllm_diffusion.startup.unsupported_options import check_options
+from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.check import check_checkpoint, check_new_weights
 from vllm_diffusion.weights.platform_support import check_platform
 from vllm_diffusion.weights.tensor_rules import TensorRules
@@ -48,6 +49,8 @@ _KERNEL_BLOCK = 16
 # Value of the setting ``rule`` with which vLLM serves the checkpoint as an ordinary causal model.
 AUTOREGRESSIVE = "autoregressive"
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
+# Of a GPU; the CPU platform has its own.
+WORKER = "vllm_diffusion.runner.worker.CanvasWorker"
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ class BlockDiffusionEngineConfig:
         Raises:
             ValueError: Naming what is wrong, and the remedy.
         """
+        from vllm.platforms import current_platform
+
         # First, since what vLLM is depends on the platform.
         _check_platform()
         _check_upstream(cls.registration_failure)
@@ -199,6 +204,8 @@ class BlockDiffusionEngineConfig:
         _check_weights(vllm_config, cls.tensor_rules())
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
+        if not current_platform.is_cpu():
+            choose_worker(vllm_config.parallel_config, WORKER)
         choose_capture_sizes(vllm_config)
         _choose_retention(vllm_config)
         cls._check_skipping(vllm_config)

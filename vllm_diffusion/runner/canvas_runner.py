@@ -1,0 +1,56 @@
+"""vLLM's model runner for canvases: the sampler gets hidden rows, and stages exchange canvases.
+
+vLLM's runner would project every row onto the whole vocabulary first and write a grammar's mask into
+the result. Our sampler projects for itself, a tile at a time, and takes masks from the scheduler.
+With pipeline stages vLLM's runner would send the other stages one token for each request, and as many
+drafts as a drafter has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_diffusion.runner.stage_relay import StageRelay
+
+
+class CanvasRunner(GPUModelRunner):
+    """vLLM's model runner for a model whose state has canvases."""
+
+    pp_handler: Any
+
+    def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        # Asked next for what leaves the device beside tokens.
+        self.aux_output_connector = self.sampler.views
+        rows = self.sampler.select_rows(hidden_states)
+        output = self.sampler(rows, input_batch, grammar_output)
+        return output, output.num_sampled, output.num_rejected
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
+        self.sampler.profile(hidden_states)
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture CUDA graphs, and say to our state whether they stay or measure memory only."""
+        if not profile_only:
+            size: int = super().capture_model(profile_only=False)
+            return size
+        state = self.model_state
+        state.captures_sample = True
+        try:
+            # vLLM measures what graphs take, of the largest of its own, and drops them.
+            return int(super().capture_model(profile_only=True)) + state.bytes_of_other_graphs()
+        finally:
+            state.captures_sample = False
+            state.drop_graphs()
+
+    def update_pp_decode_requests(self) -> None:
+        """Install our relay before the stage's first pass; vLLM calls this at the start of each."""
+        handler, state = self.pp_handler, self.model_state
+        if handler is not None and not isinstance(handler, StageRelay):
+            num_stages = self.parallel_config.pipeline_parallel_size
+            self.pp_handler = StageRelay(handler, state.slots, state.soft_embeds, num_stages)
+        super().update_pp_decode_requests()
