@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,12 +11,12 @@ from vllm_diffusion.canvas.step import StepOutput
 _NUMBERS = 7
 
 
-class CanvasView(NamedTuple):
-    """A canvas after a pass. P is its number of positions that are no known tokens.
+class CanvasView:
+    """A canvas after a pass, read from its row of :func:`pack`. P is its number of positions that are no known tokens.
 
     Attributes:
-        denoised: Whether the pass was a step of it.
-        done: Whether that was its last one.
+        denoised: True if the pass was a step of it.
+        done: True if that was its last one.
         step: Steps that it has taken, this one among them.
         max_steps: The step cap.
         num_emitted: Tokens of it that the pass emitted; 0 before it is done.
@@ -30,16 +28,23 @@ class CanvasView(NamedTuple):
         entropy: [P], float32, nats.
     """
 
-    denoised: bool
-    done: bool
-    step: int
-    max_steps: int
-    num_emitted: int
-    began_from: np.ndarray
-    tokens: np.ndarray
-    kept: np.ndarray
-    decided_step: np.ndarray
-    entropy: np.ndarray
+    def __init__(self, row: np.ndarray) -> None:
+        """Name the parts of a row.
+
+        Args:
+            row: [7 + 5 * C], int32, on the host.
+        """
+        numbers = row[:_NUMBERS].tolist()
+        denoised, done, self.step, self.max_steps, num_rows, num_given, self.num_emitted = numbers
+        self.denoised, self.done = bool(denoised), bool(done)
+        began_from, tokens, kept, decided_step, entropy = row[_NUMBERS:].reshape(5, -1)
+        # The tokens begin with the first that is not known; the rest begins with the canvas.
+        of_canvas = slice(num_given, num_rows)
+        self.began_from: np.ndarray = began_from[:num_rows]
+        self.tokens: np.ndarray = tokens[: max(num_rows - num_given, 0)]
+        self.kept = kept[of_canvas].astype(bool)
+        self.decided_step: np.ndarray = decided_step[of_canvas]
+        self.entropy: np.ndarray = entropy[of_canvas].view(np.float32)
 
 
 def pack(
@@ -50,7 +55,7 @@ def pack(
     entropy: Tensor,
     slot: Tensor,
 ) -> Tensor:
-    """Pack the canvases of some slots into rows for :func:`unpack`.
+    """Pack the canvases of some slots into rows for :class:`CanvasView`.
 
     Args:
         output: Outcome of the pass.
@@ -85,24 +90,4 @@ def pack(
             *(values[slot].to(torch.int32) for values in positions),
         ],
         dim=1,
-    )
-
-
-def unpack(row: np.ndarray) -> CanvasView:
-    """Unpack one row of :func:`pack`, [7 + 5 * C] int32, on the host."""
-    denoised, done, step, max_steps, num_rows, num_given, num_emitted = row[:_NUMBERS].tolist()
-    began_from, tokens, kept, decided_step, entropy = row[_NUMBERS:].reshape(5, -1)
-    # The tokens begin with the first that is not known; the rest begins with the canvas.
-    of_canvas = slice(num_given, num_rows)
-    return CanvasView(
-        denoised=bool(denoised),
-        done=bool(done),
-        step=step,
-        max_steps=max_steps,
-        num_emitted=num_emitted,
-        began_from=began_from[:num_rows],
-        tokens=tokens[: max(num_rows - num_given, 0)],
-        kept=kept[of_canvas].astype(bool),
-        decided_step=decided_step[of_canvas],
-        entropy=entropy[of_canvas].view(np.float32),
     )

@@ -54,6 +54,24 @@ class CanvasFrame:
     kept: tuple[bool, ...] | None = None
     entropy: tuple[float, ...] | None = None
 
+    def event_fields(self) -> dict[str, Any]:
+        """Return what a chunk of a stream holds beside its empty choice; ``None`` is left out there."""
+        return {
+            "type": "diffusion_frame",
+            "block": self.block,
+            "step": self.step,
+            "total": self.total,
+            "offset": self.offset,
+            "text": self.text,
+            "num_tokens": len(self.answer_token_ids),
+            "is_last": self.is_last,
+            "begins_anew": self.begins_anew,
+            "token_ids": self.token_ids,
+            "tokens": self.tokens,
+            "kept": self.kept,
+            "entropy": None if self.entropy is None else [round(e, 4) for e in self.entropy],
+        }
+
 
 @dataclass(frozen=True)
 class CanvasStepMap:
@@ -70,6 +88,10 @@ class CanvasStepMap:
     prompt_index: int
     block: int
     steps: tuple[int, ...]
+
+    def event_fields(self) -> dict[str, Any]:
+        """Return what a chunk of a stream holds beside its empty choice."""
+        return {"type": "diffusion_step_map", "block": self.block, "steps": self.steps}
 
 
 def frame_of(

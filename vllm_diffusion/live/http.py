@@ -316,29 +316,8 @@ class _Chunks:
         """Return the server-sent event of a frame or step map."""
         index = event.prompt_index * self._num_answers + event.index
         choice = {"index": index, **self._nothing, "logprobs": None, "finish_reason": None}
-        fields = _shown(event)
+        fields = event.event_fields()
         if self._parsed is not None and isinstance(event, CanvasFrame):
             fields |= self._parsed.shown(event, self.inbox.prompts[event.prompt_index])
         shown = {name: value for name, value in fields.items() if value is not None}
         return f"data: {json.dumps({**self._head, 'choices': [choice], **shown})}\n\n"
-
-
-def _shown(event: CanvasFrame | CanvasStepMap) -> dict[str, Any]:
-    """Return what a chunk holds beside its empty choice."""
-    if isinstance(event, CanvasStepMap):
-        return {"type": "diffusion_step_map", "block": event.block, "steps": event.steps}
-    return {
-        "type": "diffusion_frame",
-        "block": event.block,
-        "step": event.step,
-        "total": event.total,
-        "offset": event.offset,
-        "text": event.text,
-        "num_tokens": len(event.answer_token_ids),
-        "is_last": event.is_last,
-        "begins_anew": event.begins_anew,
-        "token_ids": event.token_ids,
-        "tokens": event.tokens,
-        "kept": event.kept,
-        "entropy": None if event.entropy is None else [round(e, 4) for e in event.entropy],
-    }

@@ -89,6 +89,6 @@ class PendingViews:
         self._copied = self._views.to("cpu", non_blocking=True).numpy()
 
     def process_output(self) -> dict[str, np.ndarray]:
-        """Return rows for ``canvas_view.unpack`` by request; the copies are done."""
+        """Return the row of each request for ``CanvasView``; the copies are done."""
         assert self._copied is not None
         return dict(zip(self._req_ids, self._copied, strict=True))

@@ -27,7 +27,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_diffusion.canvas.canvas_view import unpack
+from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import RequestRows
 from vllm_diffusion.metrics import PassCounters, RowCounts
@@ -279,7 +279,7 @@ class CanvasScheduling(Scheduler):
             yield RequestPass(
                 request,
                 RowCounts(num_rows - num_denoised, num_denoised, len(canvas), num_emitted),
-                None if is_lost or request_id not in views else unpack(views[request_id]),
+                None if is_lost or request_id not in views else CanvasView(views[request_id]),
                 self._max_steps(request),
                 is_stale,
                 is_lost,

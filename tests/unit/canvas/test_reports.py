@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_diffusion.canvas.canvas_view import pack, unpack
+from vllm_diffusion.canvas.canvas_view import CanvasView, pack
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput
@@ -55,7 +55,7 @@ def test_views(slots: int, length: int, seed: int) -> None:
     began_from = torch.randint(0, 1000, (slots, length), generator=generator)
     rows = pack(output, began_from, num_rows, max_steps, entropy, slot).numpy()
     for row, s in zip(rows, slot.tolist(), strict=True):
-        view = unpack(row)
+        view = CanvasView(row)
         first, end = int(output.num_given[s]), int(num_rows[s])
         assert (view.denoised, view.done) == (bool(output.denoised[s]), bool(output.done[s]))
         assert (view.step, view.max_steps) == (int(output.step[s]), int(max_steps[s]))
