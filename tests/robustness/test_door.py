@@ -18,7 +18,7 @@ from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.requests.params import RequestParamError, parse_canvas_params
+from vllm_diffusion.requests.arguments import RequestParamError, parse_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 
 pytestmark = pytest.mark.engine
@@ -45,7 +45,7 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
 
     refused = None
     try:
-        params = parse_canvas_params(arguments, spec=SPEC, vocab_size=316, logprob_token_ids=[5])
+        params = parse_arguments(arguments, spec=SPEC, vocab_size=316, logprob_token_ids=[5])
     except RequestParamError as error:
         refused = error.field
     if refused is not None:
@@ -66,7 +66,7 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
 def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     """What ``--additional-config`` may say, the device holds."""
     from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
-    from vllm_diffusion.requests.params import CanvasParams
+    from vllm_diffusion.requests.arguments import RequestArguments
 
     # As it arrives.
     options = json.loads(json.dumps(options))
@@ -83,7 +83,7 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
         return
     spec = CanvasSpec(FreeCanvas(32), rule, max_steps, values)
     slots = CanvasSlots(2, spec, 316, torch.device("cpu"))
-    slots.add_request(1, NewRequest(CanvasParams()))
+    slots.add_request(1, NewRequest(RequestArguments()))
     slots.apply_staged_writes()
     for name, value in options.items():
         held = (

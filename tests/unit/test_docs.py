@@ -22,7 +22,7 @@ from vllm_diffusion.drafting.draft_settings import DraftSettings
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.requests.params import argument_names
+from vllm_diffusion.requests.arguments import argument_names
 from vllm_diffusion.startup.option_table import read_rows
 from vllm_diffusion.startup.plugin_settings import SETTINGS
 

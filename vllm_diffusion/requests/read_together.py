@@ -7,13 +7,11 @@ engine one after another, and an idle one would begin with the first alone.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_diffusion.hooks.replacement import replaces
-
-# In ``extra_args``: whose reads they are, and how many of them there are.
-READ_TOGETHER = "read_together"
+from vllm_diffusion.requests.arguments import READ_GROUP
 
 
 def install() -> None:
@@ -40,15 +38,7 @@ def _marked(stock: Any) -> Any:
         if is_one_engine and hasattr(config.model_config, "canvas_spec"):
             mark = [uuid.uuid4().hex, len(sampling_params)]
             for params in sampling_params:
-                params.extra_args = {**(params.extra_args or {}), READ_TOGETHER: mark}
+                params.extra_args = {**(params.extra_args or {}), READ_GROUP: mark}
         return await stock(engine_client, engine_inputs, sampling_params, *args, **kwargs)
 
     return next_token_label_reads
-
-
-def parse_read_together(extra_args: Mapping[str, Any] | None) -> tuple[str, int] | None:
-    """Whose read a request is, and how many there are; ``None`` if it is nobody's or says it in no way."""
-    match (extra_args or {}).get(READ_TOGETHER):
-        case [str(name), int(count)]:
-            return name, count
-    return None

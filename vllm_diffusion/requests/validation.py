@@ -10,13 +10,17 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
-from vllm_diffusion.requests.params import (
-    CanvasParams,
+from vllm_diffusion.requests.arguments import (
+    PREFIX,
+    RequestArguments,
     RequestParamError,
-    parse_canvas_params,
+    attach_arguments,
+    parse_arguments,
 )
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
@@ -188,11 +192,13 @@ def _check_constraint(params: Any) -> None:
 
 
 def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:
-    """Check ``diffusion_*`` arguments, and give a request canvases no wider than it needs.
+    """Check ``diffusion_*`` arguments, and replace them by the struct that the engine reads.
+
+    A request for less than a canvas gets canvases no wider than it needs.
 
     Args:
-        params: ``SamplingParams`` of the request. ``max_tokens`` and ``ignore_eos`` of a read-only
-            request are set in place, and the canvas width of a request for less than a canvas.
+        params: ``SamplingParams`` of the request, which get the struct. ``max_tokens`` and
+            ``ignore_eos`` of a read-only request are set in place.
         spec: Description of the server's canvases.
         vocab_size: Number of token ids.
 
@@ -202,7 +208,7 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     from vllm.exceptions import VLLMValidationError
 
     try:
-        canvas = parse_canvas_params(
+        arguments = parse_arguments(
             params.extra_args,
             spec=spec,
             vocab_size=vocab_size,
@@ -210,13 +216,13 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         )
     except RequestParamError as error:
         raise VLLMValidationError(str(error), parameter=error.field) from None
-    _check_settings(canvas, spec)
-    _check_combination(params, canvas)
+    _check_settings(arguments, spec)
+    _check_combination(params, arguments)
     for name, reason in spec.layout.refused_arguments.items():
-        if value := (params.extra_args or {}).get(name):
-            _refuse(name, reason, value)
-    width = canvas.canvas_length or spec.length
-    if canvas.read_only:
+        if value := (params.extra_args or {}).get(PREFIX + name):
+            _refuse(PREFIX + name, reason, value)
+    width = arguments.canvas_length or spec.length
+    if arguments.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
         params.max_tokens = min(params.max_tokens or width, width)
         params.ignore_eos = True
@@ -230,33 +236,31 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     elif (
         params.max_tokens is not None
         and params.max_tokens < width
-        and canvas.seed_canvas is None
+        and arguments.seed_canvas is None
         # What a masked model writes at a position depends on the masks behind it.
         and spec.mask_token_id is None
     ):
-        params.extra_args = {
-            **(params.extra_args or {}),
-            "diffusion_canvas_length": params.max_tokens,
-        }
+        arguments = msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
+    attach_arguments(params, arguments)
 
 
-def _check_settings(canvas: CanvasParams, spec: CanvasSpec) -> None:
-    """The request's settings together with what the server has for those that it leaves out."""
-    if not (problem := spec.rule.contradiction({**spec.settings, **canvas.settings})):
+def _check_settings(arguments: RequestArguments, spec: CanvasSpec) -> None:
+    """Refuse settings that contradict one another, or the server's for those that are left out."""
+    if not (problem := spec.rule.contradiction({**spec.settings, **arguments.settings})):
         return
     names, reason = problem
-    name = next(name for name in names if name in canvas.settings)
-    _refuse(f"diffusion_{name}", f"does not go with the rest: {reason}.")
+    name = next(name for name in names if name in arguments.settings)
+    _refuse(PREFIX + name, f"does not go with the rest: {reason}.")
 
 
-def _check_combination(params: Any, canvas: CanvasParams) -> None:
-    """A constraint needs several steps, and the freedom to draw what it demands."""
+def _check_combination(params: Any, arguments: RequestArguments) -> None:
+    """Refuse a constraint that has too few steps, or is not free to draw what it demands."""
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),
         "thinking_token_budget": params.thinking_token_budget is not None,
     }
     for field, is_set in constraints.items():
-        if is_set and (canvas.read_only or canvas.allowed_ids is not None):
-            other = "diffusion_read_only" if canvas.read_only else "diffusion_constrained"
+        if is_set and (arguments.read_only or arguments.allowed_ids is not None):
+            other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
             _refuse(other, f"cannot be combined with {field}; leave one of them out.")

@@ -31,7 +31,7 @@ from vllm_diffusion.canvas.canvas_view import unpack
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import RequestRows
 from vllm_diffusion.metrics import PassCounters, RowCounts
-from vllm_diffusion.requests.params import is_read_only
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling import outlines_rollback
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
@@ -99,10 +99,7 @@ class CanvasScheduling(Scheduler):
 
     def _max_steps(self, request: Request) -> int:
         """Return the request's step cap."""
-        assert request.sampling_params is not None
-        cap = self.spec.max_denoising_steps
-        own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
-        return min(own, cap) if own else cap
+        return arguments_of(request.sampling_params).max_steps or self.spec.max_denoising_steps
 
     # A request arrives.
 
@@ -113,7 +110,7 @@ class CanvasScheduling(Scheduler):
             # may share their parameters, so these are copied.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
-        if params is not None and is_read_only(params):
+        if arguments_of(params).read_only:
             # The one canvas that is read may begin with the end of the prompt.
             num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_read)
@@ -270,7 +267,7 @@ class CanvasScheduling(Scheduler):
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
             is_encoded = num_emitted and self.order.emits_by_encoding
-            if is_encoded and not is_read_only(request.sampling_params):
+            if is_encoded and not arguments_of(request.sampling_params).read_only:
                 num_denoised = 0
             yield RequestPass(
                 request,
