@@ -95,9 +95,9 @@ def _register_shared() -> Exception | None:
 def _install_api() -> None:
     """Put in place what an API process needs for canvases."""
     from vllm_diffusion.live import delivery, http
-    from vllm_diffusion.requests import read_together, refused_fields, refused_streams
+    from vllm_diffusion.requests import decision_reads, refused_fields, refused_streams
 
-    for module in (refused_fields, refused_streams, read_together, delivery, http):
+    for module in (refused_fields, refused_streams, decision_reads, delivery, http):
         module.install()
 
 

@@ -41,7 +41,7 @@ from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.last_canvas import LastCanvas
 from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
 from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
-from vllm_diffusion.scheduling.reads_together import ReadsTogether
+from vllm_diffusion.scheduling.read_groups import ReadGroups
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.served_weights import why_refused
@@ -75,7 +75,7 @@ class CanvasScheduling(Scheduler):
         self._transfer = KVTransfer(self, spec)
         keeps_last = plugin_settings(self.vllm_config).keep_last_canvas
         self._last_canvas = LastCanvas(self, spec, keeps_last and not self._is_async)
-        self._reads = ReadsTogether()
+        self._read_groups = ReadGroups()
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
         )
@@ -85,7 +85,7 @@ class CanvasScheduling(Scheduler):
         self._features: tuple[SchedulerFeature, ...] = (
             self._last_canvas,
             self._transfer,
-            self._reads,
+            self._read_groups,
             self.stuck,
             self.constraints,
             self.prompt_logprobs,
@@ -148,7 +148,7 @@ class CanvasScheduling(Scheduler):
             num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
             self._next.num_rows_left -= num_rows
             return num_rows
-        if self._reads.holds(request.request_id):
+        if self._read_groups.holds(request.request_id):
             return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens

@@ -25,7 +25,7 @@ class _Group:
     members: set[str] = field(default_factory=set)
 
 
-class ReadsTogether(SchedulerFeature):
+class ReadGroups(SchedulerFeature):
     """Feature that holds reads back until their group is complete or its deadline has passed."""
 
     def __init__(self) -> None:
