@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.settings import REQUESTED_STEPS, Choice, Setting
+from vllm_diffusion.requests.refusal import refuse
 
 PREFIX = "diffusion_"
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
@@ -33,18 +34,6 @@ _NAMES: tuple[str, ...] = (
     "diffusion_step_map",
     "diffusion_trace",
 )
-
-
-class RequestParamError(ValueError):
-    """A request's argument is of the wrong type, out of range, or contradicts another.
-
-    Attributes:
-        field: Name of the argument.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field} {message}")
-        self.field = field
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -164,46 +153,41 @@ def parse_arguments(
             ``diffusion_constrained``.
 
     Raises:
-        RequestParamError: Naming the field, what it got and what is allowed.
+        VLLMValidationError: Naming the field, what it got and what is allowed.
     """
     args = extra_args or {}
     names = argument_names(spec)
     for name in args:
         if name.startswith(PREFIX) and name not in names:
-            raise RequestParamError(name, f"is not known; known are {', '.join(names)}.")
+            refuse(name, f"is not known; known are {', '.join(names)}.")
 
-    canvas_length = spec.length
-    width = _value(args, "diffusion_canvas_length", Setting(int, 1, canvas_length))
+    width = _value(args, "diffusion_canvas_length", Setting(int, 1, spec.length))
     if width is not None and not spec.layout.allows_width(width):
-        raise RequestParamError(
+        refuse(
             "diffusion_canvas_length",
-            f"must be {canvas_length}, the length of this model's blocks; leave it out.",
+            f"must be {spec.length}, the length of this model's blocks; leave it out.",
         )
     seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
-    expected = width or canvas_length
+    expected = width or spec.length
     if seed_canvas is not None and len(seed_canvas) != expected:
-        raise RequestParamError(
+        refuse(
             "diffusion_seed_canvas",
             f"must hold exactly {expected} token ids, one per canvas position; got "
             f"{len(seed_canvas)}.",
         )
     pinned = _id_list(args, "diffusion_pinned", expected)
     if pinned and seed_canvas is None:
-        raise RequestParamError(
-            "diffusion_pinned", "needs diffusion_seed_canvas, whose tokens it holds in place."
-        )
+        refuse("diffusion_pinned", "needs diffusion_seed_canvas, whose tokens it holds in place.")
     constrained = _flag(args, "diffusion_constrained")
     if constrained and not logprob_token_ids:
-        raise RequestParamError(
-            "diffusion_constrained", "needs logprob_token_ids, which are the allowed ids."
-        )
+        refuse("diffusion_constrained", "needs logprob_token_ids, which are the allowed ids.")
     shown, read_only = parse_shown(args), _flag(args, "diffusion_read_only")
     for name, is_asked in (
         ("diffusion_step_map", shown.step_map),
         ("diffusion_trace", shown.trace),
     ):
         if is_asked and read_only:
-            raise RequestParamError(
+            refuse(
                 name,
                 "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing "
                 "of it; leave one of them out.",
@@ -235,19 +219,17 @@ def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:
         extra_args: ``SamplingParams.extra_args``, as in :func:`parse_arguments`.
 
     Raises:
-        RequestParamError: Naming the field, what it got and what is allowed.
+        VLLMValidationError: Naming the field, what it got and what is allowed.
     """
     args = extra_args or {}
     interval = _value(args, "diffusion_frames", REQUESTED_STEPS)
     fields = args.get("diffusion_frame_fields")
     if fields is not None and interval is None:
-        raise RequestParamError(
-            "diffusion_frame_fields", "needs diffusion_frames, the interval of frames in steps."
-        )
+        refuse("diffusion_frame_fields", "needs diffusion_frames, the interval of frames in steps.")
     if fields is not None and not (
         isinstance(fields, (list, tuple)) and all(field in FRAME_FIELDS for field in fields)
     ):
-        raise RequestParamError(
+        refuse(
             "diffusion_frame_fields",
             f"must be a list of {', '.join(FRAME_FIELDS)}; got {reprlib.repr(fields)}.",
         )
@@ -265,7 +247,7 @@ def _value(args: Mapping[str, Any], name: str, setting: Setting | Choice) -> Any
     if value is None:
         return None
     if not setting.allows(value):
-        raise RequestParamError(name, f"{setting.rule}; got {reprlib.repr(value)}.")
+        refuse(name, f"{setting.rule}; got {reprlib.repr(value)}.")
     return value if isinstance(setting, Choice) else setting.kind(value)
 
 
@@ -277,10 +259,10 @@ def _id_list(args: Mapping[str, Any], name: str, bound: int) -> tuple[int, ...] 
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(item, int) and not isinstance(item, bool) for item in value
     ):
-        raise RequestParamError(name, f"must be a list of integers; got {reprlib.repr(value)}.")
+        refuse(name, f"must be a list of integers; got {reprlib.repr(value)}.")
     for item in value:
         if not 0 <= item < bound:
-            raise RequestParamError(name, f"must hold integers in [0, {bound}); got {item}.")
+            refuse(name, f"must hold integers in [0, {bound}); got {item}.")
     return tuple(value)
 
 
@@ -290,9 +272,7 @@ def _flag(args: Mapping[str, Any], name: str) -> bool:
         return False
     # The server's vllm_xargs narrows JSON booleans to 0 and 1.
     if not isinstance(value, (bool, int)) or value not in (0, 1):
-        raise RequestParamError(
-            name, f"must be true or false (or 1 or 0); got {reprlib.repr(value)}."
-        )
+        refuse(name, f"must be true or false (or 1 or 0); got {reprlib.repr(value)}.")
     return bool(value)
 
 

@@ -25,32 +25,25 @@ _NIXL_NEEDS = (
 )
 
 
-_BlockIds = list[Annotated[int, Meta(ge=0, lt=2**31)]]
+_Name = Annotated[str, Meta(min_length=1)]
+_Port = Annotated[int, Meta(ge=1, lt=65536)]
+_Size = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+_BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+_Blocks = Annotated[list[list[_BlockId]], Meta(min_length=1)]
 # What a value must be: in words, as a type, and of which parameters.
 _KINDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("true or false", bool, ("do_remote_prefill", "do_remote_decode")),
-    (
-        "a string",
-        Annotated[str, Meta(min_length=1)],
-        ("remote_engine_id", "remote_request_id", "remote_host"),
-    ),
-    ("a port", Annotated[int, Meta(ge=1, lt=65536)], ("remote_port",)),
-    (
-        "a list of lists of block ids",
-        Annotated[list[_BlockIds], Meta(min_length=1)],
-        ("remote_block_ids",),
-    ),
-    (
-        "an integer of at least 1",
-        Annotated[int, Meta(ge=1)],
-        ("tp_size", "dcp_size", "pp_size"),
-    ),
+    ("a string", _Name, ("remote_engine_id", "remote_request_id", "remote_host")),
+    ("a port", _Port, ("remote_port",)),
+    ("a list of lists of block ids", _Blocks, ("remote_block_ids",)),
+    ("an integer of at least 1", _Size, ("tp_size", "dcp_size", "pp_size")),
     (
         "an integer of at least 0",
-        Annotated[int, Meta(ge=0)],
+        _Count,
         ("remote_num_tokens", "remote_registration_generation"),
     ),
-    ("a number", Annotated[int, Meta(ge=0)] | float, ("remote_blocks_expiry_time",)),
+    ("a number", _Count | float, ("remote_blocks_expiry_time",)),
 )
 
 

@@ -18,10 +18,10 @@ from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_para
 from vllm_diffusion.requests.arguments import (
     PREFIX,
     RequestArguments,
-    RequestParamError,
     attach_arguments,
     parse_arguments,
 )
+from vllm_diffusion.requests.refusal import refuse
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
@@ -75,7 +75,7 @@ def _constraints_of_canvases(stock_check: Any) -> Any:
             return
         constraint = self.structured_outputs
         if constraint is not None and (problem := payload_bounds.schema_problem(constraint)):
-            _refuse("structured_outputs", f"(response_format, tools) {problem}")
+            refuse("structured_outputs", f"(response_format, tools) {problem}")
         try:
             stock_check(self, _NotDiffusion(model_config), structured_outputs_config, tokenizer)
         except (VLLMClientError, ValueError) as error:
@@ -87,7 +87,7 @@ def _constraints_of_canvases(stock_check: Any) -> Any:
                     "; required, named and strict tools need the back end xgrammar, and this "
                     f"server was started with {back_end}"
                 )
-            _refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
+            refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
 
     return validate_structured_outputs
 
@@ -102,12 +102,6 @@ class _NotDiffusion:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model_config, name)
-
-
-def _refuse(field: str, reason: str, value: Any = None) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    raise VLLMValidationError(f"{field} {reason}", parameter=field, value=value)
 
 
 def validate_sampling_params(params: Any, model_config: Any) -> None:
@@ -128,7 +122,7 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     }
     for field, is_set in ignored.items():
         if is_set:
-            _refuse(
+            refuse(
                 field,
                 "is not supported for diffusion models, which draw a canvas at once and not "
                 "token after token; leave it out.",
@@ -136,14 +130,14 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             )
     for field, most in _MOST_ENTRIES.items():
         if len(getattr(params, field) or ()) > most:
-            _refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
+            refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
     ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
     if (
         params.min_tokens > 0
         and params.allowed_token_ids
         and ends.issuperset(params.allowed_token_ids)
     ):
-        _refuse(
+        refuse(
             "allowed_token_ids",
             "holds only tokens that end the request, which min_tokens forbids at first; allow "
             "others, or leave min_tokens out.",
@@ -151,15 +145,15 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         )
     _check_transfers(params, model_config)
     for field, reason in payload_bounds.text_problems(params):
-        _refuse(field, reason)
+        refuse(field, reason)
     for field, reason, value in number_bounds.sampling_problems(params):
-        _refuse(field, reason, value)
+        refuse(field, reason, value)
     if params.structured_outputs is not None:
         _check_constraint(params)
     spec: CanvasSpec = model_config.canvas_spec
     for field, reason in spec.refused_fields().items():
         if _is_set(params, field):
-            _refuse(field, reason, getattr(params, field))
+            refuse(field, reason, getattr(params, field))
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
 
 
@@ -168,13 +162,13 @@ def _check_transfers(params: Any, model_config: Any) -> None:
     extra = params.extra_args or {}
     value = extra.get("ec_transfer_params")
     if value is not None and not isinstance(value, Mapping):
-        _refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
+        refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
     value = extra.get("kv_transfer_params")
     transfer_config = getattr(model_config, "kv_transfer_config", None)
     if value is not None and (
         problem := transfer_params.form_problem(value, params.n, transfer_config)
     ):
-        _refuse(*problem)
+        refuse(*problem)
 
 
 def _is_set(params: Any, field: str) -> bool:
@@ -186,9 +180,9 @@ def _is_set(params: Any, field: str) -> bool:
 def _check_constraint(params: Any) -> None:
     reason = "cannot be combined with a structured output, which decides where the answer ends"
     if params.min_tokens > 0:
-        _refuse("min_tokens", f"{reason}; leave one of them out.", params.min_tokens)
+        refuse("min_tokens", f"{reason}; leave one of them out.", params.min_tokens)
     if params.ignore_eos:
-        _refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
+        refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
 
 
 def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:
@@ -205,29 +199,24 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     Raises:
         VLLMValidationError: Naming the field; the server answers 400.
     """
-    from vllm.exceptions import VLLMValidationError
-
-    try:
-        arguments = parse_arguments(
-            params.extra_args,
-            spec=spec,
-            vocab_size=vocab_size,
-            logprob_token_ids=params.logprob_token_ids,
-        )
-    except RequestParamError as error:
-        raise VLLMValidationError(str(error), parameter=error.field) from None
+    arguments = parse_arguments(
+        params.extra_args,
+        spec=spec,
+        vocab_size=vocab_size,
+        logprob_token_ids=params.logprob_token_ids,
+    )
     _check_settings(arguments, spec)
     _check_combination(params, arguments)
     for name, reason in spec.layout.refused_arguments.items():
         if value := (params.extra_args or {}).get(PREFIX + name):
-            _refuse(PREFIX + name, reason, value)
+            refuse(PREFIX + name, reason, value)
     width = arguments.canvas_length or spec.length
     if arguments.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
         params.max_tokens = min(params.max_tokens or width, width)
         params.ignore_eos = True
         if params.min_tokens > params.max_tokens:
-            _refuse(
+            refuse(
                 "min_tokens",
                 f"must be at most {params.max_tokens}, the tokens that diffusion_read_only reads; got "
                 f"{params.min_tokens}. Lower it, or leave it out.",
@@ -250,7 +239,7 @@ def _check_settings(arguments: RequestArguments, spec: CanvasSpec) -> None:
         return
     names, reason = problem
     name = next(name for name in names if name in arguments.settings)
-    _refuse(PREFIX + name, f"does not go with the rest: {reason}.")
+    refuse(PREFIX + name, f"does not go with the rest: {reason}.")
 
 
 def _check_combination(params: Any, arguments: RequestArguments) -> None:
@@ -263,4 +252,4 @@ def _check_combination(params: Any, arguments: RequestArguments) -> None:
     for field, is_set in constraints.items():
         if is_set and (arguments.read_only or arguments.allowed_ids is not None):
             other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
-            _refuse(other, f"cannot be combined with {field}; leave one of them out.")
+            refuse(other, f"cannot be combined with {field}; leave one of them out.")

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
@@ -18,14 +21,16 @@ from vllm_diffusion.requests.arguments import (
     READ_GROUP,
     ReadGroup,
     RequestArguments,
-    RequestParamError,
     Shown,
     arguments_of,
     attach_arguments,
     parse_arguments,
 )
+from vllm_diffusion.requests.validation import validate_diffusion_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 from vllm_diffusion.startup.plugin_settings import PluginSettings
+
+pytestmark = pytest.mark.engine
 
 
 def parse(args: dict[str, Any]) -> Any:
@@ -45,7 +50,7 @@ def test_settings_of_a_server_have_the_same_bounds(name: str, value: Any) -> Non
     expected = None
     try:
         parse({PREFIX + name: value})
-    except RequestParamError as error:
+    except VLLMValidationError as error:
         expected = str(error).removeprefix(f"{PREFIX}{name} ").partition(";")[0]
     if expected is None:
         configure({name: value})
@@ -77,13 +82,9 @@ ARGUMENTS = RequestArguments(
 )
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("arguments", [ARGUMENTS, RequestArguments()], ids=["all", "none"])
 def test_way_to_the_engine(arguments: RequestArguments) -> None:
     """Arguments are the same in another process, which makes them a struct once."""
-    from vllm import SamplingParams
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
     params = SamplingParams(extra_args={"other": 1})
     attach_arguments(params, arguments)
     assert arguments_of(params) == arguments
@@ -99,26 +100,16 @@ def test_requests_without_arguments() -> None:
         assert arguments_of(params) == RequestArguments()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("sent", [{"read_only": True}, {"max_steps": "x"}, "text", 5], ids=str)
 def test_what_a_client_sends_in_their_place(sent: Any) -> None:
     """What the engine reads is what was checked, and nothing that a client wrote."""
-    from vllm import SamplingParams
-
-    from vllm_diffusion.requests.validation import validate_diffusion_arguments
-
     params = SamplingParams(max_tokens=64, extra_args={"vllm_diffusion": sent})
     validate_diffusion_arguments(params, diffusion_gemma_spec(32), 64)
     assert arguments_of(params) == RequestArguments()
 
 
-@pytest.mark.engine
 def test_parameters_that_are_used_again() -> None:
     """``vllm.LLM`` takes the same object for several calls, and its caller may change it in between."""
-    from vllm import SamplingParams
-
-    from vllm_diffusion.requests.validation import validate_diffusion_arguments
-
     spec = diffusion_gemma_spec(32)
     params = SamplingParams(max_tokens=64, extra_args={"diffusion_max_steps": 3})
     for _ in range(2):
