@@ -17,7 +17,6 @@ from vllm.outputs import RequestError
 from vllm.v1.core.sched.diffusion_scheduler import (
     DiffusionAsyncScheduler,
     DiffusionScheduler,
-    diffusion_canvas_width,
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -101,6 +100,10 @@ class CanvasScheduling(Scheduler):
         """Return the request's step cap."""
         return arguments_of(request.sampling_params).max_steps or self.spec.max_denoising_steps
 
+    def _canvas_width(self, request: Request) -> int:
+        """Return the width of the request's canvases, in tokens."""
+        return arguments_of(request.sampling_params).canvas_length or self.spec.length
+
     # A request arrives.
 
     def add_request(self, request: Request) -> None:
@@ -167,7 +170,7 @@ class CanvasScheduling(Scheduler):
         # assumed to emit its canvas.
         num_known = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
-        width = diffusion_canvas_width(request, self.num_spec_tokens)
+        width = self._canvas_width(request)
         return RequestRows(
             num_tokens=request.num_tokens,
             num_computed=num_computed_tokens,
@@ -371,7 +374,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
             if not request.is_prefill_chunk and not self._awaits_output(request):
-                width = diffusion_canvas_width(request, self.num_spec_tokens)
+                width = self._canvas_width(request)
                 request.spec_token_ids = [-1] * width
         return outputs
 
