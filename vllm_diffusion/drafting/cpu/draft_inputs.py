@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vllm_diffusion.drafting.cpu.launches import overrides
+from vllm_diffusion.cpu.launches import Functions
 
 _SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode."
+_DEPENDENT = _SPEC_DECODE + "target_dependent_ar.speculator."
 
 
 def _slots(block_table: Tensor, req: int, where: Any, block_size: int, none: int) -> Any:
@@ -328,26 +329,16 @@ def ngram_finalize(
         drafts[req, : len(followed)] = followed
 
 
-OVERRIDES = overrides(
-    {
-        _SPEC_DECODE + "dflash.speculator._prepare_dflash_inputs_kernel": (
-            dflash_context,
-            dflash_blocks,
-            dflash_samples,
-        ),
-        _SPEC_DECODE + "standalone_ar.speculator._prepare_prefill_inputs_kernel": (
-            standalone_prefill,
-        ),
-        _SPEC_DECODE + "target_dependent_ar.speculator._prepare_prefill_inputs_kernel": (
-            dependent_prefill,
-        ),
-        _SPEC_DECODE + "target_dependent_ar.speculator._prepare_decode_inputs_kernel": (
-            dependent_decode,
-        ),
-        _SPEC_DECODE + "target_dependent_ar.speculator._update_draft_inputs_kernel": (
-            dependent_update,
-        ),
-        _SPEC_DECODE + "ngram.speculator._ngram_scan_kernel": (ngram_scan,),
-        _SPEC_DECODE + "ngram.speculator._ngram_finalize_kernel": (ngram_finalize,),
-    }
-)
+OVERRIDES: dict[str, Functions] = {
+    _SPEC_DECODE + "dflash.speculator._prepare_dflash_inputs_kernel": (
+        dflash_context,
+        dflash_blocks,
+        dflash_samples,
+    ),
+    _SPEC_DECODE + "standalone_ar.speculator._prepare_prefill_inputs_kernel": (standalone_prefill,),
+    _DEPENDENT + "_prepare_prefill_inputs_kernel": (dependent_prefill,),
+    _DEPENDENT + "_prepare_decode_inputs_kernel": (dependent_decode,),
+    _DEPENDENT + "_update_draft_inputs_kernel": (dependent_update,),
+    _SPEC_DECODE + "ngram.speculator._ngram_scan_kernel": (ngram_scan,),
+    _SPEC_DECODE + "ngram.speculator._ngram_finalize_kernel": (ngram_finalize,),
+}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from vllm_diffusion.cpu.launches import Functions
 from vllm_diffusion.cpu.sampling_kernels import Floats, block_argmax, in_blocks, noised
-from vllm_diffusion.drafting.cpu.launches import overrides
 
 _SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode."
 _VERIFY = _SPEC_DECODE + "rejection_sampler_utils."
@@ -137,7 +137,7 @@ def _log_sum(maxima: Floats, sums: Floats, padded: int) -> np.float32:
 
 @dataclass(frozen=True)
 class Target:
-    """What the target says at each row.
+    """Logits of the target at each row.
 
     Attributes:
         target_logits: [num_rows, vocab_size].
@@ -163,7 +163,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Draft:
-    """What the draft proposed at each row, and from which logits.
+    """Proposals at each row, and the logits that they were drawn from.
 
     Attributes:
         draft_sampled: [num_rows], the proposals, each at the row after the one that verifies it; -1 if
@@ -292,7 +292,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Verified:
-    """What verification says of each request.
+    """Verdicts of verification, by request.
 
     Attributes:
         sampled: [num_reqs, num_steps + 1], the accepted drafts; of a greedy request the next token too.
@@ -447,17 +447,15 @@ def insert_resampled(
         sampled[req, accepted] = resampled_local_argmax[req, block]
 
 
-OVERRIDES = overrides(
-    {
-        "vllm.v1.worker.gpu.input_batch._get_num_sampled_and_rejected_kernel": (
-            num_sampled_and_rejected,
-        ),
-        _SPEC_DECODE + "rejection_sampler._gather_draft_sampled_kernel": (gather_draft_sampled,),
-        _VERIFY + "_compute_local_logits_stats_kernel": (logits_stats,),
-        _VERIFY + "_compute_cumulative_log_p_kernel": (cumulative_log_p,),
-        _VERIFY + "_compute_local_residual_mass_kernel": (residual_mass,),
-        _VERIFY + "_rejection_kernel": (rejection,),
-        _VERIFY + "_resample_kernel": (resample,),
-        _VERIFY + "_insert_resampled_kernel": (insert_resampled,),
-    }
-)
+OVERRIDES: dict[str, Functions] = {
+    "vllm.v1.worker.gpu.input_batch._get_num_sampled_and_rejected_kernel": (
+        num_sampled_and_rejected,
+    ),
+    _SPEC_DECODE + "rejection_sampler._gather_draft_sampled_kernel": (gather_draft_sampled,),
+    _VERIFY + "_compute_local_logits_stats_kernel": (logits_stats,),
+    _VERIFY + "_compute_cumulative_log_p_kernel": (cumulative_log_p,),
+    _VERIFY + "_compute_local_residual_mass_kernel": (residual_mass,),
+    _VERIFY + "_rejection_kernel": (rejection,),
+    _VERIFY + "_resample_kernel": (resample,),
+    _VERIFY + "_insert_resampled_kernel": (insert_resampled,),
+}

@@ -10,14 +10,15 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any, get_type_hints
 
+# Functions that run in the place of one kernel, one after the other.
+Functions = tuple[Callable[..., None], ...]
 
-def overrides(
-    functions: Mapping[str, tuple[Callable[..., None], ...]],
-) -> dict[str, Callable[..., None]]:
+
+def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., None]]:
     """Return what vLLM's dispatcher registers, from the functions that replace each kernel.
 
-    The functions of a kernel run one after the other at each launch. A parameter has the name of the kernel's
-    argument, without its ``_ptr``; one whose type is a dataclass takes the arguments that the fields name.
+    A parameter of a function has the name of the kernel's argument, without its ``_ptr``. One whose type is a
+    dataclass takes the arguments that the fields name.
 
     Args:
         functions: By the kernel's module and name.
@@ -25,28 +26,25 @@ def overrides(
     return {name: _launch(name, each) for name, each in functions.items()}
 
 
-def _launch(kernel: str, functions: tuple[Callable[..., None], ...]) -> Callable[..., None]:
+def _launch(kernel: str, functions: Functions) -> Callable[..., None]:
     module, _, attribute = kernel.rpartition(".")
     arg_names = getattr(import_module(module), attribute).arg_names
     names = [name.removesuffix("_ptr") for name in arg_names]
-    read = [
-        (
-            function,
-            {name: kind for name, kind in get_type_hints(function).items() if name != "return"},
-        )
-        for function in functions
-    ]
+    read = [(function, get_type_hints(function)) for function in functions]
 
     def launch(*arguments: Any, **constants: Any) -> None:
         given = dict(zip(names, arguments, strict=False))
         given |= {name.removesuffix("_ptr"): value for name, value in constants.items()}
         for function, parameters in read:
-            function(**{name: _value(name, kind, given) for name, kind in parameters.items()})
+            function(**_chosen(parameters, given))
 
     return launch
 
 
-def _value(name: str, kind: Any, given: Mapping[str, Any]) -> Any:
-    if not is_dataclass(kind):
-        return given[name]
-    return kind(**{field.name: given[field.name] for field in fields(kind)})
+def _chosen(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function; one that the launch leaves out keeps its default."""
+    chosen = {name: given[name] for name in parameters if name in given}
+    for name, kind in parameters.items():
+        if isinstance(kind, type) and is_dataclass(kind):
+            chosen[name] = kind(**{field.name: given[field.name] for field in fields(kind)})
+    return chosen
