@@ -23,7 +23,7 @@ from tests.support.draft_engine import (
 from tests.support.drafts import WINDOW
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
-from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
+from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -126,11 +126,7 @@ def test_ngram(kind: str, models: Any, tmp_path: Path) -> None:
 def test_eagle3(kind: str, models: Any, tmp_path: Path) -> None:
     """A random head, three drafts one after another."""
     target = drafts.save_target(kind, tmp_path / "target")
-    spec = {
-        "method": "eagle3",
-        "model": str(save_untrained_eagle3(target, tmp_path / "head")),
-        "num_speculative_tokens": 3,
-    }
+    spec = untrained_eagle3(target, tmp_path / "head", 3)
     with serving(tmp_path, kind, spec) as engine:
         assert_says_what_transformers_says(engine, models[kind])
         assert metric(engine, "num_accepted_tokens") > 0

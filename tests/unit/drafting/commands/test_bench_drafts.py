@@ -352,28 +352,17 @@ def test_contenders(tmp_path: Path) -> None:
     )
     found = options_of(entrants)
     dflash = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
+    three = {"num_speculative_tokens": 3}
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    head = {"model": str(tmp_path / "eagle3"), "draft_load_config": {"load_format": "dummy"}}
     assert found == {
         "no draft": (None, None),
         "dflash, 1 pass": (dflash, None),
         "dflash, 2 passes": (dflash, {"drafting": {"steps": 2}}),
         "adaptive": (dflash, {"drafting": {"adaptive": True}}),
-        "ngram": (
-            {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 2,
-                "prompt_lookup_max": 4,
-            },
-            None,
-        ),
-        "draft_model": (
-            {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
-            None,
-        ),
-        "eagle3": (
-            {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 3},
-            None,
-        ),
+        "ngram": ({"method": "ngram", **three, **lookup}, None),
+        "draft_model": ({"method": "draft_model", "model": str(target), **three}, None),
+        "eagle3": ({"method": "eagle3", **head, **three}, None),
     }
     notes = {each.name: each.note for each in entrants if each.note}
     assert notes.keys() == {"draft_model", "eagle3"}
