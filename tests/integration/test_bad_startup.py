@@ -389,10 +389,10 @@ def test_named_pipe(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
-        pytest.param(lambda path: _truncate(path, 100_000), "bytes", id="truncated"),
+        pytest.param(lambda path: _truncate(path, 100_000), "truncated", id="truncated"),
         pytest.param(lambda path: _truncate(path, 100), "truncated", id="truncated in its header"),
         pytest.param(lambda path: _truncate(path, 0), "truncated", id="empty"),
-        pytest.param(lambda path: _overwrite(path, 8, b"{{{{"), "damaged", id="damaged header"),
+        pytest.param(lambda path: _overwrite(path, 8, b"{{{{"), "truncated", id="damaged header"),
         pytest.param(lambda path: _overwrite(path, 0, b"\xff" * 8), "truncated", id="no header"),
         pytest.param(_name_missing_shard, "model-2.safetensors", id="missing shard"),
     ],
