@@ -22,16 +22,13 @@ from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.startup.option_table import (
-    OptionRow,
-    read_rows,
-)
 from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
     PublishedRun,
     published_runs,
     sampling_changes,
 )
+from vllm_diffusion.startup.refused_options import sentences
 
 if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule
@@ -75,42 +72,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def options() -> str:
-    """List every option of ``vllm serve``, in sections by what becomes of it."""
-    rows = read_rows()
-    parts = [
-        _section("Refused", "what the server says", [r for r in rows if r.line], _refusal),
-        _section(
-            "Served", "tried with", [r for r in rows if r.state == "works" or r.works], _trial
-        ),
-        _section("Not tried", "why", [r for r in rows if r.state == "untried"], _why),
-        _section("vLLM's alone", "what it is", [r for r in rows if r.state == "unreached"], _why),
-    ]
-    return "\n".join(parts)
-
-
-def _section(
-    title: str, column: str, rows: list[OptionRow], say: Callable[[OptionRow], str]
-) -> str:
-    cells = [[_code(row.names), say(row)] for row in rows]
-    return f"## {title}\n\n" + _table(["options", column], cells)
+    """List every option of ``vllm serve`` that is refused, with the sentence of its refusal."""
+    rows = [[f"`{name}`", sentence] for name, sentence in sentences().items()]
+    return _table(["option", "what the server says"], rows)
 
 
 def _code(words: Iterable[str]) -> str:
-    return ", ".join("`" + word.replace("|", "\\|") + "`" for word in words)
-
-
-def _refusal(row: OptionRow) -> str:
-    return row.line.replace("|", "\\|")
-
-
-def _trial(row: OptionRow) -> str:
-    tried = row.works if row.state == "refused" else (row.probe,) if row.probe else ()
-    other = "; other tokens, since it changes the numbers" if row.tokens == "other" else ""
-    return _code(tried) + other if tried else row.why
-
-
-def _why(row: OptionRow) -> str:
-    return row.why
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def families() -> str:

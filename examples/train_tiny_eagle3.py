@@ -7,8 +7,8 @@
 EAGLE-3 (arXiv:2503.01840) says one token after another: a layer reads a token's embedding beside what is
 known of the position before it, the target's hidden states where the target has been, and its own output
 behind that. So it is trained to go on from its own output, several tokens deep. The checkpoint is one that
-stock vLLM loads; it begins as ``vllm_diffusion.drafting.untrained_eagle3`` writes it, and learns from the
-target's own greedy answers, as the tiny DFlash draft does.
+stock vLLM loads; it begins with random weights and the target's head, and learns from the target's own
+greedy answers, as the tiny DFlash draft does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny_model import build_tokenizer, moved_in_when_complete
 from tiny_pair import TARGET_LAYER_IDS, load_target
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import (
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.drafting.calibration.samples import Sample
-from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
+from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 # Tokens of a draft. What is behind a wrong one is never looked at, so that later ones weigh less.
 DEPTH = 3
@@ -179,11 +179,13 @@ def main() -> None:
     tokenizer, target = build_tokenizer(), load_target(args.target)
     target.requires_grad_(False)
     with moved_in_when_complete(args.out) as folder:
-        save_untrained_eagle3(args.target, folder, args.seed)
+        untrained_eagle3(args.target, folder, DEPTH)
+        torch.manual_seed(args.seed)
         draft = Eagle3(LlamaConfig.from_pretrained(folder))
-        draft.load_state_dict(
-            {name: each.float() for name, each in load_file(folder / "model.safetensors").items()}
-        )
+        for weight in draft.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        draft.lm_head.load_state_dict({"weight": target.get_output_embeddings().weight.float()})
         held_out = list(itertools.islice(answers(target, tokenizer, seed=10**6), NUM_HELD_OUT))
         optimiser = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, args.lr, args.steps)

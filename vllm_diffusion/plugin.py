@@ -94,10 +94,10 @@ def _register_shared() -> Exception | None:
 def _install_api() -> None:
     """Put in place what an API process needs for canvases."""
     from vllm_diffusion.live import delivery, http
-    from vllm_diffusion.requests import endpoints, read_together, refused_fields, refused_streams
+    from vllm_diffusion.requests import decision_reads, endpoints, refused_fields, refused_streams
     from vllm_diffusion.weights.adapters import loading
 
-    for module in (refused_fields, refused_streams, read_together, delivery):
+    for module in (refused_fields, refused_streams, decision_reads, delivery):
         module.install()
     endpoints.install(http.ENDPOINTS | loading.ENDPOINTS)
 

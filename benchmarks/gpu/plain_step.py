@@ -17,7 +17,7 @@ from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.requests.params import CanvasParams
+from vllm_diffusion.requests.arguments import RequestArguments
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
@@ -97,7 +97,7 @@ class Server:
     def begin(self, canvases: int) -> None:
         """Put new requests into all slots, the first of which denoise; every canvas is noise."""
         for slot in range(self.sizes.slots):
-            self.slots.add_request(slot, NewRequest(CanvasParams(), prompt_len=7))
+            self.slots.add_request(slot, NewRequest(RequestArguments(), prompt_len=7))
         self.slots.apply_staged_writes()
         noise = torch.Generator(DEVICE).manual_seed(1)
         self.slots.canvas.random_(0, self.sizes.vocab, generator=noise)

@@ -132,7 +132,7 @@ def test_loaded_and_unloaded(server: Server, adapted: Server, folders: dict[str,
     ("name", "sentence"),
     [
         ("other model", "which this model has not; serve it with the model"),
-        ("damaged", "but its header describes"),
+        ("damaged", "is truncated or not a safetensors file"),
         ("nowhere", "there is no such folder"),
     ],
 )

@@ -136,25 +136,23 @@ def test_interval_fields_and_step_map(server: Server) -> None:
             )
         ),
         ("responses", {"input": "x", "diffusing": True}, "diffusing"),
-        (
-            "responses",
-            {"input": "x", "stream": True, "vllm_xargs": {"diffusion_frames": 1}},
-            "diffusion_frames",
+        *(
+            (path, fields | {"vllm_xargs": {"diffusion_frames": 1}}, "diffusion_frames")
+            for path, fields in (
+                ("responses", {"input": "x", "stream": True}),
+                ("chat/completions/batch", {"messages": [MESSAGES]}),
+                ("messages", {"stream": True}),
+            )
         ),
         (
-            "chat/completions/batch",
-            {"messages": [MESSAGES], "vllm_xargs": {"diffusion_frames": 1}},
-            "diffusion_frames",
-        ),
-        (
-            "messages",
-            {"stream": True, "vllm_xargs": {"diffusion_frames": 1}},
+            "chat/completions",
+            {"stream": True, "vllm_xargs": {"diffusion_frames": 0}},
             "diffusion_frames",
         ),
     ],
 )
 def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -> None:
-    """A 400 that names the field and says where frames are sent."""
+    """A 400 that names the field, before a stream has begun."""
     request = {"model": MODEL, "max_tokens": 9, "messages": MESSAGES, **fields}
     if "input" in fields or "prompt" in fields:
         del request["messages"]

@@ -9,7 +9,7 @@ import pytest
 from tests.support.engine import TracedEngine
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
-from vllm_diffusion.requests.read_together import READ_TOGETHER
+from vllm_diffusion.requests.arguments import READ_GROUP
 
 pytestmark = pytest.mark.engine
 
@@ -109,7 +109,7 @@ def test_reads_that_belong_together_wait_for_each_other(engine, order):
                 f"read {i}",
                 {"prompt_token_ids": text + prompt_of(3 + i, seed=64 + i)},
                 engine.sampling_params(
-                    seed=i, max_tokens=8, extra_args=READ | {READ_TOGETHER: ["decision", 3]}
+                    seed=i, max_tokens=8, extra_args=READ | {READ_GROUP: ["decision", 3]}
                 ),
             )
             if i < 2:

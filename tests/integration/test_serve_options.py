@@ -8,29 +8,39 @@ import sys
 
 import pytest
 
+from tests.robustness.option_trials import OPTIONS, explains
 from tests.robustness.serve_options import configure
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.startup.option_table import OptionRow, read_rows
 from vllm_diffusion.startup.refusals import refusal_in
+from vllm_diffusion.startup.refused_options import sentences
 
 pytestmark = pytest.mark.engine
 
-REFUSED = [row for row in read_rows() if row.state == "refused"]
+# Other values of options that are refused.
+BESIDE_REFUSED = [
+    options
+    for options in (*OPTIONS.served, *OPTIONS.served_with_other_tokens)
+    if not OPTIONS.refused.keys().isdisjoint(options.split())
+]
 # Of each kind one: what the scheduler does, when a canvas is emitted, what a client is sent.
 SAMPLE = ("--scheduling-policy", "--max-num-active-seqs", "--stream-interval")
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.names[0])
-def test_refused(row: OptionRow) -> None:
-    """With the line of the table, and where values differ, not with one that is served."""
+@pytest.mark.parametrize("name", OPTIONS.refused)
+def test_refused(name: str) -> None:
+    """With the option's sentence."""
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        configure(row.probe)
+        configure(OPTIONS.refused[name])
     line = refusal_in(raised.value)
     assert line is not None, raised.value
-    assert row.explains(line), line
-    for options in row.works:
-        configure(options)
+    assert explains(sentences()[name], line), line
+
+
+@pytest.mark.parametrize("options", BESIDE_REFUSED)
+def test_not_refused(options: str) -> None:
+    """An option that is refused with some values has others that are served."""
+    configure(options)
 
 
 def test_settings_without_their_switch() -> None:

@@ -1,8 +1,8 @@
 """Start the shipped checkpoint with each option of ``vllm serve``, and say what becomes of it.
 
-python -m tests.robustness.serve_options [--only=NAME ...] [--together] [--try="--option value" ...]
+python -m tests.robustness.serve_options [--only=OPTION ...] [--together] [--try="--option value" ...]
 
-What is tried is in ``vllm_diffusion/startup/serve_options.toml``. Each trial has a process of its
+What is tried is in ``serve_options.toml``, beside this file. Each trial has a process of its
 own, which answers 15 seeded requests; their tokens are compared with those of a server without
 the option. Prints one line for each trial, and exits with 1 if one of them is not what the file says.
 """
@@ -36,7 +36,7 @@ for _name, _value in (
     # Read by what is imported next.
     os.environ.setdefault(_name, _value)
 
-from vllm_diffusion.startup.option_table import OptionRow, read_rows  # noqa: E402
+from tests.robustness.option_trials import OPTIONS, explains  # noqa: E402
 
 # Small and quick; a trial's own options come after these, and win.
 BASE = (
@@ -208,37 +208,50 @@ def _answers(config: Any) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One start, and what the table says of it; of options of several rows, what is said of each."""
+    """One start, and what is said of it.
+
+    Attributes:
+        options: Options on the command line.
+        expected: Kinds of outcomes that agree with the file; empty where it says nothing.
+        sentence: Sentence of a refusal.
+    """
 
     options: str
-    row: OptionRow | None
-    expected: str
+    expected: tuple[str, ...] = ()
+    sentence: str = ""
 
     def agrees(self, outcome: Outcome) -> bool:
-        if self.row is None:
-            return self.expected in ("", outcome.kind)
-        if self.expected == "refused":
-            return outcome.kind == "refused" and self.row.explains(outcome.line)
-        if self.expected == "works" and self.row.tokens == "other":
-            return outcome.kind in ("works", "other tokens")
-        return outcome.kind == self.expected
+        """Return true if the outcome is as the file says."""
+        if not self.expected:
+            return True
+        is_explained = not self.sentence or explains(self.sentence, outcome.line)
+        return outcome.kind in self.expected and is_explained
 
 
 def trials(only: list[str]) -> Iterator[Trial]:
-    """What the table has tried, of every option or of those named."""
-    for row in read_rows():
-        if only and not set(only) & set(row.names):
-            continue
-        if row.probe:
-            yield Trial(row.probe, row, row.state)
-        for options in row.works:
-            yield Trial(options, row, "works")
+    """All trials of the file, or those with one of some options."""
+    from vllm_diffusion.startup.refused_options import sentences
+
+    everything = [
+        *(
+            Trial(options, ("refused",), sentences()[name])
+            for name, options in OPTIONS.refused.items()
+        ),
+        *(Trial(options, ("works",)) for options in OPTIONS.served),
+        *(
+            Trial(options, ("works", "other tokens"))
+            for options in OPTIONS.served_with_other_tokens
+        ),
+    ]
+    for trial in everything:
+        if not only or set(only) & set(trial.options.split()):
+            yield trial
 
 
 def together(chosen: Iterable[Trial]) -> Trial:
     """One start with the options of several, all of them served."""
-    served = [trial.options for trial in chosen if trial.expected == "works"]
-    return Trial(" ".join(served), None, "works")
+    served = [trial.options for trial in chosen if trial.expected == ("works",)]
+    return Trial(" ".join(served), ("works",))
 
 
 def against(plain: Outcome, outcome: Outcome) -> Outcome:
@@ -261,11 +274,11 @@ def _prepare() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--only", action="append", default=[], metavar="OPTION")
     parser.add_argument("--together", action="store_true", help="all of --only in one start")
     parser.add_argument("--try", action="append", default=[], dest="options", metavar="OPTIONS")
     chosen = parser.parse_args()
-    chosen_trials = [Trial(options, None, "") for options in chosen.options]
+    chosen_trials = [Trial(options) for options in chosen.options]
     if chosen.together:
         chosen_trials.append(together(trials(chosen.only)))
     elif chosen.only or not chosen.options:
@@ -285,7 +298,7 @@ def main() -> int:
         kinds[outcome.kind] += 1
         agrees = trial.agrees(outcome)
         wrong += not agrees
-        note = "" if agrees else f"  <- the table says {trial.expected}; see {log}"
+        note = "" if agrees else f"  <- not {' or '.join(trial.expected)}; see {log}"
         seconds = time.monotonic() - start
         print(
             f"{outcome.kind:12} {seconds:4.0f} s  {trial.options}  {outcome.line}{note}", flush=True

@@ -18,7 +18,7 @@ from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.requests.params import RequestParamError, parse_canvas_params
+from vllm_diffusion.requests.arguments import parse_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 
 pytestmark = pytest.mark.engine
@@ -41,13 +41,15 @@ def assert_held(given_value: float, held: float) -> None:
 @settings(max_examples=400, deadline=None)
 def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     """What is not refused by its name arrives in the slots as it was sent."""
+    from vllm.exceptions import VLLMValidationError
+
     from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 
     refused = None
     try:
-        params = parse_canvas_params(arguments, spec=SPEC, vocab_size=316, logprob_token_ids=[5])
-    except RequestParamError as error:
-        refused = error.field
+        params = parse_arguments(arguments, spec=SPEC, vocab_size=316, logprob_token_ids=[5])
+    except VLLMValidationError as error:
+        refused = error.parameter
     if refused is not None:
         assert refused in arguments
         return
@@ -66,7 +68,7 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
 def test_numbers_of_a_server(options: dict[str, Any]) -> None:
     """What ``--additional-config`` may say, the device holds."""
     from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
-    from vllm_diffusion.requests.params import CanvasParams
+    from vllm_diffusion.requests.arguments import RequestArguments
 
     # As it arrives.
     options = json.loads(json.dumps(options))
@@ -83,7 +85,7 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
         return
     spec = CanvasSpec(FreeCanvas(32), rule, max_steps, values)
     slots = CanvasSlots(2, spec, 316, torch.device("cpu"))
-    slots.add_request(1, NewRequest(CanvasParams()))
+    slots.add_request(1, NewRequest(RequestArguments()))
     slots.apply_staged_writes()
     for name, value in options.items():
         held = (

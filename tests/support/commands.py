@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from vllm_diffusion.cli.main import main
 
 
@@ -11,3 +13,12 @@ def status_of(*arguments: object) -> int:
         return main([str(argument) for argument in arguments])
     except SystemExit as refusal:
         return int(refusal.code or 0)
+
+
+def refusal_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that is refused before it prints anything; its one line."""
+    assert status_of(*arguments) == 2, arguments
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err

@@ -12,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from vllm_diffusion.cli import diagnosis
 from vllm_diffusion.cli import doctor as command
 from vllm_diffusion.cli.console import one_line, table
-from vllm_diffusion.cli.diagnosis import Fact, Mark, safely
-from vllm_diffusion.cli.doctor import lines
+from vllm_diffusion.cli.doctor import Fact, Mark, lines, safely
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.startup import accelerators as detection
 
@@ -33,7 +31,7 @@ def test_lines() -> None:
 
 
 def fact_of(environ: dict[str, str], name: str) -> Fact:
-    (fact,) = [fact for fact in diagnosis.environment_facts(environ) if fact.name == name]
+    (fact,) = [fact for fact in command.environment_facts(environ) if fact.name == name]
     return fact
 
 
@@ -63,7 +61,7 @@ def test_environment(name: str, value: str, mark: Mark, monkeypatch) -> None:
 
 def test_environment_unset() -> None:
     """Nothing set is nothing wrong."""
-    assert all(fact.mark is Mark.OK for fact in diagnosis.environment_facts({}))
+    assert all(fact.mark is Mark.OK for fact in command.environment_facts({}))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_environment_unset() -> None:
 def test_package(requirement: str, mark: Mark) -> None:
     """A version out of range is a warning, a missing package a problem; both name the command."""
     parsed = Requirement(requirement)
-    fact = diagnosis.package_fact(parsed.name, parsed)
+    fact = command.package_fact(parsed.name, parsed)
     assert fact.mark is mark
     assert (requirement in fact.remedy) == (mark is not Mark.OK)
 
@@ -89,7 +87,7 @@ def test_package(requirement: str, mark: Mark) -> None:
 )
 def test_system(system: str, machine: str, mark: Mark) -> None:
     """Systems without wheels of vLLM are told what to use."""
-    assert diagnosis.system_fact(system, machine).mark is mark
+    assert command.system_fact(system, machine).mark is mark
 
 
 DRIVER = detection.NvidiaDriver(1, "535.10", (12, 2), None)
@@ -111,7 +109,7 @@ def test_accelerator(driver, problem, found, force_cpu, mark, said, monkeypatch)
     monkeypatch.setattr(detection, "nvidia_problem", lambda: problem)
     monkeypatch.setattr(detection, "working_accelerator", lambda: found)
     monkeypatch.setenv("VLLM_DIFFUSION_CPU", force_cpu)
-    facts = [*diagnosis.accelerator_facts()]
+    facts = [*command.accelerator_facts()]
     assert facts[-1].mark is mark
     assert said in facts[-1].value
     if driver is DRIVER:
@@ -120,12 +118,12 @@ def test_accelerator(driver, problem, found, force_cpu, mark, said, monkeypatch)
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is not there yet is judged by the one that it will be made in."""
-    fact = diagnosis.disk_fact("cache", tmp_path / "not" / "yet")
+    fact = command.disk_fact("cache", tmp_path / "not" / "yet")
     assert fact.mark is Mark.OK
-    monkeypatch.setattr(diagnosis, "_NEEDED_CACHE", 2**62)
-    assert diagnosis.disk_fact("cache", tmp_path).mark is Mark.WARNING
+    monkeypatch.setattr(command, "_NEEDED_CACHE", 2**62)
+    assert command.disk_fact("cache", tmp_path).mark is Mark.WARNING
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert diagnosis.disk_fact("cache", tmp_path).mark is Mark.PROBLEM
+    assert command.disk_fact("cache", tmp_path).mark is Mark.PROBLEM
 
 
 def test_one_line() -> None:
@@ -196,7 +194,7 @@ def test_stock_model_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stock = SimpleNamespace(module_name="vllm.a", class_name="Stock")
     monkeypatch.setitem(ModelRegistry.models, "Shipped", stock)
-    fact = diagnosis.model_fact("Shipped")
+    fact = command.model_fact("Shipped")
     assert (fact.mark, fact.value) == (Mark.PROBLEM, "vllm.a.Stock: stock vLLM's")
     assert "VLLM_PLUGINS" in fact.remedy
 

@@ -115,7 +115,7 @@ def test_plan(arguments: list[str], options: list[str], page: str) -> None:
     assert plan.page == page
     assert plan.opens == ("--open" in arguments)
     assert plan.is_verbose == ("--verbose" in arguments)
-    assert serve_page.plan_of(["m", "--host", "::"]).root == "http://127.0.0.1:8000"
+    assert serve_page.plan_of(["m", "--host", "::"]).listening.url == "http://127.0.0.1:8000"
 
 
 def test_address_twice(serve, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -22,9 +22,9 @@ from vllm_diffusion.drafting.draft_settings import DraftSettings
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.requests.params import argument_names
-from vllm_diffusion.startup.option_table import read_rows
+from vllm_diffusion.requests.arguments import argument_names
 from vllm_diffusion.startup.plugin_settings import SETTINGS
+from vllm_diffusion.startup.refused_options import sentences
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"])
@@ -50,7 +50,7 @@ def commands(page: str, program: str = "vllm") -> list[list[str]]:
 
 @pytest.mark.engine
 def test_tables() -> None:
-    """Each table has a page, is whole, and names every option, replacement, family and rule."""
+    """Each table has a page, is whole, and names every refused option, replacement, family and rule."""
     shown = [
         name
         for page in PAGES
@@ -63,7 +63,7 @@ def test_tables() -> None:
             cells = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
             assert len(cells) == 1, name
     named = {
-        "options": {name for row in read_rows() for name in row.names},
+        "options": set(sentences()),
         "replaced": {symbol.path for symbol in read_symbols() if symbol.use == "replaced"},
         "families": {family.architecture for family in FAMILIES},
         "rules": {name for family in FAMILIES for name in imported(family.engine_config).rules},

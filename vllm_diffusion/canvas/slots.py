@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.requests.params import CanvasParams
+from vllm_diffusion.requests.arguments import RequestArguments
 
 # vLLM's own bound on the end tokens of a request.
 MAX_END_TOKENS = 128
@@ -39,7 +39,7 @@ class NewRequest:
     """A slot's new owner.
 
     Attributes:
-        params: Its arguments about canvases.
+        arguments: Its arguments about canvases.
         seed: The seed of its draws.
         prompt_len: Tokens of its prompt.
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
@@ -48,7 +48,7 @@ class NewRequest:
         is_constrained: Whether the scheduler holds its canvases to a grammar or words.
     """
 
-    params: CanvasParams
+    arguments: RequestArguments
     seed: int = 0
     prompt_len: int = 0
     num_generated: int = 0
@@ -96,13 +96,13 @@ class SlotFeatures:
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Note what ``slot``'s new owner uses."""
         self.remove_request(slot)
-        params = request.params
-        if params.seed_canvas is not None:
+        arguments = request.arguments
+        if arguments.seed_canvas is not None:
             self.brings_canvas.add(slot)
-        if params.shown or request.is_constrained:
+        if arguments.shown or request.is_constrained:
             self.viewed.add(slot)
-        if params.allowed_ids is not None:
-            self.allowed_ids[slot] = params.allowed_ids
+        if arguments.allowed_ids is not None:
+            self.allowed_ids[slot] = arguments.allowed_ids
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``."""
@@ -201,18 +201,18 @@ class CanvasSlots:
         rows = list(self._staged.values())
         self._staged.clear()
 
-        chosen = [{**spec.settings, **row.params.settings} for row in rows]
+        chosen = [{**spec.settings, **row.arguments.settings} for row in rows]
         for tensor, values in (
             (
                 requested.max_steps,
-                [row.params.max_steps or spec.max_denoising_steps for row in rows],
+                [row.arguments.max_steps or spec.max_denoising_steps for row in rows],
             ),
             *(
                 (tensor, [spec.rule.settings[name].number(own[name]) for own in chosen])
                 for name, tensor in requested.settings.items()
             ),
-            (requested.read_only, [row.params.read_only for row in rows]),
-            (requested.maps_steps, [row.params.shown.step_map for row in rows]),
+            (requested.read_only, [row.arguments.read_only for row in rows]),
+            (requested.maps_steps, [row.arguments.shown.step_map for row in rows]),
             (self.canvas_idx, [self._num_canvases(row) for row in rows]),
             (self.num_given, [len(row.given) for row in rows]),
         ):
@@ -233,13 +233,13 @@ class CanvasSlots:
         end_tokens = np.full((len(rows), MAX_END_TOKENS), -1, dtype=np.int64)
         for i, row in enumerate(rows):
             end_tokens[i, : len(row.end_tokens)] = row.end_tokens
-            if row.params.seed_canvas is not None:
-                seed_canvas[i, : len(row.params.seed_canvas)] = row.params.seed_canvas
+            if row.arguments.seed_canvas is not None:
+                seed_canvas[i, : len(row.arguments.seed_canvas)] = row.arguments.seed_canvas
             if self._brings_canvas(row):
                 canvas[i] = seed_canvas[i]
             canvas[i, : len(row.given)] = row.given
             if self._brings_canvas(row) or spec.mask_token_id is None:
-                pinned[i, list(row.params.pinned)] = True
+                pinned[i, list(row.arguments.pinned)] = True
         self.canvas[index] = self._to_device(canvas)
         requested.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)
@@ -267,11 +267,11 @@ class CanvasSlots:
 
     def _brings_canvas(self, row: NewRequest) -> bool:
         """True if the request's next canvas is its first one, and it brings what that starts from."""
-        return row.params.seed_canvas is not None and self._num_canvases(row) == 0
+        return row.arguments.seed_canvas is not None and self._num_canvases(row) == 0
 
     def _num_canvases(self, row: NewRequest) -> int:
         """Canvases that the request emitted before."""
-        width = row.params.canvas_length or self.canvas_length
+        width = row.arguments.canvas_length or self.canvas_length
         return (self.spec.num_given(row.prompt_len) + row.num_generated) // width
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

@@ -112,6 +112,18 @@ def _take(chunk: Any, answer: Answer, display: Display) -> None:
             display.committed(piece, answer)
 
 
+def first_model(client: OpenAI) -> str:
+    """Return the name of a server's first model.
+
+    Raises:
+        AnswerError: If the server cannot be asked.
+    """
+    try:
+        return client.models.list().data[0].id
+    except Exception as error:
+        raise AnswerError(reason(error)) from error
+
+
 def reason(error: Exception) -> str:
     """Describe in one sentence what went wrong between this process and the server."""
     from openai import (

@@ -17,6 +17,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import (
     Answer,
     AnswerError,
+    first_model,
     reason,
     stream_answer,
 )
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from vllm_diffusion.cli.checkpoint import Subcommands
 
-# The official client wants one, also for a server that asks for none.
-_NO_KEY = "none"
 _KEY_VARIABLES = ("VLLM_API_KEY", "OPENAI_API_KEY")
 
 
@@ -86,12 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             url = arguments.url
             keys = (arguments.api_key, *(os.environ.get(name) for name in _KEY_VARIABLES))
-            key = next((key for key in keys if key), _NO_KEY)
+            key = next((key for key in keys if key), "")
         client = openai_client(url, key)
         try:
-            model = arguments.model or client.models.list().data[0].id
-        except Exception as error:
-            return fail(reason(error))
+            model = arguments.model or first_model(client)
+        except AnswerError as error:
+            return fail(str(error))
         say(f"Talking to {model}. /help lists commands; Ctrl-D ends.")
         Conversation(client, model, arguments.max_tokens, arguments.plain).run()
     return 0

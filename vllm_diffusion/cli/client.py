@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 KEY_VARIABLE = "VLLM_API_KEY"
+# The official client wants a key, also for a server that asks for none.
+_NO_KEY = "none"
 # Seconds without a word of a server after which it is given up.
 ANSWER_SECONDS = 300.0
 _METRICS_SECONDS = 60.0
@@ -70,18 +73,18 @@ def ask(
     return content
 
 
-def openai_client(url: str, api_key: str) -> OpenAI:
+def openai_client(url: str, api_key: str | None = None) -> OpenAI:
     """Make the official client of a server of vLLM.
 
     Args:
         url: The root of the server.
-        api_key: The server's key; any text for a server that has none.
+        api_key: The server's key; by default that of the environment, if it has one.
     """
     from openai import DefaultHttpxClient, OpenAI
 
     return OpenAI(
         base_url=f"{url}/v1",
-        api_key=api_key,
+        api_key=api_key or os.environ.get(KEY_VARIABLE) or _NO_KEY,
         timeout=ANSWER_SECONDS,
         max_retries=0,
         http_client=DefaultHttpxClient(trust_env=not is_loopback(urlsplit(url).hostname or "")),

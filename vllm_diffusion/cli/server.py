@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -56,6 +57,21 @@ SERVER_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 VLLM_SERVE = (sys.executable, "-m", "vllm_diffusion.cli.vllm_command", "serve")
 
 
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens, and how it ends.
+
+    Attributes:
+        url: The server's root, such as ``http://127.0.0.1:8000``.
+        api_key: The server's key; empty if it has none.
+        shutdown_seconds: Time that the server gives its open requests when it is interrupted.
+    """
+
+    url: str
+    api_key: str
+    shutdown_seconds: float = 0.0
+
+
 class Server:
     """A server of this machine, by default on a free port of its own and with a random key.
 
@@ -75,9 +91,7 @@ class Server:
         report: Callable[[str], None],
         timeout: float = math.inf,
         environment: dict[str, str] | None = None,
-        url: str | None = None,
-        api_key: str | None = None,
-        shutdown_seconds: float = 0.0,
+        listening: Listening | None = None,
         verbose: bool = False,
     ) -> None:
         """Note what to start; nothing is started yet.
@@ -87,18 +101,17 @@ class Server:
             report: Called with a line about progress every few seconds.
             timeout: Seconds that the server may take until it is ready.
             environment: Variables beside those of this process.
-            url: The server's root; by default on a free port.
-            api_key: The server's key; by default a random one.
-            shutdown_seconds: Time that the server gives its open requests when it is interrupted.
+            listening: What the command itself sets; by default a free port and a random key.
             verbose: Whether what the server prints is printed here too, as it comes.
         """
         port = free_port()
-        self.url = url or f"http://{HOST}:{port}"
-        self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
+        if listening is None:
+            listening = Listening(f"http://{HOST}:{port}", secrets.token_urlsafe(32))
+        self.url, self.api_key = listening.url, listening.api_key
         self._command = [part.replace("{port}", str(port)) for part in command]
         self._report = report
         self._timeout = timeout
-        self._shutdown_seconds = shutdown_seconds
+        self._shutdown_seconds = listening.shutdown_seconds
         self._verbose = verbose
         self._environment = SERVER_ENVIRONMENT | (environment or {})
         if self.api_key:

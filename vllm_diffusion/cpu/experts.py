@@ -40,34 +40,33 @@ def register() -> None:
 
 
 def routed_experts(
+    layer: Any,
     hidden: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
     expert_weights: Tensor,
     expert_ids: Tensor,
-    activation: MoEActivation,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Sum each token's chosen experts, with one matrix product per expert that any token chose.
 
     Args:
+        layer: vLLM's layer of experts: its gated ``activation``, ``w13_weight`` [num_experts,
+            2 * intermediate_size, hidden_size] and ``w2_weight`` [num_experts, hidden_size,
+            intermediate_size].
         hidden: [num_tokens, hidden_size].
-        gate_up: [num_experts, 2 * intermediate_size, hidden_size].
-        down: [num_experts, hidden_size, intermediate_size].
         expert_weights: [num_tokens, top_k], factor of each chosen expert's output.
-        expert_ids: [num_tokens, top_k], rows of ``gate_up``; -1 for an expert of another rank.
-        activation: The gated activation.
+        expert_ids: [num_tokens, top_k], rows of ``w13_weight``; -1 for an expert of another rank.
         adapters: LoRA adapters of these experts.
 
     Returns:
         [num_tokens, hidden_size] in the dtype of ``hidden``; products are summed in float32.
     """
-    if activation not in GATES:
+    if layer.activation not in GATES:
         raise NotImplementedError(
-            f"experts with activation {activation.value} are not served on the CPU; served are "
+            f"experts with activation {layer.activation.value} are not served on the CPU; served are "
             f"{[a.value for a in GATES]}"
         )
-    activate = GATES[activation]
+    activate = GATES[layer.activation]
+    gate_up, down = layer.w13_weight, layer.w2_weight
 
     def expert(idx: int, rows: Tensor) -> Tensor:
         x = hidden[rows]
@@ -154,12 +153,10 @@ class TorchExperts(UnquantizedFusedMoEMethod):
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
         output = routed_experts(
+            layer,
             x,
-            layer.w13_weight,
-            layer.w2_weight,
             topk_weights,
             topk_ids,
-            layer.activation,
             # Which row has which adapter is known of this engine's own rows.
             None if has_engines else getattr(layer, "adapters", None),
         )

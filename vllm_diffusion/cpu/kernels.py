@@ -1,19 +1,21 @@
 """NumPy in place of the runner's small Triton kernels, which dominate a step when interpreted.
 
-Registered through vLLM's own dispatcher, which passes a kernel's launch arguments on without its
-grid. Each function does what one launch of the kernel of the same name does: it writes into the
-tensors it is given. All tensors are on the CPU, so ``.numpy()`` shares their memory.
+Registered through vLLM's own dispatcher. Each function does what one launch of the kernel of the same
+name does: it writes into the tensors it is given, which have the kernel's names (:mod:`.launches`). All
+tensors are on the CPU, so ``.numpy()`` shares their memory.
 """
+
+# ruff: noqa: N803
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from vllm_diffusion.cpu.launches import Functions, overrides
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 
 _RUNNER = "vllm.v1.worker.gpu."
@@ -25,22 +27,12 @@ def register() -> None:
 
     from vllm_diffusion.cpu import sampling_kernels
 
-    overrides: dict[str, Callable[..., None]] = {
-        _RUNNER + "buffer_utils._apply_write_kernel": apply_write,
-        _RUNNER + "block_table._gather_block_tables_kernel": gather_block_tables,
-        _RUNNER + "block_table._compute_slot_mappings_kernel": compute_slot_mappings,
-        _RUNNER + "input_batch._prepare_prefill_inputs_kernel": prepare_prefill_inputs,
-        _RUNNER + "input_batch._prepare_pos_seq_lens_kernel": prepare_pos_seq_lens,
-        _RUNNER + "input_batch._combine_sampled_and_draft_tokens_kernel": combine_tokens,
-        _RUNNER + "input_batch._post_update_kernel": post_update,
-        _RUNNER + "input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
-        **sampling_kernels.OVERRIDES,
-    }
+    functions = OVERRIDES | sampling_kernels.OVERRIDES
     for entry in own_entry_points("vllm_diffusion.cpu_kernels"):
-        overrides |= entry.load()
-    new = {name: impl for name, impl in overrides.items() if name not in dispatcher._registry}
+        functions |= entry.load()
+    new = {name: each for name, each in functions.items() if name not in dispatcher._registry}
     if new:
-        dispatcher.register_kernels(new)
+        dispatcher.register_kernels(overrides(new))
 
 
 def _int32_at(address: int, size: int) -> np.ndarray:
@@ -56,9 +48,7 @@ def apply_write(
     write_contents: Tensor,
     write_cu_lens: Tensor,
     write_group_ids: Tensor | None,
-    *,
-    MULTI_GROUP: bool,  # noqa: N803
-    **_: Any,
+    MULTI_GROUP: bool,
 ) -> None:
     """Copy staged rows; with groups, ``output`` holds the address of each group's table."""
     contents = write_contents.numpy()
@@ -87,14 +77,11 @@ def gather_block_tables(
     dst_block_table_ptrs: Tensor,
     block_table_strides: Tensor,
     num_blocks: Tensor,
-    num_blocks_stride: int,
     num_reqs: int,
     num_computed_tokens: Tensor,
     sliding_window_reach: Tensor,
     block_sizes: Tensor,
-    *,
-    MASK_SLIDING_WINDOW: bool,  # noqa: N803
-    **_: Any,
+    MASK_SLIDING_WINDOW: bool,
 ) -> None:
     """Each request's block ids, with blocks wholly below a sliding window nulled."""
     requests = batch_idx_to_req_idx.tolist()
@@ -125,12 +112,9 @@ def compute_slot_mappings(
     slot_mapping_enabled: Tensor,
     dcp_sharded: Tensor,
     slot_mappings: Tensor,
-    slot_mappings_stride: int,
     cp_rank: int,
-    *,
-    CP_SIZE: int,  # noqa: N803
-    PAD_ID: int,  # noqa: N803
-    **_: Any,
+    CP_SIZE: int,
+    PAD_ID: int,
 ) -> None:
     """Compute the cache slots of each token's key and value; padding gets none."""
     if CP_SIZE != 1:
@@ -159,15 +143,12 @@ def compute_slot_mappings(
 def prepare_prefill_inputs(
     input_ids: Tensor,
     next_prefill_tokens: Tensor,
-    next_prefill_tokens_stride: int,
     num_lookahead: int,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     prefill_lens: Tensor,
     num_computed_tokens: Tensor,
-    **_: Any,
 ) -> None:
     """Token ids of prompt rows, and the few that follow them."""
     starts = query_start_loc.tolist()
@@ -191,7 +172,6 @@ def prepare_pos_seq_lens(
     query_start_loc: Tensor,
     num_computed_tokens: Tensor,
     max_num_reqs: int,
-    **_: Any,
 ) -> None:
     """Positions of all rows and lengths of all sequences."""
     positions, lens = pos.numpy(), seq_lens.numpy()
@@ -213,12 +193,9 @@ def combine_tokens(
     seq_lens: Tensor,
     prefill_len: Tensor,
     draft_tokens: Tensor,
-    draft_tokens_stride: int,
     cu_num_logits: Tensor,
     logits_indices: Tensor,
-    *,
-    NUM_NEW_SAMPLED_TOKENS: int = 1,  # noqa: N803
-    **_: Any,
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
 ) -> None:
     """Write the indices of sampled rows, and the sampled and draft tokens among the inputs."""
     ends = query_start_loc.tolist()[1:]
@@ -243,19 +220,15 @@ def post_update(
     num_computed_tokens: Tensor,
     last_sampled_tokens: Tensor,
     output_bin_counts: Tensor | None,
-    output_bin_counts_stride: int,
     sampled_tokens: Tensor,
-    sampled_tokens_stride: int,
     num_sampled: Tensor,
     num_rejected: Tensor,
     query_start_loc: Tensor | None,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     total_len: Tensor,
     draft_tokens: Tensor | None,
     draft_tokens_out: Tensor | None,
     num_draft_tokens: int,
-    **_: Any,
 ) -> None:
     """Append what was sampled and advance each sequence by what was kept."""
     starts = None if query_start_loc is None else query_start_loc.tolist()
@@ -284,7 +257,6 @@ def expand_idx_mapping(
     expanded_idx_mapping: Tensor,
     expanded_local_pos: Tensor,
     cu_num_logits: Tensor,
-    **_: Any,
 ) -> None:
     """The request and the position within it of each sampled row."""
     bounds = cu_num_logits.tolist()
@@ -292,3 +264,15 @@ def expand_idx_mapping(
     for row, request in enumerate(idx_mapping.tolist()):
         requests[bounds[row] : bounds[row + 1]] = request
         positions[bounds[row] : bounds[row + 1]] = np.arange(bounds[row + 1] - bounds[row])
+
+
+OVERRIDES: dict[str, Functions] = {
+    _RUNNER + "buffer_utils._apply_write_kernel": (apply_write,),
+    _RUNNER + "block_table._gather_block_tables_kernel": (gather_block_tables,),
+    _RUNNER + "block_table._compute_slot_mappings_kernel": (compute_slot_mappings,),
+    _RUNNER + "input_batch._prepare_prefill_inputs_kernel": (prepare_prefill_inputs,),
+    _RUNNER + "input_batch._prepare_pos_seq_lens_kernel": (prepare_pos_seq_lens,),
+    _RUNNER + "input_batch._combine_sampled_and_draft_tokens_kernel": (combine_tokens,),
+    _RUNNER + "input_batch._post_update_kernel": (post_update,),
+    _RUNNER + "input_batch._expand_idx_mapping_kernel": (expand_idx_mapping,),
+}

@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_diffusion.weights.formats import GROUP_SIZE
-
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP4_MAX = 6.0
+# Numbers of NVFP4 that share a scale.
+GROUP_SIZE = 16
 # The smallest scale that vLLM's kernels give a row of zeros.
 _MIN_FP8_SCALE = 1.0 / (FP8_MAX * 512.0)
 

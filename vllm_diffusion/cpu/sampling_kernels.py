@@ -1,18 +1,21 @@
 """NumPy in place of the kernels that sample tokens: interpreted, they are most of a small step.
 
-As in ``cpu_kernels``, each function does what one launch of the kernel of the same name does, with the
+As in :mod:`vllm_diffusion.cpu.kernels`, each function does what one launch of the kernel of the same name does, with the
 kernel's own noise: a seeded request reads the same. Numbers are added in the kernels' order, in blocks
 of as many, so that they round alike.
 """
 
+# ruff: noqa: N803
+
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from vllm_diffusion.cpu.launches import Functions
 
 _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel."
 
@@ -95,11 +98,9 @@ def noised(
 
 def temperature(
     logits: Tensor,
-    logits_stride: int,
     expanded_idx_mapping: Tensor,
     temperature: Tensor,
     vocab_size: int,
-    **_: Any,
 ) -> None:
     """Divide each row by its request's temperature."""
     of_row = temperature[expanded_idx_mapping].float()
@@ -108,28 +109,20 @@ def temperature(
 
 def gumbel_sample(
     local_argmax: Tensor,
-    local_argmax_stride: int,
     local_max: Tensor,
-    local_max_stride: int,
     logits_cache: Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
     logits_cache_col: Tensor | None,
     logits_cache_source: Tensor | None,
-    logits_cache_source_stride: int,
     logits: Tensor,
-    logits_stride: int,
     expanded_idx_mapping: Tensor,
     seeds: Tensor,
     pos: Tensor,
     temp: Tensor,
     vocab_size: int,
-    *,
-    BLOCK_SIZE: int,  # noqa: N803
-    IS_DRAFTING: bool,  # noqa: N803
-    APPLY_TEMPERATURE: bool,  # noqa: N803
-    USE_FP64: bool,  # noqa: N803
-    **_: Any,
+    BLOCK_SIZE: int,
+    IS_DRAFTING: bool,
+    APPLY_TEMPERATURE: bool,
+    USE_FP64: bool,
 ) -> None:
     """Each block's likeliest token under Gumbel noise; the logits are kept where drafts are verified."""
     requests = expanded_idx_mapping.long()
@@ -154,26 +147,19 @@ def gumbel_sample(
 
 def bias(
     logits: Tensor,
-    logits_stride: int,
     vocab_size: int,
     expanded_idx_mapping: Tensor,
     num_allowed_token_ids: Tensor,
     allowed_token_ids: Tensor,
-    allowed_token_ids_stride: int,
     num_logit_bias: Tensor,
     bias_token_ids: Tensor,
-    bias_token_ids_stride: int,
     bias: Tensor,
-    bias_stride: int,
     pos: Tensor,
     min_lens: Tensor,
     num_stop_token_ids: Tensor,
     restore_when_all_masked: Tensor,
     stop_token_ids: Tensor,
-    stop_token_ids_stride: int,
-    *,
-    CHECK_ALL_MASKED_ROWS: bool,  # noqa: N803
-    **_: Any,
+    CHECK_ALL_MASKED_ROWS: bool,
 ) -> None:
     """Apply each row's allowed tokens and biases, and mask end tokens before its minimum length."""
     slots = expanded_idx_mapping.long()
@@ -201,8 +187,8 @@ def bias(
                 values[stops] = kept.where(kept.isfinite(), values[stops])
 
 
-OVERRIDES: dict[str, Callable[..., None]] = {
-    "vllm.v1.worker.gpu.sample.logit_bias._bias_kernel": bias,
-    _GUMBEL + "_temperature_kernel": temperature,
-    _GUMBEL + "_gumbel_sample_kernel": gumbel_sample,
+OVERRIDES: dict[str, Functions] = {
+    "vllm.v1.worker.gpu.sample.logit_bias._bias_kernel": (bias,),
+    _GUMBEL + "_temperature_kernel": (temperature,),
+    _GUMBEL + "_gumbel_sample_kernel": (gumbel_sample,),
 }

@@ -165,7 +165,49 @@ def _check_pair_of(spec: SpeculativeConfig, *, by_stock: bool = False) -> None:
     config, target = spec.draft_model_config.hf_config, spec.target_model_config
     if os.path.isdir(spec.model) and (problem := why_not_folder(spec.model)):
         raise ValueError(f"The draft {spec.model} {problem}; copy or train it again.")
+    resolve_mask_token(config, spec.model, target)
     check_pair(config, spec.model, target, spec.num_speculative_tokens, by_stock=by_stock)
+
+
+def resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> None:
+    """Set ``mask_token_id`` of a draft whose ``config.json`` has the mask token as text alone.
+
+    Args:
+        draft: Configuration of the draft, changed in place.
+        model: Name or path of the draft.
+        target: Configuration of the model that verifies, whose tokenizer is asked.
+
+    Raises:
+        ValueError: If the text is not one token of the tokenizer.
+    """
+    of_draft = dflash_fields(draft)
+    text = of_draft.get("mask_token", getattr(draft, "mask_token", None))
+    if text is None or mask_token_of(draft) is not None:
+        return
+    ids: list[int] = []
+    if isinstance(text, str):
+        from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+        # None for a server that was told to have none.
+        tokenizer = cached_tokenizer_from_config(target)
+        ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
+    if len(ids) != 1:
+        raise ValueError(
+            f"config.json of the draft {model}: dflash_config.mask_token={text!r} must be one token of the "
+            f"target's tokenizer, and is {len(ids)} ({ids}); set dflash_config.mask_token_id to the id of the "
+            "token that the draft was trained with."
+        )
+    draft.dflash_config = {**of_draft, "mask_token_id": ids[0]}
+
+
+def mask_token_of(draft: Any) -> Any:
+    """Return the id of the mask token in a draft's configuration; ``None`` if it has none."""
+    return dflash_fields(draft).get("mask_token_id", getattr(draft, "mask_token_id", None))
+
+
+def dflash_fields(draft: Any) -> Mapping[str, Any]:
+    """Return the fields of DFlash in a draft's configuration."""
+    return getattr(draft, "dflash_config", None) or {}
 
 
 def check_pair(
@@ -197,7 +239,7 @@ def check_pair(
         num_layers=target.get_total_num_hidden_layers(),
         by_stock=by_stock,
     )
-    block_size = getattr(draft, "block_size", None)
+    block_size = getattr(draft, "block_size", None) or dflash_fields(draft).get("block_size")
     if isinstance(block_size, int) and num_drafts >= block_size:
         raise ValueError(
             f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
@@ -254,8 +296,7 @@ def check_fit(
             f"{where}: num_target_layers={trained_for!r}, but the target has {num_layers} layers; "
             "give a draft that was trained for this target."
         )
-    of_draft: Mapping[str, Any] = getattr(draft, "dflash_config", None) or {}
-    layers = of_draft.get("target_layer_ids")
+    layers = dflash_fields(draft).get("target_layer_ids")
     # Only vLLM gives the last layer's output before the target's last norm.
     num_readable = num_layers if by_stock else num_layers - 1
     if not (by_stock and layers is None) and (
@@ -267,7 +308,7 @@ def check_fit(
             f"{where}: dflash_config.target_layer_ids={layers!r} must list layers of the target, "
             f"0 to {num_readable - 1}; give a draft that was trained for this target."
         )
-    mask = of_draft.get("mask_token_id", getattr(draft, "mask_token_id", None))
+    mask = mask_token_of(draft)
     if not (by_stock and mask is None) and not _is_within(mask, vocab_size):
         raise ValueError(
             f"{where}: dflash_config.mask_token_id={mask!r} must be a token of the vocabulary, 0 to "
@@ -287,5 +328,4 @@ def set_window(config: Any, window: int) -> None:
             f"{OPTION}: window={window} cannot be set for a draft whose layer_types are mixed "
             f"({', '.join(sorted(layer_types))}): its windows were trained; leave window out."
         )
-    of_draft = dict(getattr(config, "dflash_config", None) or {})
-    config.dflash_config = of_draft | {"use_swa": True, "swa_window_size": window}
+    config.dflash_config = {**dflash_fields(config), "use_swa": True, "swa_window_size": window}

@@ -98,7 +98,8 @@ class CanvasLayout:
         length: Positions of a canvas, C.
         summary: Place of canvases and attention of the tokens before them, for the documentation.
         refused_fields: Request fields that this layout cannot honour, each with the reason.
-        refused_arguments: ``diffusion_*`` arguments that it cannot honour, each with the reason.
+        refused_arguments: Names of ``diffusion_*`` arguments, without that prefix, that it cannot
+            honour, each with the reason and the remedy.
     """
 
     length: int

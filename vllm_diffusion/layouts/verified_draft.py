@@ -47,11 +47,11 @@ class VerifiedDraft(SeededBlock):
 
     refused_arguments: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
-            "diffusion_max_steps",
-            "diffusion_seed_canvas",
-            "diffusion_pinned",
-            "diffusion_read_only",
-            "diffusion_constrained",
+            "max_steps",
+            "seed_canvas",
+            "pinned",
+            "read_only",
+            "constrained",
         ),
         _ONE_STEP,
     )

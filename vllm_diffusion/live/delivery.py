@@ -13,8 +13,8 @@ from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
+from vllm_diffusion.requests.arguments import Shown, arguments_of
 from vllm_diffusion.requests.engine_message import check_decodable
-from vllm_diffusion.requests.params import Shown, parse_shown
 
 # Attribute of an output that holds the steps which decided its tokens.
 STEP_MAP = "diffusion_step_map"
@@ -146,7 +146,7 @@ def _with_inbox(stock: Any) -> Any:
         if params is not None:
             # Nothing changes them any more: vLLM's next step is to send them.
             check_decodable(params)
-        shown = parse_shown(params.extra_args if params else None)
+        shown = arguments_of(params).shown
         inbox = open_inbox()
         if shown.frame_interval and inbox is None:
             raise VLLMValidationError(

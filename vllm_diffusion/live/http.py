@@ -25,7 +25,7 @@ from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 from vllm_diffusion.live.inbox import Inbox
 from vllm_diffusion.live.parsed import ParsedAnswers
 from vllm_diffusion.live.watch import items_of
-from vllm_diffusion.requests.params import parse_shown
+from vllm_diffusion.requests.arguments import parse_shown
 from vllm_diffusion.requests.refused_streams import ending_with_refusal
 
 _WHERE_TRACES_ARE = (

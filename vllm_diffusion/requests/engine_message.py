@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.requests.refusal import refuse
+
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
@@ -29,7 +31,6 @@ def check_decodable(params: SamplingParams) -> None:
     """
     import msgspec
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     try:
@@ -41,8 +42,5 @@ def check_decodable(params: SamplingParams) -> None:
     except msgspec.ValidationError as error:
         found = _FIELD.search(str(error))
         field = found.group(1) if found else "sampling_params"
-        raise VLLMValidationError(
-            f"{field} cannot be read by the engine: {error}.",
-            parameter=field,
-            value=getattr(params, field, None),
-        ) from None
+        value = getattr(params, field, None)
+        refuse(field, f"cannot be read by the engine: {error}.", value)

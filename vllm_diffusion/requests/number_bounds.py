@@ -30,13 +30,13 @@ class NumberBounds:
     why: str
 
     def problem(self, value: float) -> str | None:
-        """``None`` if ``value`` is within, else what to say of it behind its field's name."""
+        """Return what to say of ``value`` behind its field's name; ``None`` if it is within."""
         # A NaN is within nothing.
         if self.low <= value <= self.high:
             return None
         return (
-            f"must be between {_shown(self.low)} and {_shown(self.high)}, since {self.why}; got "
-            f"{_shown(value)}."
+            f"must be between {reprlib.repr(self.low)} and {reprlib.repr(self.high)}, since {self.why}; got "
+            f"{reprlib.repr(value)}."
         )
 
 
@@ -73,7 +73,7 @@ REPETITION_DETECTION: Mapping[str, NumberBounds] = {
 
 
 def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
-    """Return the numbers of a request that are out of bounds.
+    """Find the numbers of a request that are out of bounds.
 
     Args:
         params: vLLM's ``SamplingParams``.
@@ -101,8 +101,3 @@ def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
             value = getattr(params.repetition_detection, name)
             if problem := bounds.problem(value):
                 yield "repetition_detection", f"{name} {problem}", value
-
-
-def _shown(value: float) -> str:
-    """``value`` as text that fits a message, however long it is."""
-    return reprlib.repr(value)

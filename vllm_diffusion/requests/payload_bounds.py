@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import msgspec
 
 # llguidance, which vLLM asks where xgrammar declines, unrolls arrays at the door: 100,000 items
 # take it 2 s and 100 MB, 1,000,000 more than a minute, 1,000,000,000 all memory.
@@ -13,7 +16,7 @@ _COUNTS = ("minItems", "maxItems")
 
 
 def schema_problem(structured_outputs: Any) -> str | None:
-    """Why a constraint's schemas are not compiled; ``None`` if they may be.
+    """Return why a constraint's schemas are not compiled; ``None`` if they may be.
 
     Args:
         structured_outputs: vLLM's ``StructuredOutputsParams``.
@@ -34,7 +37,7 @@ def schema_problem(structured_outputs: Any) -> str | None:
 
 
 def _counts(schema: Any) -> Iterator[int]:
-    """The counts of a schema, however deep."""
+    """Yield the counts of a schema, however deep."""
     pending = [schema]
     while pending:
         part = pending.pop()
@@ -48,7 +51,7 @@ def _counts(schema: Any) -> Iterator[int]:
 
 
 def text_problems(params: Any) -> Iterator[tuple[str, str]]:
-    """Fields with text that is none, which cannot be sent to the engine's process.
+    """Find fields with text that is none, which cannot be sent to the engine's process.
 
     Args:
         params: vLLM's ``SamplingParams``.
@@ -62,25 +65,9 @@ def text_problems(params: Any) -> Iterator[tuple[str, str]]:
         "vllm_xargs": params.extra_args,
     }
     for field, value in fields.items():
-        if not all(_is_text(text) for text in _texts(value)):
+        try:
+            # Objects and numbers that no message holds are left to vLLM.
+            with contextlib.suppress(OverflowError):
+                msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+        except UnicodeEncodeError:
             yield field, "holds half of a surrogate pair, which no text contains; take it out."
-
-
-def _texts(value: Any) -> Iterator[str]:
-    pending = [value]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, Mapping):
-            pending += [*part.keys(), *part.values()]
-        elif isinstance(part, Sequence):
-            pending += part
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -7,8 +7,11 @@ and one of another type ends the engine.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 # Connectors whose parameters are known here: those of NIXL that read.
 _NIXL = ("NixlConnector", "NixlPullConnector")
@@ -22,55 +25,25 @@ _NIXL_NEEDS = (
 )
 
 
-def _is_integer(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_size(value: Any) -> bool:
-    return _is_integer(value, 1)
-
-
-def _is_port(value: Any) -> bool:
-    return _is_integer(value, 1) and value < 65536
-
-
-def _is_blocks(value: Any) -> bool:
-    return bool(value) and _is_list(value) and all(map(_is_block_ids, value))
-
-
-def _is_block_ids(value: Any) -> bool:
-    return _is_list(value) and all(_is_integer(block) and block < 2**31 for block in value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_time(value: Any) -> bool:
-    return _is_integer(value) or isinstance(value, float)
-
-
-# What values must be, and of which parameters.
-_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
-    ("true or false", _is_flag, ("do_remote_prefill", "do_remote_decode")),
-    ("a string", _is_name, ("remote_engine_id", "remote_request_id", "remote_host")),
-    ("a port", _is_port, ("remote_port",)),
-    ("a list of lists of block ids", _is_blocks, ("remote_block_ids",)),
-    ("an integer of at least 1", _is_size, ("tp_size", "dcp_size", "pp_size")),
+_Name = Annotated[str, Meta(min_length=1)]
+_Port = Annotated[int, Meta(ge=1, lt=65536)]
+_Size = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+_BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+_Blocks = Annotated[list[list[_BlockId]], Meta(min_length=1)]
+# What a value must be: in words, as a type, and of which parameters.
+_KINDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("true or false", bool, ("do_remote_prefill", "do_remote_decode")),
+    ("a string", _Name, ("remote_engine_id", "remote_request_id", "remote_host")),
+    ("a port", _Port, ("remote_port",)),
+    ("a list of lists of block ids", _Blocks, ("remote_block_ids",)),
+    ("an integer of at least 1", _Size, ("tp_size", "dcp_size", "pp_size")),
     (
         "an integer of at least 0",
-        _is_integer,
+        _Count,
         ("remote_num_tokens", "remote_registration_generation"),
     ),
-    ("a number", _is_time, ("remote_blocks_expiry_time",)),
+    ("a number", _Count | float, ("remote_blocks_expiry_time",)),
 )
 
 
@@ -98,10 +71,13 @@ def form_problem(params: Any, num_answers: int, kv_transfer_config: Any) -> tupl
         return "kv_transfer_params", f"must be a mapping; got {reprlib.repr(params)}."
     if not reads_by_nixl(kv_transfer_config):
         return None
-    for kind, is_kind, names in _KINDS:
+    for words, kind, names in _KINDS:
         for name in names:
-            if (value := params.get(name)) is not None and not is_kind(value):
-                return f"kv_transfer_params.{name}", f"must be {kind}; got {reprlib.repr(value)}."
+            value = params.get(name)
+            try:
+                msgspec.convert(value, kind | None)
+            except msgspec.ValidationError:
+                return f"kv_transfer_params.{name}", f"must be {words}; got {reprlib.repr(value)}."
     loads, hands_over = params.get("do_remote_prefill"), params.get("do_remote_decode")
     if loads and hands_over:
         return (

@@ -11,14 +11,18 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
-from vllm_diffusion.requests.params import (
-    CanvasParams,
-    RequestParamError,
-    parse_canvas_params,
+from vllm_diffusion.requests.arguments import (
+    PREFIX,
+    RequestArguments,
+    attach_arguments,
+    parse_arguments,
 )
+from vllm_diffusion.requests.refusal import refuse
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
@@ -77,7 +81,7 @@ def _validate_constraint(
     from vllm.exceptions import VLLMClientError
 
     if problem := payload_bounds.schema_problem(params.structured_outputs):
-        _refuse("structured_outputs", f"(response_format, tools) {problem}")
+        refuse("structured_outputs", f"(response_format, tools) {problem}")
     try:
         params._validate_structured_outputs(model_config, structured_outputs_config, tokenizer)
     except (VLLMClientError, ValueError) as error:
@@ -89,7 +93,7 @@ def _validate_constraint(
                 "; required, named and strict tools need the back end xgrammar, and this "
                 f"server was started with {back_end}"
             )
-        _refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
+        refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
 
 
 class _NotDiffusion:
@@ -102,12 +106,6 @@ class _NotDiffusion:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model_config, name)
-
-
-def _refuse(field: str, reason: str, value: Any = None) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    raise VLLMValidationError(f"{field} {reason}", parameter=field, value=value)
 
 
 def validate_sampling_params(params: Any, model_config: Any) -> None:
@@ -128,7 +126,7 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     }
     for field, is_set in ignored.items():
         if is_set:
-            _refuse(
+            refuse(
                 field,
                 "is not supported for diffusion models, which draw a canvas at once and not "
                 "token after token; leave it out.",
@@ -136,14 +134,14 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             )
     for field, most in _MOST_ENTRIES.items():
         if len(getattr(params, field) or ()) > most:
-            _refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
+            refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
     ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
     if (
         params.min_tokens > 0
         and params.allowed_token_ids
         and ends.issuperset(params.allowed_token_ids)
     ):
-        _refuse(
+        refuse(
             "allowed_token_ids",
             "holds only tokens that end the request, which min_tokens forbids at first; allow "
             "others, or leave min_tokens out.",
@@ -151,15 +149,15 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         )
     _check_transfers(params, model_config)
     for field, reason in payload_bounds.text_problems(params):
-        _refuse(field, reason)
+        refuse(field, reason)
     for field, reason, value in number_bounds.sampling_problems(params):
-        _refuse(field, reason, value)
+        refuse(field, reason, value)
     if params.structured_outputs is not None:
         _check_constraint(params)
     spec: CanvasSpec = model_config.canvas_spec
     for field, reason in spec.refused_fields().items():
         if _is_set(params, field):
-            _refuse(field, reason, getattr(params, field))
+            refuse(field, reason, getattr(params, field))
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
 
 
@@ -168,13 +166,13 @@ def _check_transfers(params: Any, model_config: Any) -> None:
     extra = params.extra_args or {}
     value = extra.get("ec_transfer_params")
     if value is not None and not isinstance(value, Mapping):
-        _refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
+        refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
     value = extra.get("kv_transfer_params")
     transfer_config = getattr(model_config, "kv_transfer_config", None)
     if value is not None and (
         problem := transfer_params.form_problem(value, params.n, transfer_config)
     ):
-        _refuse(*problem)
+        refuse(*problem)
 
 
 def _is_set(params: Any, field: str) -> bool:
@@ -186,46 +184,43 @@ def _is_set(params: Any, field: str) -> bool:
 def _check_constraint(params: Any) -> None:
     reason = "cannot be combined with a structured output, which decides where the answer ends"
     if params.min_tokens > 0:
-        _refuse("min_tokens", f"{reason}; leave one of them out.", params.min_tokens)
+        refuse("min_tokens", f"{reason}; leave one of them out.", params.min_tokens)
     if params.ignore_eos:
-        _refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
+        refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
 
 
 def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:
-    """Check ``diffusion_*`` arguments, and give a request canvases no wider than it needs.
+    """Check ``diffusion_*`` arguments, and replace them by the struct that the engine reads.
+
+    A request for less than a canvas gets canvases no wider than it needs.
 
     Args:
-        params: ``SamplingParams`` of the request. ``max_tokens`` and ``ignore_eos`` of a read-only
-            request are set in place, and the canvas width of a request for less than a canvas.
+        params: ``SamplingParams`` of the request, which get the struct. ``max_tokens`` and
+            ``ignore_eos`` of a read-only request are set in place.
         spec: Description of the server's canvases.
         vocab_size: Number of token ids.
 
     Raises:
         VLLMValidationError: Naming the field; the server answers 400.
     """
-    from vllm.exceptions import VLLMValidationError
-
-    try:
-        canvas = parse_canvas_params(
-            params.extra_args,
-            spec=spec,
-            vocab_size=vocab_size,
-            logprob_token_ids=params.logprob_token_ids,
-        )
-    except RequestParamError as error:
-        raise VLLMValidationError(str(error), parameter=error.field) from None
-    _check_settings(canvas, spec)
-    _check_combination(params, canvas)
+    arguments = parse_arguments(
+        params.extra_args,
+        spec=spec,
+        vocab_size=vocab_size,
+        logprob_token_ids=params.logprob_token_ids,
+    )
+    _check_settings(arguments, spec)
+    _check_combination(params, arguments)
     for name, reason in spec.layout.refused_arguments.items():
-        if value := (params.extra_args or {}).get(name):
-            _refuse(name, reason, value)
-    width = canvas.canvas_length or spec.length
-    if canvas.read_only:
+        if value := (params.extra_args or {}).get(PREFIX + name):
+            refuse(PREFIX + name, reason, value)
+    width = arguments.canvas_length or spec.length
+    if arguments.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
         params.max_tokens = min(params.max_tokens or width, width)
         params.ignore_eos = True
         if params.min_tokens > params.max_tokens:
-            _refuse(
+            refuse(
                 "min_tokens",
                 f"must be at most {params.max_tokens}, the tokens that diffusion_read_only reads; got "
                 f"{params.min_tokens}. Lower it, or leave it out.",
@@ -234,33 +229,31 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     elif (
         params.max_tokens is not None
         and params.max_tokens < width
-        and canvas.seed_canvas is None
+        and arguments.seed_canvas is None
         # What a masked model writes at a position depends on the masks behind it.
         and spec.mask_token_id is None
     ):
-        params.extra_args = {
-            **(params.extra_args or {}),
-            "diffusion_canvas_length": params.max_tokens,
-        }
+        arguments = msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
+    attach_arguments(params, arguments)
 
 
-def _check_settings(canvas: CanvasParams, spec: CanvasSpec) -> None:
-    """The request's settings together with what the server has for those that it leaves out."""
-    if not (problem := spec.rule.contradiction({**spec.settings, **canvas.settings})):
+def _check_settings(arguments: RequestArguments, spec: CanvasSpec) -> None:
+    """Refuse settings that contradict one another, or the server's for those that are left out."""
+    if not (problem := spec.rule.contradiction({**spec.settings, **arguments.settings})):
         return
     names, reason = problem
-    name = next(name for name in names if name in canvas.settings)
-    _refuse(f"diffusion_{name}", f"does not go with the rest: {reason}.")
+    name = next(name for name in names if name in arguments.settings)
+    refuse(PREFIX + name, f"does not go with the rest: {reason}.")
 
 
-def _check_combination(params: Any, canvas: CanvasParams) -> None:
-    """A constraint needs several steps, and the freedom to draw what it demands."""
+def _check_combination(params: Any, arguments: RequestArguments) -> None:
+    """Refuse a constraint that has too few steps, or is not free to draw what it demands."""
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),
         "thinking_token_budget": params.thinking_token_budget is not None,
     }
     for field, is_set in constraints.items():
-        if is_set and (canvas.read_only or canvas.allowed_ids is not None):
-            other = "diffusion_read_only" if canvas.read_only else "diffusion_constrained"
-            _refuse(other, f"cannot be combined with {field}; leave one of them out.")
+        if is_set and (arguments.read_only or arguments.allowed_ids is not None):
+            other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
+            refuse(other, f"cannot be combined with {field}; leave one of them out.")

@@ -31,11 +31,8 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.requests.params import (
-    constraining_fields,
-    end_token_ids,
-    parse_canvas_params,
-)
+from vllm_diffusion.requests.arguments import arguments_of
+from vllm_diffusion.requests.params import constraining_fields, end_token_ids
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.startup.capture_sizes import MAX_CANVASES, MAX_EXACT
@@ -236,19 +233,13 @@ class BlockDiffusionModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         self._slot_of_request[new_req_data.req_id] = req_index
         sampling_params = new_req_data.sampling_params
-        params = parse_canvas_params(
-            sampling_params.extra_args if sampling_params else None,
-            spec=self.spec,
-            vocab_size=self.vocab_size,
-            logprob_token_ids=sampling_params.logprob_token_ids if sampling_params else None,
-        )
         # A request that was preempted comes back with what it generated as part of its prefill.
         known = new_req_data.prefill_token_ids
         num_given = self.spec.num_given(len(known))
         self.slots.add_request(
             req_index,
             NewRequest(
-                params,
+                arguments_of(sampling_params),
                 # The scheduler has chosen one for who brings none; vLLM's warm-up has none.
                 seed=(sampling_params and sampling_params.seed) or 0,
                 prompt_len=new_req_data.prompt_len,

@@ -12,7 +12,8 @@ from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
-from vllm_diffusion.requests.params import Shown, end_token_ids, parse_shown
+from vllm_diffusion.requests.arguments import Shown, arguments_of
+from vllm_diffusion.requests.params import end_token_ids
 from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
 
 
@@ -89,10 +90,9 @@ class CanvasReports(SchedulerFeature):
         self._freed: list[str] = []
 
     def add_request(self, request: Request) -> None:
-        # Its arguments were checked in the API process.
         params = request.sampling_params
         assert params is not None
-        shown = parse_shown(params.extra_args)
+        shown = arguments_of(params).shown
         self._told[request.request_id] = _Told(request, shown, end_token_ids(params))
 
     def preempt_request(self, request: Request) -> None:

@@ -17,7 +17,6 @@ from vllm.outputs import RequestError
 from vllm.v1.core.sched.diffusion_scheduler import (
     DiffusionAsyncScheduler,
     DiffusionScheduler,
-    diffusion_canvas_width,
 )
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,7 +30,7 @@ from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import RequestRows
 from vllm_diffusion.metrics import PassCounters, RowCounts
-from vllm_diffusion.requests.params import is_read_only
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
 from vllm_diffusion.scheduling.engine_seam import end_with_threads
@@ -41,7 +40,7 @@ from vllm_diffusion.scheduling.last_canvas import LastCanvas
 from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
 from vllm_diffusion.scheduling.outlines_rollback import CanvasGrammars
 from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
-from vllm_diffusion.scheduling.reads_together import ReadsTogether
+from vllm_diffusion.scheduling.read_groups import ReadGroups
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.adapters.adapter_load import AdapterLoad
@@ -77,7 +76,7 @@ class CanvasScheduling(Scheduler):
         self._transfer = KVTransfer(self, spec)
         keeps_last = plugin_settings(self.vllm_config).keep_last_canvas
         self._last_canvas = LastCanvas(self, spec, keeps_last and not self._is_async)
-        self._reads = ReadsTogether()
+        self._read_groups = ReadGroups()
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
         )
@@ -87,7 +86,7 @@ class CanvasScheduling(Scheduler):
         self._features: tuple[SchedulerFeature, ...] = (
             self._last_canvas,
             self._transfer,
-            self._reads,
+            self._read_groups,
             self.stuck,
             self.constraints,
             self.prompt_logprobs,
@@ -101,10 +100,11 @@ class CanvasScheduling(Scheduler):
 
     def _max_steps(self, request: Request) -> int:
         """Return the request's step cap."""
-        assert request.sampling_params is not None
-        cap = self.spec.max_denoising_steps
-        own = (request.sampling_params.extra_args or {}).get("diffusion_max_steps")
-        return min(own, cap) if own else cap
+        return arguments_of(request.sampling_params).max_steps or self.spec.max_denoising_steps
+
+    def _canvas_width(self, request: Request) -> int:
+        """Return the width of the request's canvases, in tokens."""
+        return arguments_of(request.sampling_params).canvas_length or self.spec.length
 
     # A request arrives.
 
@@ -115,7 +115,7 @@ class CanvasScheduling(Scheduler):
             # may share their parameters, so these are copied.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
-        if params is not None and is_read_only(params):
+        if arguments_of(params).read_only:
             # The one canvas that is read may begin with the end of the prompt.
             num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_read)
@@ -155,7 +155,7 @@ class CanvasScheduling(Scheduler):
             num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
             self._next.num_rows_left -= num_rows
             return num_rows
-        if self._reads.holds(request.request_id):
+        if self._read_groups.holds(request.request_id):
             return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
@@ -174,7 +174,7 @@ class CanvasScheduling(Scheduler):
         # assumed to emit its canvas.
         num_known = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
-        width = diffusion_canvas_width(request, self.num_spec_tokens)
+        width = self._canvas_width(request)
         return RequestRows(
             num_tokens=request.num_tokens,
             num_computed=num_computed_tokens,
@@ -274,7 +274,7 @@ class CanvasScheduling(Scheduler):
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
             is_encoded = num_emitted and self.order.emits_by_encoding
-            if is_encoded and not is_read_only(request.sampling_params):
+            if is_encoded and not arguments_of(request.sampling_params).read_only:
                 num_denoised = 0
             yield RequestPass(
                 request,
@@ -378,7 +378,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
             if not request.is_prefill_chunk and not self._awaits_output(request):
-                width = diffusion_canvas_width(request, self.num_spec_tokens)
+                width = self._canvas_width(request)
                 request.spec_token_ids = [-1] * width
         return outputs
 

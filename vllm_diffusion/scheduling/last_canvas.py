@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.requests.params import is_read_only
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.feature import SchedulerFeature
 
 
@@ -47,7 +47,7 @@ class LastCanvas(SchedulerFeature):
             and adds_block
             and request.status != RequestStatus.FINISHED_ERROR
             # A read has no next turn, and neither has a request at the model's length.
-            and not is_read_only(request.sampling_params)
+            and not arguments_of(request.sampling_params).read_only
             and request.num_tokens < self._scheduler.max_model_len
         )
         if is_worth_it:

@@ -39,13 +39,7 @@ def is_vllm_cpu_build() -> bool:
 
 def nvidia_device_node() -> str | None:
     """Return the device file of an NVIDIA GPU, ``/dev/dxg`` under WSL, else ``None``."""
-    if Path("/proc/driver/nvidia/version").exists() and Path("/dev/nvidia0").exists():
-        return "/dev/nvidia0"
-    if Path("/dev/nvidia0").exists():
-        return "/dev/nvidia0"
-    if Path("/dev/dxg").exists():
-        return "/dev/dxg"
-    return None
+    return next((node for node in ("/dev/nvidia0", "/dev/dxg") if Path(node).exists()), None)
 
 
 @functools.cache
@@ -56,23 +50,17 @@ def nvidia_driver() -> NvidiaDriver:
 
         nvml = import_pynvml()
         nvml.nvmlInit()
+        try:
+            driver_version = nvml.nvmlSystemGetDriverVersion()
+            packed = nvml.nvmlSystemGetCudaDriverVersion()
+            num_devices = nvml.nvmlDeviceGetCount()
+        finally:
+            nvml.nvmlShutdown()
     except Exception as error:
         return NvidiaDriver(0, None, None, str(error) or type(error).__name__)
-    try:
-        driver_version = nvml.nvmlSystemGetDriverVersion()
-        if isinstance(driver_version, bytes):
-            driver_version = driver_version.decode()
-        packed = nvml.nvmlSystemGetCudaDriverVersion()
-        return NvidiaDriver(
-            nvml.nvmlDeviceGetCount(),
-            driver_version,
-            (packed // 1000, packed % 1000 // 10),
-            None,
-        )
-    except Exception as error:
-        return NvidiaDriver(0, None, None, str(error) or type(error).__name__)
-    finally:
-        nvml.nvmlShutdown()
+    if isinstance(driver_version, bytes):
+        driver_version = driver_version.decode()
+    return NvidiaDriver(num_devices, driver_version, (packed // 1000, packed % 1000 // 10), None)
 
 
 def needed_cuda() -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.refused_options import refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,9 +47,11 @@ def choose_attention(vllm_config: VllmConfig) -> None:
     chosen = vllm_config.attention_config.backend or AttentionBackendEnum.CUSTOM
     if chosen not in able:
         raise ValueError(
-            f"--attention-backend {chosen.name} cannot serve a diffusion model, whose batches mix "
-            f"causal and bidirectional sequences; leave it unset or set it to "
-            f"{' or '.join(backend.name for backend in able)}."
+            refusal(
+                "--attention-backend",
+                backend=chosen.name,
+                able=" or ".join(backend.name for backend in able),
+            )
         )
     if chosen == AttentionBackendEnum.CUSTOM:
         _check_slot()

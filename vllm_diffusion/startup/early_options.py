@@ -1,6 +1,6 @@
 """Options at which vLLM would end with a stack trace before it asks this package about the model.
 
-Their messages are in ``serve_options.toml``, as are those of :mod:`unsupported_options`, which
+Their sentences are in ``refused_options.toml``, as are those of :mod:`unsupported_options`, which
 checks the whole configuration later.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces
-from vllm_diffusion.startup.option_table import refusal
+from vllm_diffusion.startup.refused_options import refusal
 from vllm_diffusion.startup.request_capacity import note_given_limits
 from vllm_diffusion.startup.unknown_architecture import unknown_architecture
 

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -184,9 +183,7 @@ class BlockDiffusionEngineConfig:
             _serve_autoregressively(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())
             return
-        _check_constraint_back_end(vllm_config)
         cls.check_model(vllm_config.model_config)
-        _check_logits_processors(vllm_config.model_config)
         choose_attention(vllm_config)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         cls.apply_stock_defaults(vllm_config)
@@ -199,7 +196,6 @@ class BlockDiffusionEngineConfig:
         check_layout(vllm_config, spec)
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
-        _check_sizes(vllm_config)
         choose_media(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
         choose_adapter_rules(vllm_config, cls.tensor_rules())
@@ -306,45 +302,6 @@ def _check_platform() -> None:
             "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
             "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
             "serves where there is no GPU."
-        )
-
-
-def _check_constraint_back_end(vllm_config: VllmConfig) -> None:
-    """Refuse a back end that vLLM still offers, but that ends the engine at the first request."""
-    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
-        raise ValueError(
-            'structured_outputs_config backend="lm-format-enforcer" is not supported: the released '
-            "lm-format-enforcer does not load with this vLLM, which is about to drop it; leave "
-            'backend unset, or set it to "xgrammar", "guidance" or "outlines".'
-        )
-
-
-def _check_logits_processors(model_config: ModelConfig) -> None:
-    """Refuse logits processors, which need whole rows of logits; these never exist here."""
-    names = [str(processor) for processor in model_config.logits_processors or ()]
-    names += [point.value for point in entry_points(group="vllm.logits_processors")]
-    if names:
-        raise ValueError(
-            f"--logits-processors: {', '.join(names)} cannot run, since the sampler of a diffusion "
-            "model sees a tile of the vocabulary at a time; leave it out (uninstall it if a package "
-            "brings it), and use logit_bias, allowed_token_ids or structured outputs."
-        )
-
-
-def _check_sizes(vllm_config: VllmConfig) -> None:
-    canvas_length = vllm_config.diffusion_config.canvas_length
-    max_model_len = vllm_config.model_config.max_model_len
-    if canvas_length >= max_model_len:
-        raise ValueError(
-            f"canvas_length={canvas_length} leaves no room for a prompt in "
-            f"max_model_len={max_model_len}; set --max-model-len above {canvas_length}."
-        )
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
-    if budget < 2 * canvas_length:
-        raise ValueError(
-            f"max_num_batched_tokens={budget} is below two canvases of {canvas_length}, and a "
-            f"canvas is scheduled whole or not at all; set --max-num-batched-tokens to at least "
-            f"{2 * canvas_length}."
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.weights.regular_files import json_object
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -19,15 +20,9 @@ def generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str
     path = Path(folder) / "generation_config.json"
     if path.is_file():
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json_object(path)
         except ValueError as error:
-            raise ValueError(
-                f"{path} is not valid JSON ({error}); mend it, or copy the checkpoint again."
-            ) from None
-        if not isinstance(content, dict):
-            raise ValueError(
-                f"{path} must hold a JSON object of generation settings; copy the checkpoint again."
-            )
+            raise ValueError(f"{path} {error}; mend it, or copy the checkpoint again.") from None
         return content, str(path)
     # A checkpoint on the hub: vLLM knows how to find it.
     return model_config.try_get_generation_config(), f"generation_config.json of {folder}"

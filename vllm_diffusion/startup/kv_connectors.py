@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.startup.refused_options import refusal
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -127,7 +129,7 @@ def _check(settings: Mapping[str, Any], num_stages: int) -> None:
 
 
 def _refuse(sentence: str) -> None:
-    raise ValueError(f"--kv-transfer-config: {sentence}.")
+    raise ValueError(refusal("--kv-transfer-config", sentence=sentence))
 
 
 def _takes_embeddings(vllm_config: VllmConfig) -> bool:

@@ -6,72 +6,53 @@ late which step was the last: the canvas takes one more pass, which encodes and 
 order pays if (N + 1) of its passes take less than N of the others: with host time h and device time
 d of a pass, if (N + 1) max(d, h) < N (d + h), which is N h > d for d above h.
 
-The figures are in ``pass_times.toml``, each with its command, or marked as an estimate.
+On a CPU the host's work competes with the model's, so that the asynchronous order does not pay: a pass
+of one canvas took 9.8 ms in it and 9.3 ms in the other, by `python benchmarks/bench_passes.py` with the
+shipped checkpoint on two cores.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import tomllib
-from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.startup.host_memory import checkpoint_bytes
 from vllm_diffusion.startup.plugin_settings import plugin_settings
-from vllm_diffusion.startup.request_capacity import weight_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-
-class PassTimes(NamedTuple):
-    """Milliseconds of a pass in each order."""
-
-    synchronous: float
-    asynchronous: float
-
-
-@functools.cache
-def figures() -> dict[str, dict[str, float]]:
-    """Read ``pass_times.toml``."""
-    text = files("vllm_diffusion.startup").joinpath("pass_times.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+# Milliseconds of a pass that run on the host where a GPU runs the model, its attention and its sampler:
+# vLLM's runner, our inputs and step, the scheduler, the engine's loop. Measured at one request by
+# `OMP_NUM_THREADS=1 python benchmarks/bench_families.py --family sdar --profile` on two cores
+# (benchmarks/RESULTS.md).
+HOST_MS = 2.8
+# Bytes of weights that a GPU reads in a millisecond, once in each pass: the memory bandwidth of one H100
+# SXM by its data sheet. Not measured: the experiment `order` of benchmarks/gpu/ will.
+GPU_BYTES_PER_MS = 3.35e9
+# Denoising steps of a canvas with which vLLM published DiffusionGemma's speed.
+TYPICAL_STEPS = 16
 
 
-def cpu_times() -> PassTimes:
-    """Return the measured times: on a CPU the host's work competes with the model's."""
-    measured = figures()["cpu"]
-    return PassTimes(measured["synchronous_ms"], measured["asynchronous_ms"])
-
-
-def gpu_times(num_bytes: int) -> PassTimes:
-    """Estimate the times of a GPU: a pass reads the weights once; asynchronously the host is hidden.
+def asynchronous_pays(device_ms: float, steps: int, extra: int) -> bool:
+    """Return true if a GPU denoises a canvas sooner in the asynchronous order.
 
     Args:
-        num_bytes: Bytes of the weights on one rank.
-    """
-    host, device = figures()["host"]["ms"], num_bytes / figures()["gpu"]["bytes_per_ms"]
-    return PassTimes(device + host, max(device, host))
-
-
-def asynchronous_pays(times: PassTimes, steps: int, extra: int) -> bool:
-    """Return true if a canvas is denoised sooner in the asynchronous order.
-
-    Args:
-        times: Times of a pass in both orders.
+        device_ms: Milliseconds of a pass on the device.
         steps: Denoising steps of a canvas, at least 1.
         extra: Passes of a canvas beyond those of the synchronous order.
     """
-    return (steps + extra) * times.asynchronous < steps * times.synchronous
+    return (steps + extra) * max(device_ms, HOST_MS) < steps * (device_ms + HOST_MS)
 
 
 def choose_order(vllm_config: VllmConfig) -> None:
     """Choose the synchronous order if it is faster; an operator's choice stays.
 
-    The asynchronous order is left to vLLM, which takes it wherever it can.
+    The asynchronous order is left to vLLM, which takes it wherever it can; so is the choice on a GPU
+    where the weights are not on this machine yet, and their size is not known.
 
     Args:
         vllm_config: Configuration with a ``canvas_spec``, changed in place.
@@ -84,23 +65,28 @@ def choose_order(vllm_config: VllmConfig) -> None:
     if plugin_settings(vllm_config).fused_encode is True:
         scheduler_config.async_scheduling = False
         return
+    if current_platform.is_cpu():
+        scheduler_config.async_scheduling = False
+        logger.info(
+            "synchronous scheduling: on a CPU the asynchronous order hides nothing; "
+            "--async-scheduling sets it."
+        )
+        return
+    parallel = vllm_config.parallel_config
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    device_ms = checkpoint_bytes(vllm_config.model_config.model) / num_ranks / GPU_BYTES_PER_MS
+    if not device_ms:
+        return
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    times = cpu_times() if current_platform.is_cpu() else gpu_times(weight_bytes(vllm_config))
-    steps = min(int(figures()["gpu"]["steps"]), spec.max_denoising_steps)
-    extra = spec.extra_async_passes()
-    pays = asynchronous_pays(times, steps, extra)
+    steps = min(TYPICAL_STEPS, spec.max_denoising_steps)
+    pays = asynchronous_pays(device_ms, steps, spec.extra_async_passes())
     if not pays:
         scheduler_config.async_scheduling = False
     logger.info(
-        "%s scheduling: %d passes of about %.1f ms for a canvas of %d steps, against %d of %.1f ms in "
-        "the other order (%s); --async-scheduling and --no-async-scheduling set it.",
+        "%s scheduling, by an estimate for a canvas of %d steps: a pass takes %.1f ms on the device and "
+        "%.1f ms on the host; --async-scheduling and --no-async-scheduling set it.",
         "asynchronous" if pays else "synchronous",
-        steps + extra * pays,
-        times.asynchronous if pays else times.synchronous,
         steps,
-        steps + extra * (not pays),
-        times.synchronous if pays else times.asynchronous,
-        "measured with the shipped checkpoint"
-        if current_platform.is_cpu()
-        else "estimated from the weights' bytes",
+        device_ms,
+        HOST_MS,
     )

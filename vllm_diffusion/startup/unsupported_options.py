@@ -1,15 +1,15 @@
 """Options of ``vllm serve`` that a diffusion model cannot honour, refused by name before it loads.
 
-``serve_options.toml`` has the state of every option, and the message with which one is refused; the
-conditions are here.
+The conditions are here, their sentences in ``refused_options.toml``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.startup.option_table import refusal
+from vllm_diffusion.startup.refused_options import refusal
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
@@ -32,13 +32,16 @@ def check_options(vllm_config: VllmConfig) -> None:
 
 
 def _values(vllm_config: VllmConfig) -> dict[str, Any]:
-    """What the sentences name."""
+    """Return values for the sentences' placeholders."""
     scheduler = vllm_config.scheduler_config
     return {
         "canvas_length": _canvas_length(vllm_config),
         "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
         "num_layers": _num_layers(vllm_config),
         "two_canvases": 2 * _canvas_length(vllm_config),
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "logits_processors": ", ".join(_logits_processors(vllm_config)),
         "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
         "scheduler_cls": scheduler.scheduler_cls,
@@ -58,6 +61,12 @@ def _canvas_length(vllm_config: VllmConfig) -> int:
 
 def _num_layers(vllm_config: VllmConfig) -> int:
     return vllm_config.model_config.get_total_num_hidden_layers()
+
+
+def _logits_processors(vllm_config: VllmConfig) -> list[str]:
+    """List logits processors, which need whole rows of logits; these never exist here."""
+    named = [str(processor) for processor in vllm_config.model_config.logits_processors or ()]
+    return named + [point.value for point in entry_points(group="vllm.logits_processors")]
 
 
 def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
@@ -125,6 +134,11 @@ def _schedules_too_little(vllm_config: VllmConfig) -> bool:
 
 # Conditions in the order of their checks: the option that asks for most first.
 CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
+    # vLLM still offers this one, which ends the engine at the first request.
+    "--structured-outputs-config.backend": (
+        lambda config: config.structured_outputs_config.backend == "lm-format-enforcer"
+    ),
+    "--logits-processors": _logits_processors,
     "--speculative-config": lambda config: config.speculative_config,
     "--pipeline-parallel-size": (
         lambda config: config.parallel_config.pipeline_parallel_size > _num_layers(config)
@@ -193,4 +207,8 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--scheduler-cls": _is_foreign_scheduler,
     "--max-num-scheduled-tokens": _schedules_too_little,
     "--long-prefill-token-threshold": _cuts_canvases,
+    "--max-model-len": (lambda config: config.model_config.max_model_len <= _canvas_length(config)),
+    "--max-num-batched-tokens": (
+        lambda config: config.scheduler_config.max_num_batched_tokens < 2 * _canvas_length(config)
+    ),
 }

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_diffusion.weights.check import expected_specs, listed
 from vllm_diffusion.weights.formats import Spec
 from vllm_diffusion.weights.read_config import read_format
-from vllm_diffusion.weights.regular_files import why_not_file
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     StoredTensor,
+    file_problem,
     largest_magnitude,
     read_tensor,
     stored_tensors,
@@ -147,8 +146,6 @@ class WeightUpdate:
         files = _files(path)
         stamps = {file: _stamp(file) for file in files}
         sent = dict(self._sent)
-        for file in files:
-            _check_file(file)
         for tensor in stored_tensors(files):
             self._expected.check(tensor)
             key = self._expected.tensor_of(tensor.name)
@@ -200,23 +197,12 @@ def _files(path: Path) -> list[Path]:
     if not files:
         raise ValueError(f"update_info.path: {path} holds no safetensors file; {UNHARMED}.")
     for file in files:
-        if problem := why_not_file(file):
+        if problem := file_problem(file):
             raise ValueError(
                 f"update_info.path: {file} {problem}; send a file that the server can read. "
                 f"{UNHARMED.capitalize()}."
             )
     return files
-
-
-def _check_file(file: Path) -> None:
-    """Refuse a damaged file: its header contradicts itself or the file's size."""
-    try:
-        with safe_open(file, framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file} is truncated or not a safetensors file ({error}); {UNHARMED}."
-        ) from None
 
 
 def _check_finite(tensor: StoredTensor) -> None:

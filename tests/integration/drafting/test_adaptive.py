@@ -12,7 +12,7 @@ from tests.support import drafts
 from tests.support.draft_engine import NUM_DRAFTS, OPTIONS, PROMPTS, generate, metric
 from tests.support.engine import TracedEngine
 from vllm_diffusion.drafting.adaptive import Costs
-from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
+from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -116,10 +116,9 @@ def test_levels_of_other_methods(
 ) -> None:
     """A level of a script in every step here too."""
     target = drafts.save_target("qwen3", tmp_path / "target")
-    spec: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
-    if method == "eagle3":
-        spec["model"] = str(save_untrained_eagle3(target, tmp_path / "head"))
-    else:
+    spec = untrained_eagle3(target, tmp_path / "head", 4)
+    if method == "ngram":
+        spec = {"method": method, "num_speculative_tokens": 4}
         spec |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     options = OPTIONS | SETTINGS | {"disable_log_stats": False}
     engine = TracedEngine(target, **options, speculative_config=spec)

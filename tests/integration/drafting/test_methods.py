@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.support import drafts
 from tests.support.draft_engine import (
@@ -23,7 +24,7 @@ from tests.support.draft_engine import (
 from tests.support.drafts import WINDOW
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
-from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
+from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -126,11 +127,7 @@ def test_ngram(kind: str, models: Any, tmp_path: Path) -> None:
 def test_eagle3(kind: str, models: Any, tmp_path: Path) -> None:
     """A random head, three drafts one after another."""
     target = drafts.save_target(kind, tmp_path / "target")
-    spec = {
-        "method": "eagle3",
-        "model": str(save_untrained_eagle3(target, tmp_path / "head")),
-        "num_speculative_tokens": 3,
-    }
+    spec = untrained_eagle3(target, tmp_path / "head", 3)
     with serving(tmp_path, kind, spec) as engine:
         assert_says_what_transformers_says(engine, models[kind])
         assert metric(engine, "num_accepted_tokens") > 0
@@ -158,6 +155,25 @@ def test_passes(kind: str, settings: dict[str, Any], models: Any, tmp_path: Path
         assert_says_what_transformers_says(engine, models[kind])
 
 
+@contextmanager
+def draft_blocks(engine: TracedEngine) -> Iterator[list[int]]:
+    """Count the KV blocks that the draft's layers hold after each step."""
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    (draft,) = (each for each in managers if isinstance(each.kv_cache_spec, SlidingWindowSpec))
+    held: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def counting(*arguments: Any) -> Any:
+        result = schedule(*arguments)
+        blocks = [block for each in draft.req_to_blocks.values() for block in each]
+        held.append(sum(not block.is_null for block in blocks))
+        return result
+
+    engine.scheduler.schedule = counting
+    yield held
+    engine.scheduler.schedule = schedule
+
+
 def test_window(models: Any, tmp_path: Path) -> None:
     """A block's rows see as far as is set, and all where that is further than the context."""
     model, prompt = models["qwen3"], prompt_of(100, seed=5)
@@ -171,9 +187,11 @@ def test_window(models: Any, tmp_path: Path) -> None:
         with serving(tmp_path, "qwen3", spec, additional_config=additional) as engine:
             inner = engine.runner.speculator.model.model
             rows: list[tuple[Any, Any]] = []
-            with observed(inner, "forward", rows):
+            with observed(inner, "forward", rows), draft_blocks(engine) as held:
                 # With one token nothing would be drafted.
                 (output,) = generate(engine, [prompt], max_tokens=8)
+        # Of 16 tokens each: those behind the window are given back.
+        assert (max(held), held[-1]) == ((8, 5) if window == WINDOW else (9, 9))
         anchored = [each for each in rows if int(each[0][1][0]) == len(prompt)]
         (ids, *_), hidden = anchored[0]
         assert int(ids[0]) == output.outputs[0].token_ids[0]

@@ -14,7 +14,7 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.decoding.statistics import SlotStatistics
 from vllm_diffusion.layouts import VerifiedDraft
-from vllm_diffusion.requests.params import CanvasParams
+from vllm_diffusion.requests.arguments import RequestArguments
 from vllm_diffusion.startup.compilation import has_cpp_compiler
 
 pytestmark = pytest.mark.engine
@@ -27,7 +27,7 @@ def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
     """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
     slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
     for slot in range(SLOTS):
-        slots.add_request(slot, NewRequest(CanvasParams(), seed=slot))
+        slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
     slots.apply_staged_writes()
     step = CanvasStep(slots, compile_backend=backend)
     generator = torch.Generator().manual_seed(0)
@@ -67,8 +67,8 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
         seeds, numbers, torch.zeros_like(numbers), CANVAS, VOCAB, Purpose.INITIAL
     )
     slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
-    own = CanvasParams(seed_canvas=tuple(range(CANVAS)), pinned=(1,))
-    slots.add_request(3, NewRequest(CanvasParams(), seed=7))
+    own = RequestArguments(seed_canvas=tuple(range(CANVAS)), pinned=(1,))
+    slots.add_request(3, NewRequest(RequestArguments(), seed=7))
     slots.add_request(1, NewRequest(own, seed=-3, num_generated=2 * CANVAS))
     slots.add_request(0, NewRequest(own, seed=-3))
     slots.apply_staged_writes()
@@ -78,7 +78,7 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
 
     slots = CanvasSlots(2, masked_spec(CANVAS), VOCAB, CPU)
     slots.add_request(0, NewRequest(own, prompt_len=3, given=(11, 12, 13)))
-    slots.add_request(1, NewRequest(CanvasParams(), prompt_len=2, given=(14, 15)))
+    slots.add_request(1, NewRequest(RequestArguments(), prompt_len=2, given=(14, 15)))
     slots.apply_staged_writes()
     assert slots.canvas.tolist() == [[11, 12, 13, 3, 4, 5, 6, 7], [14, 15, 4, 4, 4, 4, 4, 4]]
 
@@ -89,7 +89,7 @@ def test_a_draft_and_its_verification(backend):
     spec = CanvasSpec(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=4)
     slots = CanvasSlots(2, spec, VOCAB, CPU)
     for slot in range(2):
-        slots.add_request(slot, NewRequest(CanvasParams()))
+        slots.add_request(slot, NewRequest(RequestArguments()))
     slots.apply_staged_writes()
     torch._dynamo.reset()
     step = CanvasStep(slots, emits_when_done=False, compile_backend=backend)
@@ -118,7 +118,7 @@ def test_a_draft_and_its_verification(backend):
 def test_pins_are_of_a_masked_request_s_first_canvas():
     """Behind it, and where a preempted request comes back, their positions are masks like others."""
     slots = CanvasSlots(2, masked_spec(CANVAS, max_denoising_steps=1), VOCAB, CPU)
-    params = CanvasParams(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
+    params = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
     slots.add_request(0, NewRequest(params, prompt_len=CANVAS))
     slots.add_request(1, NewRequest(params, prompt_len=CANVAS, num_generated=CANVAS))
     slots.apply_staged_writes()
@@ -140,7 +140,7 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
     for slot in range(2):
         # The second request ignores its end tokens.
         ends = [7, 9] if slot == 0 else []
-        slots.add_request(slot, NewRequest(CanvasParams(), end_tokens=ends))
+        slots.add_request(slot, NewRequest(RequestArguments(), end_tokens=ends))
     slots.apply_staged_writes()
     step = CanvasStep(slots, converge_at_end=converge_at_end, compile_backend=None)
     argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
@@ -192,7 +192,7 @@ def levenshtein_slots() -> CanvasSlots:
     spec = masked_spec(CANVAS, rule=rule, settings=settings, max_denoising_steps=20)
     slots = CanvasSlots(3, spec, VOCAB, CPU)
     for slot, given in enumerate([(), (11, 12, 13), ()]):
-        slots.add_request(slot, NewRequest(CanvasParams(), prompt_len=len(given), given=given))
+        slots.add_request(slot, NewRequest(RequestArguments(), prompt_len=len(given), given=given))
     slots.apply_staged_writes()
     return slots
 
@@ -220,7 +220,7 @@ def test_a_rule_forgets_its_canvas_with_a_new_owner():
     assert (used[:2, :2] != 0).all()
     assert all((memory[2] == 1).all() for memory in slots.rule_memory.values())
     for slot in range(3):
-        slots.add_request(slot, NewRequest(CanvasParams()))
+        slots.add_request(slot, NewRequest(RequestArguments()))
     slots.apply_staged_writes()
     assert not any(memory.any() for memory in slots.rule_memory.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ from vllm_diffusion.cpu import cpu_platform_plugin
 
 cpu_platform_plugin()
 
-from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch  # noqa: E402
-
 from vllm_diffusion.cpu import kernels as cpu_kernels  # noqa: E402
+from vllm_diffusion.cpu import launches  # noqa: E402
 
 KEPT: list[torch.Tensor] = []
 
@@ -23,14 +23,14 @@ def pointer_table(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
 
 
-def compare(kernel: Any, grid: tuple[int, ...], ours: Any, make: Any, seed: int) -> None:
+def compare(name: str, grid: tuple[int, ...], ours: Any, make: Any, seed: int) -> None:
     """Launch both on equal arguments and compare every tensor that either may have written."""
     theirs_args, theirs_watched, constants = make(np.random.default_rng(seed))
     ours_args, ours_watched, _ = make(np.random.default_rng(seed))
-    kernel[grid](*theirs_args, **constants)
-    ours(*ours_args, **constants)
+    resolve_name(name)[grid](*theirs_args, **constants)
+    ours[name](*ours_args, **constants)
     for expected, actual in zip(theirs_watched, ours_watched, strict=True):
-        assert torch.equal(expected, actual), (ours.__name__, seed, expected, actual)
+        assert torch.equal(expected, actual), (name, seed, expected, actual)
 
 
 def batch(rng: np.random.Generator, max_len: int = 40) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -203,44 +203,21 @@ def num_reqs_of(make: Any, seed: int) -> int:
 
 def main() -> None:
     cases = [
-        (block_table._gather_block_tables_kernel, cpu_kernels.gather_block_tables, gather, 2, 0),
-        (
-            block_table._compute_slot_mappings_kernel,
-            cpu_kernels.compute_slot_mappings,
-            slot_mappings,
-            2,
-            1,
-        ),
-        (
-            input_batch._prepare_prefill_inputs_kernel,
-            cpu_kernels.prepare_prefill_inputs,
-            prefill_inputs,
-            0,
-            0,
-        ),
-        (
-            input_batch._prepare_pos_seq_lens_kernel,
-            cpu_kernels.prepare_pos_seq_lens,
-            positions,
-            0,
-            1,
-        ),
-        (
-            input_batch._combine_sampled_and_draft_tokens_kernel,
-            cpu_kernels.combine_tokens,
-            combine,
-            0,
-            0,
-        ),
-        (input_batch._post_update_kernel, cpu_kernels.post_update, post_update, 0, 0),
-        (input_batch._expand_idx_mapping_kernel, cpu_kernels.expand_idx_mapping, expand, 0, 0),
-        (buffer_utils._apply_write_kernel, cpu_kernels.apply_write, write, -1, 0),
+        ("block_table._gather_block_tables_kernel", gather, 2, 0),
+        ("block_table._compute_slot_mappings_kernel", slot_mappings, 2, 1),
+        ("input_batch._prepare_prefill_inputs_kernel", prefill_inputs, 0, 0),
+        ("input_batch._prepare_pos_seq_lens_kernel", positions, 0, 1),
+        ("input_batch._combine_sampled_and_draft_tokens_kernel", combine, 0, 0),
+        ("input_batch._post_update_kernel", post_update, 0, 0),
+        ("input_batch._expand_idx_mapping_kernel", expand, 0, 0),
+        ("buffer_utils._apply_write_kernel", write, -1, 0),
     ]
-    for kernel, ours, make, groups, extra in cases:
+    ours = launches.overrides(cpu_kernels.OVERRIDES)
+    for name, make, groups, extra in cases:
         for seed in range(6):
             rows = num_reqs_of(make, seed) + extra
             grid = {2: (2, rows), 0: (rows,), -1: (3, 1)}[groups]
-            compare(kernel, grid, ours, make, seed)
+            compare("vllm.v1.worker.gpu." + name, grid, ours, make, seed)
     # The interpreted kernels above are what it puts others in the place of.
     import check_cpu_drafts
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
-from vllm_diffusion.requests.params import CanvasParams
+from vllm_diffusion.requests.arguments import RequestArguments
 from vllm_diffusion.runner.stage_relay import StageRelay
 
 pytestmark = pytest.mark.engine
@@ -86,7 +86,7 @@ class Stage:
                 self.num_computed[slot] -= int(num_rejected[row])
 
     def add(self, slot: int) -> None:
-        self.slots.add_request(slot, NewRequest(CanvasParams()))
+        self.slots.add_request(slot, NewRequest(RequestArguments()))
         self.slots.apply_staged_writes()
         self.num_computed[slot], self.tokens[slot] = 0, []
         if self.soft_embeds is not None:

@@ -17,7 +17,7 @@ from vllm_diffusion.startup.bytecode import compile_once
 compile_once()
 import torch
 subprocess.run([sys.executable, "-c", "import vllm"], check=True)
-from vllm_diffusion.cli.diagnosis import environment_facts
+from vllm_diffusion.cli.doctor import environment_facts
 print([fact.remedy for fact in environment_facts() if fact.name == "PYTHONDONTWRITEBYTECODE"])
 """
 

@@ -12,7 +12,6 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.startup import pass_order
-from vllm_diffusion.startup.pass_order import PassTimes
 
 pytestmark = pytest.mark.engine
 
@@ -33,10 +32,10 @@ GIB = 2**30
         (10, 0, 16, 0, False),
     ],
 )
-def test_a_pass_saved_against_the_host_s_time(device, host, steps, extra, pays):
+def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, extra, pays):
     """The arithmetic, on both sides of where it turns."""
-    times = PassTimes(device + host, max(device, host))
-    assert pass_order.asynchronous_pays(times, steps, extra) is pays
+    monkeypatch.setattr(pass_order, "HOST_MS", host)
+    assert pass_order.asynchronous_pays(device, steps, extra) is pays
 
 
 def test_extra_passes():
@@ -60,6 +59,8 @@ def test_extra_passes():
         # As long as 16 times the host's time of a pass.
         (False, 16 * 2.8 * 3.36e9, 48, None, None, False),
         (False, 16 * 2.8 * 3.34e9, 48, None, None, None),
+        # Not on this machine yet.
+        (False, 0, 1, None, None, None),
         (False, GIB, 48, None, True, False),
     ],
 )
@@ -68,11 +69,12 @@ def test_choice(monkeypatch, is_cpu, weights, max_steps, given, fused, chosen):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
-    monkeypatch.setattr(pass_order, "weight_bytes", lambda config: weights)
+    monkeypatch.setattr(pass_order, "checkpoint_bytes", lambda model: 2 * weights)
     config = SimpleNamespace(
         additional_config={"diffusion": {} if fused is None else {"fused_encode": fused}},
         scheduler_config=SimpleNamespace(async_scheduling=given),
-        model_config=SimpleNamespace(canvas_spec=diffusion_gemma_spec(256, max_steps)),
+        model_config=SimpleNamespace(model="a", canvas_spec=diffusion_gemma_spec(256, max_steps)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
     pass_order.choose_order(config)  # type: ignore[arg-type]
     assert config.scheduler_config.async_scheduling is chosen

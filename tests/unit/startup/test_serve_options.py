@@ -1,22 +1,21 @@
-"""The option table is whole: every option of this vLLM is in it, and nothing else."""
+"""Every option of this vLLM was decided about, and what is refused says so in a sentence."""
 
 from __future__ import annotations
 
 import re
 import typing
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import pytest
 
-from vllm_diffusion.startup.option_table import OptionRow, read_rows
-from vllm_diffusion.startup.unsupported_options import CONDITIONS
+from tests.robustness.option_trials import OPTIONS, explains
+from vllm_diffusion.startup import early_options, unsupported_options
+from vllm_diffusion.startup.refused_options import sentences
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).resolve().parents[3]
-# The state of an option whose settings need no rows of their own.
-WHOLE = ("refused", "unreached", "untried")
+# Refused by modules with more to do than that.
+ELSEWHERE = {"--attention-backend", "--kv-transfer-config"}
 
 
 def options_of_vllm() -> dict[str, str]:
@@ -44,17 +43,20 @@ def settings_of(attribute: str) -> list[str]:
     return []
 
 
-def test_every_option_has_one_row() -> None:
-    """A new option of vLLM fails here until somebody decides, and one that is gone until it goes."""
-    rows = {name: row for row in read_rows() for name in row.names}
-    assert len(rows) == sum(len(row.names) for row in read_rows())
+def test_every_option_is_known() -> None:
+    """A new option of vLLM fails here until somebody decides, and one that is gone until it goes.
+
+    Where one setting of an option that takes JSON is known, all of them are.
+    """
+    known = {*OPTIONS.known, *sentences()}
+    assert not set(OPTIONS.known) & set(sentences())
     expected = set()
     for name, attribute in options_of_vllm().items():
         expected.add(name)
-        if name in rows and rows[name].state not in WHOLE:
+        if any(each.startswith(f"{name}.") for each in known):
             expected |= {f"{name}.{setting}" for setting in settings_of(attribute)}
-    assert sorted(expected - set(rows)) == [], "options without a row"
-    assert sorted(set(rows) - expected) == [], "rows without an option"
+    assert sorted(expected - known) == [], "options that nobody decided about"
+    assert sorted(known - expected) == [], "options that vLLM has not"
 
 
 def test_settings_are_found() -> None:
@@ -65,26 +67,21 @@ def test_settings_are_found() -> None:
 
 
 def test_refusals_have_conditions() -> None:
-    """What the table calls refused is refused somewhere, and nothing else is."""
-    rows = [row for row in read_rows() if row.line]
-    named = {name for row in rows if not row.where for name in row.names}
-    assert set(CONDITIONS) <= named
-    for row in rows:
-        if row.where:
-            assert list((ROOT / "vllm_diffusion").rglob(row.where))
-        else:
-            assert set(row.names) & set(CONDITIONS), f"{row.names[0]} has no condition"
+    """What has a sentence is refused, and tried, and nothing else is."""
+    conditions = [*unsupported_options.CONDITIONS, *early_options.CONDITIONS, *ELSEWHERE]
+    assert sorted(conditions) == sorted(sentences())
+    # The shipped checkpoint has experts.
+    assert set(sentences()) - set(OPTIONS.refused) == {"--enable-expert-parallel"}
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in read_rows() if row.line], ids=lambda row: row.names[0]
-)
-def test_lines(row: OptionRow) -> None:
+@pytest.mark.parametrize("name", sentences())
+def test_sentences(name: str) -> None:
     """One sentence that names what was set, and is recognised with values in place."""
-    assert "\n" not in row.line
-    assert row.line.endswith(".")
-    name = row.names[0].removeprefix("--").partition(".")[0]
-    assert name in row.line or name.replace("-", "_") in row.line
-    assert row.explains(row.line)
-    assert row.explains(re.sub(r"\{\w+\}", "3 or 4", row.line))
-    assert not row.explains("Before. " + row.line)
+    line = sentences()[name]
+    assert "\n" not in line
+    assert line.endswith(".")
+    stem = name.removeprefix("--").partition(".")[0]
+    assert stem in line or stem.replace("-", "_") in line
+    assert explains(line, line)
+    assert explains(line, re.sub(r"\{\w+\}", "3 or 4", line))
+    assert not explains(line, "Before. " + line)

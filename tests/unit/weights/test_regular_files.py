@@ -113,7 +113,6 @@ def test_calibration(tmp_path: Path) -> None:
     from vllm_diffusion.drafting.calibration.calibrate import load_ends
     from vllm_diffusion.drafting.calibration.samples import sample_files
     from vllm_diffusion.drafting.reference import load_draft
-    from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
 
     folder = tmp_path / "draft"
     shutil.copytree(shipped_draft(), folder)
@@ -122,6 +121,5 @@ def test_calibration(tmp_path: Path) -> None:
         lambda: sample_files(folder),
         lambda: load_draft(folder),
         lambda: load_ends(str(folder)),
-        lambda: save_untrained_eagle3(folder, tmp_path / "eagle"),
     ):
         assert "more.safetensors, which is a named pipe" in returns(work)

@@ -1,5 +1,7 @@
 """Replay of recorded answers: how many tokens a draft would have had accepted, without a server.
 
+python -m vllm_diffusion.drafting.calibration.replay SAMPLES TARGET NEW OLD
+
 A recorded answer is the target's own, so a proposal is accepted exactly where it equals the
 answer's next token. For greedy answers this is what a server counts; for sampled answers it is the
 mean of what a server counts, since a token is in the answer as often as the target draws it.
@@ -7,14 +9,18 @@ mean of what a server counts, since a token is in the answer as often as the tar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.calibration.samples import Sample
-from vllm_diffusion.drafting.reference import ReferenceDraft
+from vllm_diffusion.drafting.calibration.calibrate import check_samples, load_ends, split_samples
+from vllm_diffusion.drafting.calibration.samples import Sample, read_extraction, read_sample
+from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft
 from vllm_diffusion.drafting.reveal import without_mask_token
 
 
@@ -52,3 +58,44 @@ def replay(
             lengths.append(kept)
             anchor += kept + 1
     return Verifications.of(lengths, draft.block_size - 1)
+
+
+def compare(samples: Path, target: str, drafts: Sequence[Path]) -> list[Verifications]:
+    """Replay the answers that are held out of training with each draft.
+
+    Args:
+        samples: A folder of ``calibrate extract``.
+        target: Target that the samples were extracted from.
+        drafts: Folders of the drafts.
+
+    Raises:
+        ValueError: If they do not belong to one another.
+    """
+    ends, (_, files) = load_ends(target), split_samples(samples)
+    extraction, found = read_extraction(samples), []
+    for folder in drafts:
+        draft = load_draft(folder)
+        check_samples(extraction, ends.config, draft)
+        size = len(draft.target_layer_ids), draft.config.hidden_size
+        held_out = (read_sample(path, *size) for path in files)
+        found.append(replay(draft, ends.embed, ends.head, held_out))
+    return found
+
+
+def main(samples: str, target: str, new: str, old: str) -> None:
+    """Print the figures of both drafts and the verdict on the new one as a line of JSON."""
+    ours, theirs = compare(Path(samples), target, [Path(new), Path(old)])
+    print(
+        json.dumps(
+            {
+                "new": ours.tokens,
+                "old": theirs.tokens,
+                "verifications": [ours.number, theirs.number],
+                "is_better": ours.is_better_than(theirs),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

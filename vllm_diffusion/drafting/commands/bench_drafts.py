@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
+from vllm_diffusion.cli.client import KEY_VARIABLE
 from vllm_diffusion.cli.console import add_verbose, fail, say
 from vllm_diffusion.cli.shipped_server import end_with_signals
 from vllm_diffusion.drafting.commands.contenders import (
@@ -27,11 +28,10 @@ from vllm_diffusion.drafting.commands.contenders import (
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Plan, Result, race
 from vllm_diffusion.drafting.commands.draft_table import as_json, tables
 from vllm_diffusion.drafting.commands.prompt_sets import (
-    NAMES,
     TINY_TASKS,
     Prompt,
-    read_prompts,
-    source,
+    add_prompts,
+    given_prompts,
 )
 from vllm_diffusion.startup.accelerators import working_accelerator
 from vllm_diffusion.startup.environment import environment_flags
@@ -91,14 +91,15 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     values.add_integer(parser, "--num-drafts", 4, "tokens drafted where the draft has no block")
     parser.add_argument(
-        "--data",
+        "--base-url",
         nargs="+",
-        type=source,
-        metavar="FILE_OR_NAME",
-        help='JSON lines with "prompt" (text or token ids to go on with), "messages" or "turns", and '
-        f'perhaps "task"; or {", ".join(NAMES)}. Default, for the tiny target alone: {TINY_TASKS}',
+        type=_server,
+        default=[],
+        metavar="URL",
+        help="servers that run already, or NAME=URL, each without a draft or with one; the others are compared "
+        f"with the first. Their key is that of {KEY_VARIABLE}",
     )
-    values.add_integer(parser, "--num-prompts", 4, "of each task")
+    add_prompts(parser, 4, f". Default, for the tiny target alone: {TINY_TASKS}")
     add_run_options(parser)
     parser.set_defaults(run=run)
 
@@ -136,7 +137,30 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(vllm_options=[])
 
 
+def _server(value: str) -> tuple[str, str]:
+    """Read ``URL`` or ``NAME=URL``, into a name and the root of a server."""
+    name, is_named, url = value.partition("=")
+    if not is_named or "://" in name:
+        name, url = value, value
+    return name, values.url(url)
+
+
+def _run_with_running(arguments: argparse.Namespace) -> int:
+    """Compare servers that run already."""
+    for name in ("target", "draft", "method", "steps", "vllm_options", "one_at_a_time"):
+        if getattr(arguments, name):
+            option = (getattr(arguments, name)[0] if name == "vllm_options" else name).lstrip("-")
+            raise values.UsageError(
+                f"--base-url measures servers that run, and {option.replace('_', '-')} is of servers that are "
+                "started; leave one of them out."
+            )
+    entrants = [Contender(name, url=url) for name, url in arguments.base_url]
+    return compare("servers that run", entrants, given_prompts(arguments), arguments)
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.base_url:
+        return _run_with_running(arguments)
     is_tiny = arguments.target is None
     try:
         target = Path(shipped_checkpoint(DRAFTED_FAMILY) if is_tiny else arguments.target)
@@ -144,14 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
         if is_tiny:
             drafts = {DFLASH: (str(shipped_draft(DRAFTED_FAMILY)),)} | drafts
             arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
-        sources = arguments.data or ([TINY_TASKS] if is_tiny else [])
-        if not sources:
-            raise values.UsageError(
-                f"--data is missing: give a file of JSON lines, or {', '.join(NAMES)}."
-            )
-        prompts = [
-            prompt for each in sources for prompt in read_prompts(each, arguments.num_prompts)
-        ]
+        prompts = given_prompts(arguments, [TINY_TASKS] if is_tiny else [])
         with tempfile.TemporaryDirectory(prefix="vllm-diffusion-") as scratch:
             entrants = contenders(
                 target,
@@ -188,7 +205,7 @@ def compare(
     accelerator = None if environment_flags().force_cpu else working_accelerator()
     one_at_a_time: bool | None = arguments.one_at_a_time
     if one_at_a_time is None:
-        one_at_a_time = accelerator is not None
+        one_at_a_time = accelerator is not None and not any(each.url for each in entrants)
     plan = Plan(
         tuple(prompts),
         tuple(dict.fromkeys(arguments.concurrency)),

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
-from vllm_diffusion.drafting.commands import recalibrate, train_draft
+from vllm_diffusion.drafting.commands import collect, recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import (
     VLLM_OPTIONS,
     add_run_options,
     compare,
 )
-from vllm_diffusion.drafting.commands.contenders import dflash_options
+from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
@@ -37,6 +37,7 @@ def add_parser(subcommands: Subcommands) -> None:
     steps = parser.add_subparsers(metavar="STEP", required=True)
     for add_step in (
         _add_record,
+        collect.add_parser,
         _add_extract,
         train_draft.add_parser,
         _add_compare,
@@ -190,15 +191,13 @@ def _layers_of(draft: Path) -> list[int]:
     Raises:
         UsageError: If its ``config.json`` does not name them.
     """
-    path = draft / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        return [int(layer) for layer in config["dflash_config"]["target_layer_ids"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    layers = draft_config(str(draft)).get("dflash_config", {}).get("target_layer_ids")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise values.UsageError(
-            f"--draft: {path} says nothing of dflash_config.target_layer_ids ({error}); name the folder of a "
+            f"--draft: {draft / 'config.json'} says nothing of dflash_config.target_layer_ids; name the folder of a "
             "DFlash draft, or the layers with --layer-ids."
-        ) from None
+        )
+    return layers
 
 
 def _add_compare(steps: Subcommands) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.drafting.commands.draft_runs import Contender
+from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 DFLASH, ADAPTIVE, NGRAM = "dflash", "adaptive", "ngram"
 DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
@@ -89,11 +90,10 @@ def contenders(
         if not models and method == DRAFT_MODEL:
             models, note = (str(target),), "the target itself, for want of a smaller model"
         elif not models and method == EAGLE3:
-            # torch is imported by those alone who need it.
-            from vllm_diffusion.drafting.untrained_eagle3 import save_untrained_eagle3
-
-            models = (str(save_untrained_eagle3(target, scratch / EAGLE3)),)
+            config = untrained_eagle3(target, scratch / EAGLE3, num_drafts)
             note = "untrained: random weights, only to see what a draft of this kind costs"
+            found.append(Contender(method, _options(config), note))
+            continue
         for model in models or ("",):
             name = method if len(models) < 2 else f"{method} {Path(model).name}"
             if method == DFLASH:
@@ -145,16 +145,16 @@ def _options(
     return tuple(options)
 
 
-def block_size_of(model: str) -> int:
-    """Read how many tokens a block of a DFlash draft has, from its ``config.json``.
+def draft_config(model: str) -> dict[str, Any]:
+    """Read the ``config.json`` of a draft.
 
     Raises:
-        UsageError: If there is none, or it does not say.
+        UsageError: If it cannot be read.
     """
     file = Path(model) / "config.json"
     try:
         if file.is_file():
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         else:
             from transformers import PreTrainedConfig
 
@@ -164,7 +164,18 @@ def block_size_of(model: str) -> int:
         raise values.UsageError(
             f"--draft {model}: its config.json cannot be read: {said}"
         ) from None
-    block_size = config.get("block_size")
+    return config
+
+
+def block_size_of(model: str) -> int:
+    """Read how many tokens a block of a DFlash draft has, from its ``config.json``.
+
+    Raises:
+        UsageError: If it does not say, or cannot be read.
+    """
+    config = draft_config(model)
+    # Some publishers have it among the fields of DFlash.
+    block_size = config.get("block_size") or config.get("dflash_config", {}).get("block_size")
     if not isinstance(block_size, int) or block_size < 2:
         raise values.UsageError(
             f"--draft {model}: block_size={block_size!r} in its config.json is not that of a DFlash draft; "

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
-from vllm_diffusion.cli.answer import AnswerError, reason
+from vllm_diffusion.cli.answer import AnswerError
 from vllm_diffusion.cli.client import ServerError, openai_client, totals
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
@@ -23,10 +23,10 @@ from vllm_diffusion.drafting.commands.processes import (
     peak_resident_bytes,
     processor_seconds,
 )
-from vllm_diffusion.drafting.commands.prompt_sets import Prompt, by_task
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answers, by_task
+from vllm_diffusion.drafting.commands.running_server import RunningServer
 
 if TYPE_CHECKING:
-    from openai import OpenAI
     from prometheus_client.samples import Sample
 
 MODEL_NAME = "target"
@@ -52,12 +52,14 @@ class Contender:
         options: Of ``vllm serve``, beside those of all.
         note: What a reader must know of it.
         passes: Over each block, of a DFlash draft that always drafts; 0 of another.
+        url: Root of a server that runs already; empty for one that is started.
     """
 
     name: str
     options: tuple[str, ...] = ()
     note: str = ""
     passes: int = 0
+    url: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Result:
         contender: Whose.
         rounds: All that count.
         resident_bytes: The most memory that its processes had, summed; 0 if it is not known.
-        device_bytes: Memory of accelerators at the end; ``None`` if it is not known.
+        device_bytes: Memory of GPUs at the end, 0 on a machine without one; ``None`` if it is not known.
         failure: Why it has no figures; empty if it has.
     """
 
@@ -253,8 +255,14 @@ def race(
     results = [Result(contender) for contender in contenders]
     for group in [[each] for each in results] if one_at_a_time else [results]:
         with ExitStack() as stack:
-            running: list[tuple[Result, Server]] = []
+            running: list[tuple[Result, Server | RunningServer]] = []
             for result in group:
+                if url := result.contender.url:
+                    try:
+                        running.append((result, RunningServer(url)))
+                    except AnswerError as error:
+                        result.failure = str(error)
+                    continue
                 server = Server(
                     vllm_serve(target, *_OPTIONS, *serve_options, *result.contender.options),
                     report=say,
@@ -274,13 +282,14 @@ def race(
                         result.failure = f"{refusal(log) or error} (log: {server.log_path})"
                     say(f"         {result.failure}")
             _ask_all(running, plan)
-            for result, server in running:
-                result.resident_bytes = sum(map(peak_resident_bytes, server.processes()))
-                result.device_bytes = device_bytes(server.processes())
+            for result, each in running:
+                result.resident_bytes = sum(map(peak_resident_bytes, each.processes()))
+                if isinstance(each, Server):
+                    result.device_bytes = device_bytes(each.processes())
     return results
 
 
-def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
+def _ask_all(running: Sequence[tuple[Result, Server | RunningServer]], plan: Plan) -> None:
     for index in range(plan.num_rounds + 1):
         for concurrency in plan.concurrencies:
             say(
@@ -302,7 +311,7 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
 
 
 def _ask(
-    server: Server,
+    server: Server | RunningServer,
     task: str,
     prompts: Sequence[Prompt],
     plan: Plan,
@@ -310,55 +319,34 @@ def _ask(
     index: int,
 ) -> Round:
     client = openai_client(server.url, server.api_key)
+    options = {
+        "model": server.model if isinstance(server, RunningServer) else MODEL_NAME,
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+    }
     before = server.samples()
     expected = totals(before).get(_ANSWERED, 0.0)
     used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda prompt: _answers(client, prompt, plan), prompts))
+        answered = list(pool.map(lambda prompt: answers(client, prompt, options), prompts))
     seconds = time.perf_counter() - start
     used = processor_seconds(server.processes()) - used
-    said = tuple(tokens for each in answers for tokens in each)
+    said = tuple(tokens for each in answered for tokens in each)
     expected += len(said)
     deadline = time.monotonic() + _COUNTERS_SECONDS
-    while (answered := totals(after := server.samples()).get(_ANSWERED, 0.0)) < expected:
+    while (counted := totals(after := server.samples()).get(_ANSWERED, 0.0)) < expected:
         if time.monotonic() > deadline:
-            missing = expected - answered
+            missing = expected - counted
             raise ServerError(
                 f"The server counts {len(said) - missing:.0f} of {len(said)} requests on /metrics."
             )
         time.sleep(0.02)
-    counted = Growth.between(before, after)
-    return Round(task, concurrency, index, seconds, used, counted, said)
+    growth = Growth.between(before, after)
+    return Round(task, concurrency, index, seconds, used, growth, said)
 
 
-def _answers(client: OpenAI, prompt: Prompt, plan: Plan) -> list[tuple[int, ...]]:
-    """Return the token ids of the answer to each turn."""
-    options: dict[str, Any] = {
-        "model": MODEL_NAME,
-        "max_tokens": plan.max_tokens,
-        "temperature": plan.temperature,
-        "extra_body": {"return_token_ids": True},
-    }
-    try:
-        if prompt.text is not None:
-            text = prompt.text if isinstance(prompt.text, str) else list(prompt.text)
-            completion = client.completions.create(prompt=text, **options)
-            return [tuple(completion.choices[0].token_ids)]
-        said = []
-        messages: list[Any] = []
-        for turn in prompt.turns:
-            messages += turn
-            answer = client.chat.completions.create(messages=messages, **options)
-            said.append(tuple(answer.choices[0].token_ids))
-            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-    except Exception as error:
-        # Of the HTTP library or of the client's.
-        raise AnswerError(reason(error)) from error
-    return said
-
-
-def _check_memory(running: Sequence[Server]) -> None:
+def _check_memory(running: Sequence[Server | RunningServer]) -> None:
     """Refuse another server where there may be no room for one as large as the largest.
 
     Raises:

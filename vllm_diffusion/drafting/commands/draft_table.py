@@ -24,7 +24,7 @@ Figures = dict[str, Any]
 _MIB = 2**20
 _NOT_KNOWN = "-"
 # Columns that are left out where no server has a figure for them.
-_OPTIONAL = ("GPU MiB", "same tokens")
+_OPTIONAL = ("same tokens",)
 
 
 def as_json(results: Sequence[Result], plan: Plan) -> list[Figures]:
@@ -137,7 +137,7 @@ def _speeds(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> str:
 def _speed(contender: Figures, load: Figures) -> dict[str, str]:
     """Return one row, by the heads of its columns."""
     times, used = load["ratios"], load["processor_ratios"]
-    resident, on_devices = contender["resident_bytes"], contender["device_bytes"]
+    resident = contender["resident_bytes"]
     return {
         "draft": contender["name"],
         "tokens/s": f"{median(load['tokens_per_second']):.1f}",
@@ -146,10 +146,16 @@ def _speed(contender: Figures, load: Figures) -> dict[str, str]:
         "processor": f"{median(used):.2f}" if used else _NOT_KNOWN,
         "first token ms": f"{1000 * load['first_token_seconds']:.1f}",
         "memory MiB": f"{resident / _MIB:.0f}" if resident else _NOT_KNOWN,
-        "GPU MiB": _NOT_KNOWN if on_devices is None else f"{on_devices / _MIB:.0f}",
+        "GPU MiB": _on_gpus(contender["device_bytes"]),
         "tokens/verification": _tokens(load),
         "same tokens": {True: "yes", False: "NO", None: _NOT_KNOWN}[load["same_tokens"]],
     }
+
+
+def _on_gpus(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return _NOT_KNOWN
+    return f"{num_bytes / _MIB:.0f}" if num_bytes else "no GPU"
 
 
 def _tokens(verified: Figures) -> str:
@@ -158,14 +164,14 @@ def _tokens(verified: Figures) -> str:
 
 
 def _ratios_by_task(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> str:
-    (_, baseline), *others = found
+    (first, baseline), *others = found
     if not others or len(baseline["tasks"]) == 1:
         return ""
     rows = [
         [each["name"], *(f"{task['ratio']:.2f}" for task in load["tasks"].values())]
         for each, load in others
     ]
-    title = "Tokens a second as multiples of no draft's by task, "
+    title = f"Tokens a second as multiples of {first['name']}'s by task, "
     head = ["task", *baseline["tasks"]]
     return _titled(f"{title}{_requests(concurrency)} at a time", [head, *rows])
 
@@ -206,7 +212,7 @@ def _verdicts(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> Ite
     pays = "the fastest is" if ratio > 1 else "no draft pays; the fastest is"
     yield (
         f"{concurrency} at a time: {pays} {best['name']}, with {ratio:.2f} times the tokens a second "
-        "of none."
+        f"of {found[0][0]['name']}."
     )
     once = next((ratio for ratio, each in rated if each["passes"] == 1), None)
     for ratio, each in rated:

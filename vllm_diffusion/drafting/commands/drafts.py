@@ -32,16 +32,18 @@ class Preset:
         block: Anchor and masks of a block; 0 where the sources do not say.
         issues: What users reported.
         options: Further options of ``vllm serve`` that its publisher gives.
+        sources: Where block, causal, window and options are from.
     """
 
     target: str
     draft: str
-    causal: str
-    window: str
+    causal: str = "not known here; vLLM takes layers of type sliding_attention for causal, unless config.json says"
+    window: str = "not known here; drafting.window of --additional-config sets one"
     listed_as: str = ""
     block: int = 0
     issues: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -64,13 +66,7 @@ def presets() -> list[Preset]:
     content = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     general = content["general"]["issues"]
     return [
-        Preset(
-            **entry
-            | {
-                "issues": (*entry.get("issues", ()), *general),
-                "options": tuple(entry.get("options", ())),
-            }
-        )
+        Preset(**entry | {"issues": (*entry.get("issues", ()), *general)})
         for entry in content["preset"]
     ]
 
@@ -116,6 +112,7 @@ def describe(preset: Preset) -> str:
         ("block", block),
         ("causal", preset.causal),
         ("window", preset.window),
+        *(("source", source) for source in preset.sources),
         *(("known", issue) for issue in preset.issues),
     ]
     return f"{table(rows)}\n{preset.command}"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from vllm_diffusion.startup.accelerators import working_accelerator
+
 
 def peak_resident_bytes(process: int) -> int:
     """Return the most that a process had in memory, shared pages included; 0 where that is not known."""
@@ -31,7 +33,9 @@ def processor_seconds(processes: Sequence[int]) -> float:
 
 
 def device_bytes(processes: Sequence[int]) -> int | None:
-    """Sum the memory of processes on NVIDIA GPUs; ``None`` where it is not known."""
+    """Sum the memory of processes on GPUs: 0 on a machine without one, ``None`` where it is not known."""
+    if working_accelerator() is None:
+        return 0
     try:
         from vllm.utils.import_utils import import_pynvml
 

@@ -1,18 +1,23 @@
-"""Prompts of a benchmark, from a file, from a data set by its name, or from the shipped tasks."""
+"""Prompts for servers, from a file, from a data set by its name, or from the shipped tasks."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 
 from vllm_diffusion.cli import values
+from vllm_diffusion.cli.answer import AnswerError, reason
 from vllm_diffusion.cli.client import ask
 from vllm_diffusion.cli.values import UsageError
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 # Seconds after which a hub that says nothing is one that cannot be reached.
 _HUB_SECONDS = 10.0
@@ -30,11 +35,13 @@ class Prompt:
         text: To be completed, as text or token ids; ``None`` for a conversation.
         turns: Messages before each answer that is asked for: the first turn's, then what follows the
             first answer, and so on.
+        thinking: Whether the chat template lets the model think; ``None`` for its own default.
     """
 
     task: str
     text: str | tuple[int, ...] | None = None
     turns: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    thinking: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,58 @@ HUB_DATA_SETS = {
     ),
 }
 NAMES = (TINY_TASKS, *HUB_DATA_SETS)
+
+
+def add_prompts(parser: argparse.ArgumentParser, num_prompts: int, default: str = "") -> None:
+    """Add the options that :func:`given_prompts` reads.
+
+    Args:
+        parser: Of a command that asks servers.
+        num_prompts: Default of ``--num-prompts``.
+        default: What the help says of a command line without ``--data``.
+    """
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        type=source,
+        metavar="FILE_OR_NAME",
+        help='JSON lines with "prompt" (text or token ids to go on with), "messages" or "turns", and '
+        f'perhaps "task"; or {", ".join(NAMES)}{default}',
+    )
+    values.add_integer(parser, "--num-prompts", num_prompts, "of each task")
+    parser.add_argument(
+        "--thinking",
+        nargs="+",
+        choices=("on", "off"),
+        default=[],
+        help="ask conversations with the chat template's enable_thinking, each setting a task of its own; "
+        "default: what the template does by itself",
+    )
+
+
+def given_prompts(arguments: argparse.Namespace, default: Sequence[str] = ()) -> list[Prompt]:
+    """Read the prompts that a command line names.
+
+    Args:
+        arguments: Values of :func:`add_prompts`.
+        default: Sources where none is given.
+
+    Raises:
+        UsageError: As :func:`read_prompts`, and if there is no source.
+    """
+    sources = arguments.data or default
+    if not sources:
+        raise UsageError(f"--data is missing: give a file of JSON lines, or {', '.join(NAMES)}.")
+    prompts = [each for name in sources for each in read_prompts(name, arguments.num_prompts)]
+    if not arguments.thinking:
+        return prompts
+    # A text to go on with has no template.
+    return [each for each in prompts if each.text is not None] + [
+        replace(each, task=f"{each.task} (thinking {word})", thinking=word == "on")
+        for word in dict.fromkeys(arguments.thinking)
+        for each in prompts
+        if each.text is None
+    ]
 
 
 def source(value: str) -> str:
@@ -228,3 +287,36 @@ def _hub_rows(known: HubDataSet) -> Iterable[Any]:
 
 def _conversation(task: str, turns: Iterable[str]) -> Prompt:
     return Prompt(task, turns=tuple(({"role": "user", "content": turn},) for turn in turns))
+
+
+def answers(client: OpenAI, prompt: Prompt, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Ask a prompt, turn after turn, and return the token ids of each answer.
+
+    Args:
+        client: Of the server.
+        prompt: What is asked.
+        options: Of each request: its model, and what is set of the answer.
+
+    Raises:
+        AnswerError: If the server refuses a request or cannot be reached.
+    """
+    extra: dict[str, Any] = {"return_token_ids": True}
+    if prompt.thinking is not None:
+        extra["chat_template_kwargs"] = {"enable_thinking": prompt.thinking}
+    options = {**options, "extra_body": extra}
+    try:
+        if prompt.text is not None:
+            text = prompt.text if isinstance(prompt.text, str) else list(prompt.text)
+            completion = client.completions.create(prompt=text, **options)
+            return [tuple(completion.choices[0].token_ids)]
+        said = []
+        messages: list[Any] = []
+        for turn in prompt.turns:
+            messages += turn
+            answer = client.chat.completions.create(messages=messages, **options)
+            said.append(tuple(answer.choices[0].token_ids))
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    except Exception as error:
+        # Of the HTTP library or of the client's.
+        raise AnswerError(reason(error)) from error
+    return said

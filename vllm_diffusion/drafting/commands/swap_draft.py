@@ -159,6 +159,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(swap is not None and swap["state"] == ROLLED_BACK)
 
 
+def is_pending(status: dict[str, Any]) -> bool:
+    """Return whether a swap waits for its verdict."""
+    return status["swap"] is not None and bool(status["swap"]["state"] == PENDING)
+
+
 def wait_until_judged(client: DraftClient, status: dict[str, Any]) -> dict[str, Any]:
     """Poll the server until no swap is pending, and return its status.
 
@@ -166,7 +171,7 @@ def wait_until_judged(client: DraftClient, status: dict[str, Any]) -> dict[str, 
         client: Of the server.
         status: As it is now.
     """
-    while status["swap"] is not None and status["swap"]["state"] == PENDING:
+    while is_pending(status):
         time.sleep(_POLL_SECONDS)
         status = client.status()
     return status

@@ -1,22 +1,26 @@
 """NumPy in place of the Triton kernels that verify drafts; see ``vllm_diffusion.cpu.sampling_kernels``.
 
-FLy and watermarks are not supported; the platform refuses them when it is configured.
+FLy and watermarks are not supported; the platform refuses them when it is configured. Names of arguments,
+constants among them, are those of vLLM's kernels.
 """
+
+# ruff: noqa: N803
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from vllm_diffusion.cpu.launches import Functions
 from vllm_diffusion.cpu.sampling_kernels import Floats, block_argmax, in_blocks, noised
 
 _SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode."
 _VERIFY = _SPEC_DECODE + "rejection_sampler_utils."
 
 _LEAST_UNIFORM = np.float32(4.6566127342e-10)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def _uniform(seed: int, offset: int) -> np.float32:
@@ -45,8 +49,6 @@ def gather_draft_sampled(
     expanded_idx_mapping: Tensor,
     expanded_local_pos: Tensor,
     prefill_len: Tensor,
-    num_logits: int,
-    **_: Any,
 ) -> None:
     """Gather token and position of each sampled row; placeholders of drafts in a prompt give -1."""
     where = positions[logits_indices]
@@ -64,7 +66,6 @@ def num_sampled_and_rejected(
     cu_num_logits: Tensor,
     idx_mapping: Tensor,
     prefill_len: Tensor,
-    **_: Any,
 ) -> None:
     """Count each request's sampled and rejected tokens; both are 0 within a prompt."""
     count = len(idx_mapping)
@@ -86,34 +87,24 @@ def _max_and_sumexp(row: Floats, block_size: int) -> tuple[Floats, Floats]:
     """Return each block's maximum, and its sum of exponentials relative to it, [num_blocks] each."""
     blocks = in_blocks(row[None], block_size, -np.inf)[0]
     largest = blocks.max(axis=-1)
-    base = np.where(np.isneginf(largest), np.float32(0), largest)
+    base = np.where(np.isneginf(largest), _ZERO, largest)
     return largest, np.exp(blocks - base[:, None]).sum(axis=-1)
 
 
 def logits_stats(
     target_local_argmax: Tensor,
-    target_local_argmax_stride: int,
     target_local_max: Tensor,
-    target_local_max_stride: int,
     target_local_sumexp: Tensor,
-    target_local_sumexp_stride: int,
     draft_local_max: Tensor,
-    draft_local_max_stride: int,
     draft_local_sumexp: Tensor,
-    draft_local_sumexp_stride: int,
     target_logits: Tensor,
-    target_logits_stride: int,
     draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
     expanded_idx_mapping: Tensor,
     expanded_local_pos: Tensor,
     temp: Tensor,
     vocab_size: int,
     num_logits: int,
-    *,
-    BLOCK_SIZE: int,  # noqa: N803
-    **_: Any,
+    BLOCK_SIZE: int,
 ) -> None:
     """Compute the blocks' maxima and sums of exponentials of each row that verifies a draft."""
     steps = expanded_local_pos.tolist()
@@ -135,9 +126,8 @@ def logits_stats(
             draft_local_max.numpy()[row], draft_local_sumexp.numpy()[row] = largest, sumexp
 
 
-def _log_sum(local_max: Tensor, local_sumexp: Tensor, row: int, padded: int) -> np.float32:
+def _log_sum(maxima: Floats, sums: Floats, padded: int) -> np.float32:
     """Return the log of a row's whole sum of exponentials, from its blocks' sums."""
-    maxima, sums = local_max[row].numpy(), local_sumexp[row].numpy()
     largest = maxima.max()
     parts = np.zeros(padded, np.float32)
     parts[: len(sums)] = sums * np.exp(maxima - largest)
@@ -145,234 +135,247 @@ def _log_sum(local_max: Tensor, local_sumexp: Tensor, row: int, padded: int) -> 
     return total
 
 
+@dataclass(frozen=True)
+class Target:
+    """Logits of the target at each row.
+
+    Attributes:
+        target_logits: [num_rows, vocab_size].
+        target_local_max: [num_rows, num_blocks], each block's maximum.
+        target_local_sumexp: [num_rows, num_blocks], each block's sum of exponentials relative to it.
+        PADDED_VOCAB_NUM_BLOCKS: Number of blocks that the kernel adds, the last ones empty.
+    """
+
+    target_logits: Tensor
+    target_local_max: Tensor
+    target_local_sumexp: Tensor
+    PADDED_VOCAB_NUM_BLOCKS: int
+
+    def log_sum(self, row: int) -> np.float32:
+        """Return the log of the sum of exponentials of a row."""
+        maxima, sums = self.target_local_max[row].numpy(), self.target_local_sumexp[row].numpy()
+        return _log_sum(maxima, sums, self.PADDED_VOCAB_NUM_BLOCKS)
+
+    def log_prob(self, row: int, token: int) -> np.float32:
+        """Return the log of a token's probability."""
+        return _number(self.target_logits[row, token]) - self.log_sum(row)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposals at each row, and the logits that they were drawn from.
+
+    Attributes:
+        draft_sampled: [num_rows], the proposals, each at the row after the one that verifies it; -1 if
+            there is none.
+        draft_logits: [num_slots, num_steps, vocab_size]; ``None`` if proposals are likeliest tokens.
+        draft_local_max: As the target's.
+        draft_local_sumexp: As the target's.
+        PADDED_VOCAB_NUM_BLOCKS: As the target's.
+    """
+
+    draft_sampled: Tensor
+    draft_logits: Tensor | None
+    draft_local_max: Tensor
+    draft_local_sumexp: Tensor
+    PADDED_VOCAB_NUM_BLOCKS: int
+
+    def token(self, row: int) -> int:
+        """Return the proposal that a row verifies; -1 if there is none."""
+        return int(self.draft_sampled[row + 1])
+
+    def log_sum(self, row: int) -> np.float32:
+        """Return the log of the sum of exponentials of a row; 0 without logits."""
+        if self.draft_logits is None:
+            return _ZERO
+        maxima, sums = self.draft_local_max[row].numpy(), self.draft_local_sumexp[row].numpy()
+        return _log_sum(maxima, sums, self.PADDED_VOCAB_NUM_BLOCKS)
+
+    def log_prob(
+        self, row: int, request: int, step: int, token: int, temp: np.float32
+    ) -> np.float32:
+        """Return the log of a token's probability; 0 without logits."""
+        if self.draft_logits is None:
+            return _ZERO
+        return _number(self.draft_logits[request, step, token]) / temp - self.log_sum(row)
+
+
 def cumulative_log_p(
-    cumulative: Tensor,
-    target_logits: Tensor,
-    target_logits_stride: int,
-    target_local_max: Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp: Tensor,
-    target_local_sumexp_stride: int,
-    draft_sampled: Tensor,
-    draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_local_max: Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp: Tensor,
-    draft_local_sumexp_stride: int,
+    cumulative_log_p: Tensor,
+    target: Target,
+    draft: Draft,
     cu_num_logits: Tensor,
     idx_mapping: Tensor,
     temp: Tensor,
-    vocab_num_blocks: int,
-    *,
-    PADDED_VOCAB_NUM_BLOCKS: int,  # noqa: N803
-    **_: Any,
 ) -> None:
     """Compute the log of the running joint ratio up to each draft (block verification)."""
     bounds = cu_num_logits.tolist()
-    padded = PADDED_VOCAB_NUM_BLOCKS
     for req, request in enumerate(idx_mapping.tolist()):
         temperature = _number(temp[request])
         if temperature == 0:
             continue
-        log_p = np.float32(0)
+        log_p = _ZERO
         for step, row in enumerate(range(bounds[req], bounds[req + 1] - 1)):
-            token = int(draft_sampled[row + 1])
+            token = draft.token(row)
             if token >= 0:
-                ratio = _number(target_logits[row, token]) - _log_sum(
-                    target_local_max, target_local_sumexp, row, padded
-                )
-                if draft_logits is not None:
-                    drawn = _number(draft_logits[request, step, token]) / temperature
-                    ratio = ratio - (
-                        drawn - _log_sum(draft_local_max, draft_local_sumexp, row, padded)
-                    )
-                log_p = min(log_p + ratio, np.float32(0))
-            cumulative[row] = float(log_p)
+                ratio = target.log_prob(row, token)
+                ratio = ratio - draft.log_prob(row, request, step, token, temperature)
+                log_p = min(log_p + ratio, _ZERO)
+            cumulative_log_p[row] = float(log_p)
 
 
 def residual_mass(
     local_residual_mass: Tensor,
-    local_residual_mass_stride: int,
-    cumulative: Tensor,
-    target_logits: Tensor,
-    target_logits_stride: int,
-    target_local_max: Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp: Tensor,
-    target_local_sumexp_stride: int,
-    draft_logits: Tensor,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_local_max: Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp: Tensor,
-    draft_local_sumexp_stride: int,
-    draft_sampled: Tensor,
+    cumulative_log_p: Tensor,
+    target: Target,
+    draft: Draft,
     expanded_idx_mapping: Tensor,
     expanded_local_pos: Tensor,
     temp: Tensor,
     vocab_size: int,
     num_logits: int,
-    vocab_num_blocks: int,
-    *,
-    BLOCK_SIZE: int,  # noqa: N803
-    PADDED_VOCAB_NUM_BLOCKS: int,  # noqa: N803
-    **_: Any,
+    BLOCK_SIZE: int,
 ) -> None:
     """Sum the target's probability that no draft covered, block by block (block verification)."""
+    assert draft.draft_logits is not None
     steps = expanded_local_pos.tolist()
-    padded = PADDED_VOCAB_NUM_BLOCKS
     for row, request in enumerate(expanded_idx_mapping.tolist()):
         step, temperature = steps[row], _number(temp[request])
         is_last = row + 1 == num_logits or steps[row + 1] == 0
-        if step == 0 or is_last or temperature == 0 or int(draft_sampled[row + 1]) < 0:
+        if step == 0 or is_last or temperature == 0 or draft.token(row) < 0:
             continue
-        target = target_logits[row, :vocab_size].float().numpy()
-        target = target - _log_sum(target_local_max, target_local_sumexp, row, padded)
-        drawn_from = _draft_row(draft_logits, request, step, vocab_size, temperature)
-        drawn_from = drawn_from - _log_sum(draft_local_max, draft_local_sumexp, row, padded)
-        joint = np.exp(_number(cumulative[row - 1]))
-        left = np.maximum(joint * np.exp(target) - np.exp(drawn_from), np.float32(0))
+        logits = target.target_logits[row, :vocab_size].float().numpy() - target.log_sum(row)
+        drawn_from = _draft_row(draft.draft_logits, request, step, vocab_size, temperature)
+        drawn_from = drawn_from - draft.log_sum(row)
+        joint = np.exp(_number(cumulative_log_p[row - 1]))
+        left = np.maximum(joint * np.exp(logits) - np.exp(drawn_from), _ZERO)
         sums = in_blocks(left[None], BLOCK_SIZE, 0.0)[0].sum(axis=-1)
         local_residual_mass.numpy()[row] = sums
 
 
+@dataclass(frozen=True)
+class Joint:
+    """Ratios of block verification.
+
+    Attributes:
+        cumulative_log_p: [num_rows], of :func:`cumulative_log_p`; ``None`` if each draft is verified by itself.
+        local_residual_mass: [num_rows, num_blocks], of :func:`residual_mass`; ``None`` if proposals are
+            likeliest tokens.
+        vocab_num_blocks: Number of blocks.
+    """
+
+    cumulative_log_p: Tensor | None
+    local_residual_mass: Tensor | None
+    vocab_num_blocks: int
+
+    def threshold(self, row: int, following: int, target: Target) -> np.float32:
+        """Return the bound below which a uniform number accepts all drafts up to a row's.
+
+        Args:
+            row: The row that verifies the last of them.
+            following: The draft behind it; -1 if there is none.
+            target: What the target says.
+        """
+        assert self.cumulative_log_p is not None
+        joint: np.float32 = np.exp(_number(self.cumulative_log_p[row]))
+        if following < 0:
+            return joint
+        if self.local_residual_mass is not None:
+            parts = np.zeros(target.PADDED_VOCAB_NUM_BLOCKS, np.float32)
+            parts[: self.vocab_num_blocks] = self.local_residual_mass[row + 1].numpy()
+            mass = parts.sum()
+        else:
+            mass = joint * (_ONE - np.exp(target.log_prob(row + 1, following)))
+        whole = mass + _ONE - joint
+        return mass / whole if whole > 0 else _ONE
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Verdicts of verification, by request.
+
+    Attributes:
+        sampled: [num_reqs, num_steps + 1], the accepted drafts; of a greedy request the next token too.
+        rejected_steps: [num_reqs], the number of accepted drafts.
+        target_rejected_logsumexp: [num_reqs], log of the target's sum at the first draft that was not accepted.
+        draft_rejected_logsumexp: [num_reqs], the draft's.
+    """
+
+    sampled: Tensor
+    rejected_steps: Tensor
+    target_rejected_logsumexp: Tensor
+    draft_rejected_logsumexp: Tensor
+
+
 def rejection(
-    sampled: Tensor,
-    sampled_stride: int,
-    rejected_steps: Tensor,
-    target_rejected_logsumexp: Tensor,
-    draft_rejected_logsumexp: Tensor,
-    target_logits: Tensor,
-    target_logits_stride: int,
+    verified: Verified,
+    target: Target,
+    draft: Draft,
+    joint: Joint,
     target_local_argmax: Tensor,
-    target_local_argmax_stride: int,
-    target_local_max: Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp: Tensor,
-    target_local_sumexp_stride: int,
-    draft_sampled: Tensor,
-    draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_local_max: Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp: Tensor,
-    draft_local_sumexp_stride: int,
     cu_num_logits: Tensor,
     idx_mapping: Tensor,
     temp: Tensor,
     seed: Tensor,
     pos: Tensor,
     synthetic_conditional_rates: Tensor | None,
-    cumulative: Tensor | None,
-    local_residual_mass: Tensor | None,
-    local_residual_mass_stride: int,
-    fly_entropy: Tensor | None,
-    fly_entropy_threshold: float,
-    vocab_num_blocks: int,
-    *,
-    PADDED_VOCAB_NUM_BLOCKS: int,  # noqa: N803
-    USE_BLOCK_VERIFICATION: bool,  # noqa: N803
-    FLY_WINDOW_SIZE: int,  # noqa: N803
-    **_: Any,
+    USE_BLOCK_VERIFICATION: bool,
+    FLY_WINDOW_SIZE: int,
 ) -> None:
     """Write each request's accepted drafts and their number; a greedy one gets the next token too."""
     assert FLY_WINDOW_SIZE == 0, "refused when the platform is configured"
     bounds = cu_num_logits.tolist()
-    padded = PADDED_VOCAB_NUM_BLOCKS
-    one = np.float32(1)
-
-    def target_lse(row: int) -> np.float32:
-        return _log_sum(target_local_max, target_local_sumexp, row, padded)
-
-    def draft_lse(row: int) -> np.float32:
-        if draft_logits is None:
-            return np.float32(0)
-        return _log_sum(draft_local_max, draft_local_sumexp, row, padded)
-
-    def target_log_prob(row: int, token: int) -> np.float32:
-        return _number(target_logits[row, token]) - target_lse(row)
-
-    def draft_log_prob(row: int, request: int, step: int, token: int) -> np.float32:
-        if draft_logits is None:
-            return np.float32(0)
-        drawn = _number(draft_logits[request, step, token]) / _number(temp[request])
-        return drawn - draft_lse(row)
-
-    def threshold(row: int, is_followed: bool) -> np.float32:
-        """Return the bound below which a uniform number accepts all drafts up to this one."""
-        assert cumulative is not None
-        joint = np.exp(_number(cumulative[row]))
-        following = int(draft_sampled[row + 2]) if is_followed else -1
-        if following < 0:
-            return joint
-        if local_residual_mass is not None:
-            parts = np.zeros(padded, np.float32)
-            parts[:vocab_num_blocks] = local_residual_mass[row + 1].numpy()
-            mass = parts.sum()
-        else:
-            mass = joint * (one - np.exp(target_log_prob(row + 1, following)))
-        whole = mass + one - joint
-        return mass / whole if whole > 0 else one
-
     for req, request in enumerate(idx_mapping.tolist()):
         first, num_drafts = bounds[req], bounds[req + 1] - bounds[req] - 1
-        is_greedy = float(temp[request]) == 0
-        key = int(seed[request])
+        temperature, key = _number(temp[request]), int(seed[request])
+        is_greedy = temperature == 0
         accepted, last_row = 0, -1
         for step in range(num_drafts):
             row = first + step
-            token = int(draft_sampled[row + 1])
+            token = draft.token(row)
             is_valid, token = token >= 0, max(token, 0)
             if not is_greedy and not is_valid:
                 break
             step_key = key ^ (step << 32) if USE_BLOCK_VERIFICATION else key
             u = _uniform(step_key, int(pos[row]))
             if USE_BLOCK_VERIFICATION and not is_greedy:
-                if u <= threshold(row, step < num_drafts - 1):
+                following = draft.token(row + 1) if step < num_drafts - 1 else -1
+                if u <= joint.threshold(row, following, target):
                     accepted = step + 1
-                sampled[req, step] = token
+                verified.sampled[req, step] = token
                 continue
             last_row = row
             if is_greedy:
-                best = int(target_local_max[row].nan_to_num(nan=-np.inf, neginf=-np.inf).argmax())
+                maxima = target.target_local_max[row]
+                best = int(maxima.nan_to_num(nan=-np.inf, neginf=-np.inf).argmax())
                 said = int(target_local_argmax[row, best])
                 is_accepted = said == token
             else:
                 said = token
-                is_accepted = bool(
-                    target_log_prob(row, token)
-                    > np.log(u) + draft_log_prob(row, request, step, token)
-                )
+                drawn = draft.log_prob(row, request, step, token, temperature)
+                is_accepted = bool(target.log_prob(row, token) > np.log(u) + drawn)
             if synthetic_conditional_rates is not None:
                 is_accepted = bool(u < _number(synthetic_conditional_rates[step]))
             is_accepted &= is_valid
-            sampled[req, step] = token if is_accepted else said
+            verified.sampled[req, step] = token if is_accepted else said
             if not is_accepted:
                 break
             accepted += 1
-        rejected_steps[req] = accepted
+        verified.rejected_steps[req] = accepted
         if USE_BLOCK_VERIFICATION and accepted < num_drafts:
             last_row = first + accepted
         needs_sums = last_row >= 0 and not is_greedy
-        target_rejected_logsumexp[req] = float(target_lse(last_row)) if needs_sums else 0.0
-        draft_rejected_logsumexp[req] = float(draft_lse(last_row)) if needs_sums else 0.0
+        sums = (target.log_sum(last_row), draft.log_sum(last_row)) if needs_sums else (0.0, 0.0)
+        verified.target_rejected_logsumexp[req] = float(sums[0])
+        verified.draft_rejected_logsumexp[req] = float(sums[1])
 
 
 def resample(
     resampled_local_argmax: Tensor,
-    resampled_local_argmax_stride: int,
     resampled_local_max: Tensor,
-    resampled_local_max_stride: int,
     target_logits: Tensor,
-    target_logits_stride: int,
     target_rejected_logsumexp: Tensor,
     draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
     draft_rejected_logsumexp: Tensor,
     rejected_step: Tensor,
     cu_num_logits: Tensor,
@@ -381,20 +384,12 @@ def resample(
     temp: Tensor,
     seed: Tensor,
     pos: Tensor,
-    cumulative: Tensor | None,
-    contexts: Tensor | None,
-    contexts_stride: int,
-    watermarking: Tensor | None,
-    watermarking_skip_mask: Tensor | None,
-    watermark_key_0: int,
-    watermark_key_1: int,
+    cumulative_log_p: Tensor | None,
     vocab_size: int,
-    *,
-    BLOCK_SIZE: int,  # noqa: N803
-    USE_FP64: bool,  # noqa: N803
-    USE_BLOCK_VERIFICATION: bool,  # noqa: N803
-    WATERMARK: bool,  # noqa: N803
-    **_: Any,
+    BLOCK_SIZE: int,
+    USE_FP64: bool,
+    USE_BLOCK_VERIFICATION: bool,
+    WATERMARK: bool,
 ) -> None:
     """Draw the token behind each request's accepted drafts from the residual, block by block."""
     assert not WATERMARK, "refused when the platform is configured"
@@ -411,8 +406,8 @@ def resample(
         if rejected >= 0 and draft_logits is not None:
             target = logits - _number(target_rejected_logsumexp[req])
             if USE_BLOCK_VERIFICATION and step > 0:
-                assert cumulative is not None
-                target = target + _number(cumulative[row - 1])
+                assert cumulative_log_p is not None
+                target = target + _number(cumulative_log_p[row - 1])
             drawn_from = _draft_row(draft_logits, request, step, vocab_size, temperature[0])
             drawn_from = drawn_from - _number(draft_rejected_logsumexp[req])
             # Two zero probabilities make a NaN, which is not below 1; larger ratios are not kept.
@@ -432,17 +427,12 @@ def resample(
 
 def insert_resampled(
     sampled: Tensor,
-    sampled_stride: int,
     num_sampled: Tensor,
     resampled_local_argmax: Tensor,
-    resampled_local_argmax_stride: int,
     resampled_local_max: Tensor,
-    resampled_local_max_stride: int,
-    resample_num_blocks: int,
     cu_num_logits: Tensor,
     expanded_idx_mapping: Tensor,
     temp: Tensor,
-    **_: Any,
 ) -> None:
     """Append the resampled token to each request's accepted drafts."""
     bounds = cu_num_logits.tolist()
@@ -457,13 +447,15 @@ def insert_resampled(
         sampled[req, accepted] = resampled_local_argmax[req, block]
 
 
-OVERRIDES: dict[str, Callable[..., None]] = {
-    "vllm.v1.worker.gpu.input_batch._get_num_sampled_and_rejected_kernel": num_sampled_and_rejected,
-    _SPEC_DECODE + "rejection_sampler._gather_draft_sampled_kernel": gather_draft_sampled,
-    _VERIFY + "_compute_local_logits_stats_kernel": logits_stats,
-    _VERIFY + "_compute_cumulative_log_p_kernel": cumulative_log_p,
-    _VERIFY + "_compute_local_residual_mass_kernel": residual_mass,
-    _VERIFY + "_rejection_kernel": rejection,
-    _VERIFY + "_resample_kernel": resample,
-    _VERIFY + "_insert_resampled_kernel": insert_resampled,
+OVERRIDES: dict[str, Functions] = {
+    "vllm.v1.worker.gpu.input_batch._get_num_sampled_and_rejected_kernel": (
+        num_sampled_and_rejected,
+    ),
+    _SPEC_DECODE + "rejection_sampler._gather_draft_sampled_kernel": (gather_draft_sampled,),
+    _VERIFY + "_compute_local_logits_stats_kernel": (logits_stats,),
+    _VERIFY + "_compute_cumulative_log_p_kernel": (cumulative_log_p,),
+    _VERIFY + "_compute_local_residual_mass_kernel": (residual_mass,),
+    _VERIFY + "_rejection_kernel": (rejection,),
+    _VERIFY + "_resample_kernel": (resample,),
+    _VERIFY + "_insert_resampled_kernel": (insert_resampled,),
 }

@@ -6,7 +6,8 @@ from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.settings import Choice, Setting
-from vllm_diffusion.requests.params import PREFIX, end_token_ids
+from vllm_diffusion.requests.arguments import PREFIX
+from vllm_diffusion.requests.params import end_token_ids
 
 
 def describe(model_config: Any, end_tokens: list[str]) -> dict[str, Any]:

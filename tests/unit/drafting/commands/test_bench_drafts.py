@@ -8,8 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +23,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.commands import status_of
+from tests.support.commands import refusal_of, status_of
 from vllm_diffusion.cli import server, values
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.drafting.commands import bench_drafts, contenders, draft_runs, processes
+from vllm_diffusion.drafting.commands import (
+    bench_drafts,
+    collect,
+    contenders,
+    draft_runs,
+    processes,
+)
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Growth, Result, Round, refusal
 from vllm_diffusion.drafting.commands.draft_table import as_json, tables
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
@@ -43,6 +52,8 @@ lock, counts = threading.Lock(), dict(requests=0, asked=[])
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/v1/models":
+            return self.reply(200, json.dumps({"object": "list", "data": [{"id": "served"}]}))
         n = counts["requests"]
         lines = [
             'vllm:request_success_total{finished_reason="stop"} %d' % n,
@@ -59,7 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with lock:
-            counts["asked"].append(asked)
+            counts["asked"].append(asked | {"key": self.headers["authorization"]})
             open("asked-" + behaviour, "w").write(json.dumps(counts["asked"]))
             if behaviour == "breaks" and len(counts["asked"]) > 3:
                 return self.reply(400, json.dumps({"error": {"message": "too long"}}))
@@ -121,6 +132,7 @@ def bench(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys)
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
+    run.read = lambda: capsys.readouterr().out
     return run
 
 
@@ -169,7 +181,7 @@ def test_bench(order: str, bench, tmp_path: Path) -> None:
     assert re.search(
         r"^breaks: no figures\. \w+: The server refused the request: too long", out, re.M
     )
-    assert len(re.findall(r"^  drafts +[\d.]+ .* 4\.50 +yes$", out, re.M)) == 2
+    assert len(re.findall(r"^  drafts +[\d.]+ .* no GPU +4\.50 +yes$", out, re.M)) == 2
     assert len(re.findall(r"^  drafts-otherwise .* NO$", out, re.M)) == 2
     assert re.search(r"^  position +1 +2 +3 +4\n  drafts +100 +100 +100 +50$", out, re.M)
     assert re.search(r"^  tokens kept +0 +1 +2 +3 +4\n  drafts +0 +0 +0 +50 +50$", out, re.M)
@@ -182,7 +194,9 @@ def test_what_is_asked(bench, tmp_path: Path) -> None:
     status, *_ = bench("--method", "drafts", "--rounds", "1", "--concurrency", "1")
     assert status == 0
     asked = json.loads((tmp_path / "asked-plain").read_text())
-    assert asked == json.loads((tmp_path / "asked-drafts").read_text())
+    others = json.loads((tmp_path / "asked-drafts").read_text())
+    # Each server has a key of its own.
+    assert [each | {"key": ""} for each in asked] == [each | {"key": ""} for each in others]
     # A round that is not counted, and one that is.
     assert len(asked) == 8
     assert asked[:4] == asked[4:]
@@ -190,6 +204,93 @@ def test_what_is_asked(bench, tmp_path: Path) -> None:
     texts = [[m["content"] for m in each["messages"]] for each in asked[:4] if "messages" in each]
     assert sorted(texts) == [["Hello"], ["One?"], ["One?", "said", "Two?"]]
     assert [each["prompt"] for each in asked[:4] if "prompt" in each] == [[5, 6]]
+
+
+@pytest.fixture
+def running(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Starts servers that no command starts or stops; returns the address of each."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with ExitStack() as stack:
+
+        def start(behaviour: str) -> str:
+            command = [sys.executable, str(script), behaviour, "{port}"]
+            return stack.enter_context(server.Server(command, report=lambda _: None)).url
+
+        yield start
+
+
+def test_running_servers(running, bench, tmp_path: Path) -> None:
+    """One a side, asked with thinking and without, by their own model's name and the key of the environment."""
+    urls = [f"none={running('plain')}", f"mine={running('drafts')}/v1", "http://127.0.0.1:9"]
+    arguments = ["--rounds", "1", "--concurrency", "2", "--thinking", "on", "off"]
+    data = ("--data", str(tmp_path / "data.jsonl"))
+    assert status_of("bench-drafts", "--base-url", *urls, *data, *arguments) == 1
+    out = bench.read()
+    assert re.search(r"^  mine +[\d.]+ +[\d.]+ .* 4\.50 +yes$", out, re.M)
+    assert "mine, with" in out
+    assert "times the tokens a second of none." in out
+    assert re.search(
+        r"^http://127.0.0.1:9: no figures.* cannot be reached at 127.0.0.1:9", out, re.M
+    )
+    assert "task  text  talk (thinking on)  talk (thinking off)" in re.sub("  +", "  ", out)
+    asked = json.loads((tmp_path / "asked-drafts").read_text())
+    assert {(each["model"], each["key"]) for each in asked} == {("served", "Bearer secret")}
+    thinking = [each.get("chat_template_kwargs") for each in asked]
+    # In each of two rounds: a text, and three answers of two conversations either way.
+    assert thinking.count(None) == 2
+    for word in (True, False):
+        assert thinking.count({"enable_thinking": word}) == 6
+
+
+def test_collect(running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every prompt is asked once; what fails is told, and a server that is gone ends it."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n' * 40)
+    arguments = ("--data", "data.jsonl", "--concurrency", "3", "--max-tokens", "5")
+    assert status_of("calibrate", "collect", "--url", running("plain"), *arguments) == 0
+    assert capsys.readouterr().out.startswith("40 of 40 prompts answered, 400 tokens in ")
+    asked = json.loads((tmp_path / "asked-plain").read_text())
+    assert len(asked) == 40
+    assert {(each["model"], each["max_tokens"], each["key"]) for each in asked} == {
+        ("served", 5, "Bearer secret")
+    }
+    assert all("temperature" not in each for each in asked)
+    (tmp_path / "few.jsonl").write_text('{"prompt": "a"}\n' * 8)
+    arguments = ("--url", running("breaks"), "--data", "few.jsonl", "--concurrency", "1")
+    assert status_of("calibrate", "collect", *arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith("3 of 8 prompts answered, 30 tokens in ")
+    assert captured.err.count("too long") == 1
+    assert status_of("calibrate", "collect", *arguments[:2], "--data", "data.jsonl") == 1
+    assert "16 prompts in a row failed, the last so:" in capsys.readouterr().err
+    assert status_of("calibrate", "collect", "--url", "http://127.0.0.1:9", *arguments[2:]) == 1
+    assert capsys.readouterr().err == "The server cannot be reached at 127.0.0.1:9.\n"
+
+
+def test_collect_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No more requests at a time than are allowed, and a line of progress now and then."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n' * 30)
+    lock, at_once, most = threading.Lock(), 0, 0
+
+    def answers(*_: object) -> list[tuple[int, ...]]:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.01)
+        with lock:
+            at_once -= 1
+        return [(1, 2)]
+
+    monkeypatch.setattr(collect, "answers", answers)
+    monkeypatch.setattr(collect, "first_model", lambda client: "m")
+    monkeypatch.setattr(collect, "_REPORT_SECONDS", 0.02)
+    arguments = ("--url", "http://a", "--data", str(tmp_path / "data.jsonl"), "--concurrency", "4")
+    assert status_of("calibrate", "collect", *arguments) == 0
+    assert most == 4
+    assert re.search(r"^ +0 s  \d+ of 30 prompts, \d+ tokens$", capsys.readouterr().err, re.M)
 
 
 def test_options_of_vllm(bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,26 +337,14 @@ def test_memory(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench(*arguments, "--one-at-a-time")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "--data is missing"),
-        (["--data", "missing.jsonl"], "--data: missing.jsonl: No such file"),
-        (["--data", "tiny-tasks", "--method", "dflash"], "--method dflash needs a draft"),
-        (["--data", "tiny-tasks", "--method", "eagle3"], "--draft eagle3=MODEL"),
-        (["--data", "tiny-tasks", "--draft", "."], "block_size=None in its config.json"),
-        (["--data", "tiny-tasks", "--json", "no/such/folder"], "there is no such folder"),
-    ],
-)
-def test_mistakes(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    """One sentence, before anything is started."""
+def test_draft_without_a_block(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Refused before anything is started; a block among the fields of DFlash is one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert status_of("bench-drafts", "a/model", *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
+    said = refusal_of(capsys, "bench-drafts", "a/model", "--data", "tiny-tasks", "--draft", ".")
+    assert "block_size=None in its config.json" in said
+    (tmp_path / "config.json").write_text('{"dflash_config": {"block_size": 6}}')
+    assert contenders.block_size_of(".") == 6
 
 
 def recording(folder: Path, num_exchanges: int) -> list[list[int]]:
@@ -323,11 +412,7 @@ def test_compare_mistakes(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     recording(tmp_path / "recording", num_exchanges)
     arguments = ["compare", "model", "recording", "--old", "old", "--new", "new", *options]
-    assert status_of("calibrate", *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
+    assert said in refusal_of(capsys, "calibrate", *arguments)
 
 
 def options_of(entrants: list[Contender]) -> dict[str, tuple[Any, Any]]:
@@ -352,28 +437,17 @@ def test_contenders(tmp_path: Path) -> None:
     )
     found = options_of(entrants)
     dflash = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
+    three = {"num_speculative_tokens": 3}
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    head = {"model": str(tmp_path / "eagle3"), "draft_load_config": {"load_format": "dummy"}}
     assert found == {
         "no draft": (None, None),
         "dflash, 1 pass": (dflash, None),
         "dflash, 2 passes": (dflash, {"drafting": {"steps": 2}}),
         "adaptive": (dflash, {"drafting": {"adaptive": True}}),
-        "ngram": (
-            {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 2,
-                "prompt_lookup_max": 4,
-            },
-            None,
-        ),
-        "draft_model": (
-            {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
-            None,
-        ),
-        "eagle3": (
-            {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 3},
-            None,
-        ),
+        "ngram": ({"method": "ngram", **three, **lookup}, None),
+        "draft_model": ({"method": "draft_model", "model": str(target), **three}, None),
+        "eagle3": ({"method": "eagle3", **head, **three}, None),
     }
     notes = {each.name: each.note for each in entrants if each.note}
     assert notes.keys() == {"draft_model", "eagle3"}
@@ -452,12 +526,15 @@ def test_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     utils = SimpleNamespace(import_pynvml=lambda: nvml)
     monkeypatch.setitem(sys.modules, "vllm.utils.import_utils", utils)
+    monkeypatch.setattr(processes, "working_accelerator", lambda: "cuda")
     assert processes.device_bytes([10, 11, 12]) == 11
     assert processes.device_bytes([10]) is None
     used[1] = [(12, None)]
     assert processes.device_bytes([11, 12]) is None
     del nvml.nvmlInit
     assert processes.device_bytes([11]) is None
+    monkeypatch.setattr(processes, "working_accelerator", lambda: None)
+    assert processes.device_bytes([11]) == 0
 
 
 def rounds_of(speeds: list[float], task: str = "a") -> list[Round]:

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from tests.support.commands import status_of
+from tests.support.commands import refusal_of
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.drafting.commands.drafts import presets
 
@@ -49,10 +49,18 @@ def test_what_is_inferred(capsys: pytest.CaptureFixture[str]) -> None:
     assert '"num_speculative_tokens": 15' in lines[-1]
 
 
+def test_sources() -> None:
+    """What is said of a draft has its source beside it; where there is none, nothing is said."""
+    for preset in presets():
+        known = [
+            preset.block,
+            preset.options,
+            *(not each.startswith("not known") for each in (preset.causal, preset.window)),
+        ]
+        assert any(known) is bool(preset.sources), preset.draft
+
+
 def test_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     """One line that lists the known targets, and nothing on standard output."""
-    assert status_of("drafts", "Qwen3.5") == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert all(preset.target in captured.err for preset in presets())
+    said = refusal_of(capsys, "drafts", "Qwen3.5")
+    assert all(preset.target in said for preset in presets())

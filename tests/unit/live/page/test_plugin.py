@@ -14,7 +14,7 @@ from tests.support.page_stub import engine_client
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.live.page.description import end_tokens_of
 from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage
-from vllm_diffusion.requests.params import argument_names, parse_canvas_params
+from vllm_diffusion.requests.arguments import argument_names, parse_arguments
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
 
 pytestmark = pytest.mark.engine
@@ -91,7 +91,7 @@ def test_model(spec: Any) -> None:
     for setting in told["settings"]:
         taken = setting.get("words") or [setting["low"], setting["high"], setting["default"]]
         for value in taken:
-            parse_canvas_params({setting["name"]: value}, spec=spec, vocab_size=64)
+            parse_arguments({setting["name"]: value}, spec=spec, vocab_size=64)
     assert all(set(values) <= set(names) for values in told["presets"].values())
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
-from vllm_diffusion.requests.read_together import parse_read_together
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.feature import SchedulerFeature
 
 # Seconds that reads of a group wait for the next one, which may never arrive if it was refused.
@@ -25,7 +25,7 @@ class _Group:
     members: set[str] = field(default_factory=set)
 
 
-class ReadsTogether(SchedulerFeature):
+class ReadGroups(SchedulerFeature):
     """Feature that holds reads back until their group is complete or its deadline has passed."""
 
     def __init__(self) -> None:
@@ -33,18 +33,16 @@ class ReadsTogether(SchedulerFeature):
         self._group_of: dict[str, str] = {}
 
     def add_request(self, request: Request) -> None:
-        params = request.sampling_params
-        together = parse_read_together(params.extra_args if params is not None else None)
-        if together is None:
+        asked = arguments_of(request.sampling_params).read_group
+        if asked is None:
             return
-        name, count = together
         now = time.monotonic()
-        group = self._groups.setdefault(name, _Group(count, now + PATIENCE))
+        group = self._groups.setdefault(asked.name, _Group(asked.num_reads, now + PATIENCE))
         if now < group.deadline:
             group.deadline = now + PATIENCE
         group.missing -= 1
         group.members.add(request.request_id)
-        self._group_of[request.request_id] = name
+        self._group_of[request.request_id] = asked.name
 
     def holds(self, request_id: str) -> bool:
         """Return true if the request still waits for others."""

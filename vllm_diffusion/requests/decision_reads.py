@@ -1,4 +1,4 @@
-"""Reads of one decision say that they belong together, so that one pass answers all of them.
+"""Group of the reads of one decision, so that one pass answers all of them.
 
 vLLM's ``/v1/decisions`` sends a request for each question, or for each canvas of questions. They reach the
 engine one after another, and an idle one would begin with the first alone.
@@ -7,18 +7,16 @@ engine one after another, and an idle one would begin with the first alone.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_diffusion.hooks.replacement import replaces
-
-# In ``extra_args``: whose reads they are, and how many of them there are.
-READ_TOGETHER = "read_together"
+from vllm_diffusion.requests.arguments import READ_GROUP
 
 
 def install() -> None:
-    """Mark the reads of a decision, for diffusion models that are ours. Safe to call twice."""
-    _marked.install()
+    """Group the reads of a decision, for diffusion models that are ours. Safe to call twice."""
+    _grouped.install()
 
 
 @replaces(
@@ -26,7 +24,7 @@ def install() -> None:
     reason="Reads of one decision say that they belong together, so that one pass answers them.",
     until="Requests of one decision carry an id of the decision and their number.",
 )
-def _marked(stock: Any) -> Any:
+def _grouped(stock: Any) -> Any:
     async def next_token_label_reads(
         engine_client: Any,
         engine_inputs: Sequence[Any],
@@ -38,17 +36,9 @@ def _marked(stock: Any) -> Any:
         # Of several engines each gets some of them.
         is_one_engine = config.parallel_config.data_parallel_size == 1
         if is_one_engine and hasattr(config.model_config, "canvas_spec"):
-            mark = [uuid.uuid4().hex, len(sampling_params)]
+            group = [uuid.uuid4().hex, len(sampling_params)]
             for params in sampling_params:
-                params.extra_args = {**(params.extra_args or {}), READ_TOGETHER: mark}
+                params.extra_args = {**(params.extra_args or {}), READ_GROUP: group}
         return await stock(engine_client, engine_inputs, sampling_params, *args, **kwargs)
 
     return next_token_label_reads
-
-
-def parse_read_together(extra_args: Mapping[str, Any] | None) -> tuple[str, int] | None:
-    """Whose read a request is, and how many there are; ``None`` if it is nobody's or says it in no way."""
-    match (extra_args or {}).get(READ_TOGETHER):
-        case [str(name), int(count)]:
-            return name, count
-    return None

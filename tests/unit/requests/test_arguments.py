@@ -1,0 +1,136 @@
+"""A request's own arguments: what they may be, and how they reach the other processes."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.support.specs import SETTINGS, diffusion_gemma_spec
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.settings import MAX_STEPS
+from vllm_diffusion.requests.arguments import (
+    PREFIX,
+    READ_GROUP,
+    ReadGroup,
+    RequestArguments,
+    Shown,
+    arguments_of,
+    attach_arguments,
+    parse_arguments,
+)
+from vllm_diffusion.requests.validation import validate_diffusion_arguments
+from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
+from vllm_diffusion.startup.plugin_settings import PluginSettings
+
+pytestmark = pytest.mark.engine
+
+
+def parse(args: dict[str, Any]) -> Any:
+    return parse_arguments(args, spec=diffusion_gemma_spec(4, 8), vocab_size=64)
+
+
+def configure(section: dict[str, Any]) -> tuple[int, Any]:
+    config = SimpleNamespace(additional_config={"diffusion": section}, diffusion_config=None)
+    published = Published({"max_denoising_steps": 48, **SETTINGS, "t_min": 1e-4}, "a file")
+    return denoising_settings(config, EntropyBound(), published)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EntropyBound.settings)
+@pytest.mark.parametrize("value", [2**31, 1e39, 1e-46, -1, math.nan, math.inf, True, "1"])
+def test_settings_of_a_server_have_the_same_bounds(name: str, value: Any) -> None:
+    """Refused at start-up if and only if a request is refused for it, by the setting's name."""
+    expected = None
+    try:
+        parse({PREFIX + name: value})
+    except VLLMValidationError as error:
+        expected = str(error).removeprefix(f"{PREFIX}{name} ").partition(";")[0]
+    if expected is None:
+        configure({name: value})
+        return
+    with pytest.raises(ValueError, match=f"{name}=.* must be") as refused:
+        configure({name: value})
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize("steps", [0, MAX_STEPS.high + 1, 2**31, 8.0, True])
+def test_step_cap_of_a_server(steps: Any) -> None:
+    """A cap that no pass reaches is a request that never ends."""
+    with pytest.raises(
+        ValueError, match=r"max_denoising_steps=.* must be an integer of at least 1"
+    ):
+        PluginSettings(max_denoising_steps=steps)
+
+
+ARGUMENTS = RequestArguments(
+    max_steps=3,
+    canvas_length=4,
+    seed_canvas=(1, 2, 3, 4),
+    pinned=(0, 3),
+    read_only=True,
+    allowed_ids=(5, 6),
+    shown=Shown(2, ("kept",), step_map=True, trace=True),
+    settings={"entropy_bound": 0.5, "stability_threshold": 2, "strategy": "dynamic"},
+    read_group=ReadGroup("a", 2),
+)
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, RequestArguments()], ids=["all", "none"])
+def test_way_to_the_engine(arguments: RequestArguments) -> None:
+    """Arguments are the same in another process, which makes them a struct once."""
+    params = SamplingParams(extra_args={"other": 1})
+    attach_arguments(params, arguments)
+    assert arguments_of(params) == arguments
+    arrived = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
+    assert arguments_of(arrived) == arguments
+    assert arguments_of(arrived) is arguments_of(arrived)
+    assert arrived.extra_args["other"] == 1
+
+
+def test_requests_without_arguments() -> None:
+    """vLLM's own requests, those that warm a worker up, have none."""
+    for params in (None, SimpleNamespace(extra_args=None), SimpleNamespace(extra_args={"a": 1})):
+        assert arguments_of(params) == RequestArguments()
+
+
+@pytest.mark.parametrize("sent", [{"read_only": True}, {"max_steps": "x"}, "text", 5], ids=str)
+def test_what_a_client_sends_in_their_place(sent: Any) -> None:
+    """What the engine reads is what was checked, and nothing that a client wrote."""
+    params = SamplingParams(max_tokens=64, extra_args={"vllm_diffusion": sent})
+    validate_diffusion_arguments(params, diffusion_gemma_spec(32), 64)
+    assert arguments_of(params) == RequestArguments()
+
+
+def test_parameters_that_are_used_again() -> None:
+    """``vllm.LLM`` takes the same object for several calls, and its caller may change it in between."""
+    spec = diffusion_gemma_spec(32)
+    params = SamplingParams(max_tokens=64, extra_args={"diffusion_max_steps": 3})
+    for _ in range(2):
+        validate_diffusion_arguments(params, spec, 64)
+        assert arguments_of(params) == RequestArguments(max_steps=3)
+    params.extra_args["diffusion_max_steps"] = 100
+    validate_diffusion_arguments(params, spec, 64)
+    assert arguments_of(params).max_steps == spec.max_denoising_steps
+    del params.extra_args["diffusion_max_steps"]
+    validate_diffusion_arguments(params, spec, 64)
+    assert arguments_of(params) == RequestArguments()
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
+def test_group_of_a_read(value: Any) -> None:
+    """Whatever a request says of it, it is a group's name and size, or it is nothing."""
+    found = parse({READ_GROUP: value}).read_group
+    is_group = (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], int)
+    )
+    assert found == (ReadGroup(*value) if is_group else None)

@@ -1,0 +1,80 @@
+"""``vllm-diffusion calibrate collect``: prompts for a server that runs, so that its recording fills."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TYPE_CHECKING, Any
+
+from vllm_diffusion.cli import values
+from vllm_diffusion.cli.answer import AnswerError, first_model
+from vllm_diffusion.cli.client import openai_client
+from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.drafting.commands.prompt_sets import add_prompts, answers, given_prompts
+from vllm_diffusion.drafting.commands.swap_draft import add_server
+
+if TYPE_CHECKING:
+    from vllm_diffusion.cli.checkpoint import Subcommands
+
+_REPORT_SECONDS = 5.0
+# Prompts that fail in a row until the server is given up: a single one may be too long for it.
+_MAX_FAILURES = 16
+
+
+def add_parser(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "collect",
+        help="ask a server that records a set of prompts",
+        description="Ask a server that runs all prompts of files or data sets, so that its recording fills. "
+        "`calibrate record` prints the command of a server that records, and what it has recorded.",
+    )
+    add_server(parser)
+    add_prompts(parser, 1000)
+    values.add_integer(parser, "--concurrency", 8, "requests at a time")
+    values.add_integer(parser, "--max-tokens", 1024, "of an answer")
+    parser.add_argument(
+        "--temperature",
+        type=values.temperature,
+        metavar="X",
+        help="of the answers (default: the server's own)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prompts = given_prompts(arguments)
+    client = openai_client(arguments.url, arguments.api_key)
+    failures = in_a_row = num_tokens = 0
+    start = reported = time.monotonic()
+    pool = ThreadPoolExecutor(arguments.concurrency)
+    try:
+        options: dict[str, Any] = {"model": first_model(client), "max_tokens": arguments.max_tokens}
+        if arguments.temperature is not None:
+            options["temperature"] = arguments.temperature
+        asked = [pool.submit(answers, client, prompt, options) for prompt in prompts]
+        for done, future in enumerate(as_completed(asked), start=1):
+            try:
+                num_tokens += sum(map(len, future.result()))
+                in_a_row = 0
+            except AnswerError as error:
+                failures, in_a_row = failures + 1, in_a_row + 1
+                if failures == 1:
+                    say(f"A prompt failed, and the others go on: {error}")
+                if in_a_row == _MAX_FAILURES:
+                    return fail(f"{in_a_row} prompts in a row failed, the last so: {error}")
+            now = time.monotonic()
+            if now - reported >= _REPORT_SECONDS:
+                reported = now
+                say(f"{now - start:5.0f} s  {done} of {len(prompts)} prompts, {num_tokens} tokens")
+    except AnswerError as error:
+        return fail(str(error))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # Requests that are open end with their connections.
+        client.close()
+    print(
+        f"{len(prompts) - failures} of {len(prompts)} prompts answered, {num_tokens} tokens in "
+        f"{time.monotonic() - start:.0f} s."
+    )
+    return int(failures > 0)

@@ -1,0 +1,284 @@
+"""A request's own arguments: one struct, made of what a client sent where the request is checked.
+
+The struct replaces the words of the client for everything behind: it travels to the engine's process and
+the workers in ``SamplingParams.extra_args``, and nothing but this file reads an argument by its name.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.settings import REQUESTED_STEPS, Choice, Setting
+from vllm_diffusion.requests.refusal import refuse
+
+PREFIX = "diffusion_"
+# Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
+_PARSED = "vllm_diffusion"
+# Key of ``extra_args`` that holds a read's group: a name, and the number of reads.
+READ_GROUP = "read_together"
+FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
+_NAMES: tuple[str, ...] = (
+    "diffusion_max_steps",
+    "diffusion_canvas_length",
+    "diffusion_seed_canvas",
+    "diffusion_pinned",
+    "diffusion_read_only",
+    "diffusion_constrained",
+    "diffusion_frames",
+    "diffusion_frame_fields",
+    "diffusion_step_map",
+    "diffusion_trace",
+)
+
+
+class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Reports of a request's canvases besides their tokens.
+
+    Attributes:
+        frame_interval: Steps between two frames of a canvas, 1 to 2**31 - 1; ``None`` for no frames.
+        frame_fields: Fields of a frame besides its text, out of ``FRAME_FIELDS``.
+        step_map: True to report the step that decided each token.
+        trace: True to report the canvas that each step began from, with the answer.
+    """
+
+    frame_interval: int | None = None
+    frame_fields: tuple[str, ...] = ()
+    step_map: bool = False
+    trace: bool = False
+
+    def __bool__(self) -> bool:
+        return self.frame_interval is not None or self.step_map or self.trace
+
+
+class ReadGroup(msgspec.Struct, frozen=True):
+    """Group of reads that one pass answers.
+
+    Attributes:
+        name: Name of the group, the same for all of its reads.
+        num_reads: Number of reads in the group.
+    """
+
+    name: str
+    num_reads: int
+
+
+class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Arguments of a request about its canvases.
+
+    Attributes:
+        max_steps: Step cap of its canvases, from 1 to the server's; ``None`` for the server's.
+        canvas_length: Width of its canvases, from 1 token to the server's; ``None`` for the server's.
+        seed_canvas: Token ids that the first canvas starts from, one per position; ``None`` for random
+            ones.
+        pinned: Positions of the canvas, from 0, that keep their ``seed_canvas`` token as input in every
+            step.
+        read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
+        allowed_ids: Only token ids that may be read; ``None`` for all.
+        shown: Reports of its canvases besides their tokens.
+        settings: Settings of the decoding rule that it sets, by name, within the bounds of the rule.
+        read_group: Group of reads that it belongs to; ``None`` if it is alone.
+    """
+
+    max_steps: int | None = None
+    canvas_length: int | None = None
+    seed_canvas: tuple[int, ...] | None = None
+    pinned: tuple[int, ...] = ()
+    read_only: bool = False
+    allowed_ids: tuple[int, ...] | None = None
+    shown: Shown = Shown()
+    settings: Mapping[str, int | float | str] = msgspec.field(default_factory=dict)
+    read_group: ReadGroup | None = None
+
+
+_NONE = RequestArguments()
+
+
+def attach_arguments(sampling_params: Any, arguments: RequestArguments) -> None:
+    """Put a request's arguments into its ``SamplingParams``, for :func:`arguments_of`.
+
+    vLLM's schedulers read the width of a canvas by its name, so it is put there too.
+    """
+    extra_args = {k: v for k, v in (sampling_params.extra_args or {}).items() if k != _PARSED}
+    if arguments != _NONE:
+        extra_args[_PARSED] = arguments
+    if arguments.canvas_length is not None:
+        extra_args["diffusion_canvas_length"] = arguments.canvas_length
+    sampling_params.extra_args = extra_args or None
+
+
+def arguments_of(sampling_params: Any) -> RequestArguments:
+    """Return the arguments of a request that was checked, in any process.
+
+    A message between processes makes a mapping of the struct. It is made a struct again in place, so
+    that each process does this once.
+
+    Args:
+        sampling_params: ``SamplingParams`` of the request; ``None`` for a request of vLLM's own, such
+            as those that warm a worker up.
+    """
+    extra_args = (sampling_params.extra_args if sampling_params is not None else None) or {}
+    sent = extra_args.get(_PARSED, _NONE)
+    if isinstance(sent, RequestArguments):
+        return sent
+    arguments = msgspec.convert(sent, RequestArguments)
+    extra_args[_PARSED] = arguments
+    return arguments
+
+
+def argument_names(spec: CanvasSpec) -> tuple[str, ...]:
+    """Return the names of the arguments that a request may have."""
+    presets = ("diffusion_preset",) if spec.rule.presets else ()
+    return _NAMES + presets + tuple(PREFIX + name for name in spec.rule.settings)
+
+
+def parse_arguments(
+    extra_args: Mapping[str, Any] | None,
+    *,
+    spec: CanvasSpec,
+    vocab_size: int,
+    logprob_token_ids: Sequence[int] | None = None,
+) -> RequestArguments:
+    """Check a request's ``diffusion_*`` arguments, and make the struct of them.
+
+    Args:
+        extra_args: ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
+        spec: Description of the server's canvases.
+        vocab_size: Number of token ids.
+        logprob_token_ids: ``SamplingParams.logprob_token_ids``, the allowed set of
+            ``diffusion_constrained``.
+
+    Raises:
+        VLLMValidationError: Naming the field, what it got and what is allowed.
+    """
+    args = extra_args or {}
+    names = argument_names(spec)
+    for name in args:
+        if name.startswith(PREFIX) and name not in names:
+            refuse(name, f"is not known; known are {', '.join(names)}.")
+
+    width = _value(args, "diffusion_canvas_length", Setting(int, 1, spec.length))
+    if width is not None and not spec.layout.allows_width(width):
+        refuse(
+            "diffusion_canvas_length",
+            f"must be {spec.length}, the length of this model's blocks; leave it out.",
+        )
+    seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
+    expected = width or spec.length
+    if seed_canvas is not None and len(seed_canvas) != expected:
+        refuse(
+            "diffusion_seed_canvas",
+            f"must hold exactly {expected} token ids, one per canvas position; got "
+            f"{len(seed_canvas)}.",
+        )
+    pinned = _id_list(args, "diffusion_pinned", expected)
+    if pinned and seed_canvas is None:
+        refuse("diffusion_pinned", "needs diffusion_seed_canvas, whose tokens it holds in place.")
+    constrained = _flag(args, "diffusion_constrained")
+    if constrained and not logprob_token_ids:
+        refuse("diffusion_constrained", "needs logprob_token_ids, which are the allowed ids.")
+    shown, read_only = parse_shown(args), _flag(args, "diffusion_read_only")
+    for name, is_asked in (
+        ("diffusion_step_map", shown.step_map),
+        ("diffusion_trace", shown.trace),
+    ):
+        if is_asked and read_only:
+            refuse(
+                name,
+                "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing "
+                "of it; leave one of them out.",
+            )
+    preset = _value(args, "diffusion_preset", Choice(tuple(spec.rule.presets)))
+    settings = {} if preset is None else dict(spec.rule.presets[preset])
+    for name, setting in spec.rule.settings.items():
+        if (value := _value(args, PREFIX + name, setting)) is not None:
+            settings[name] = value
+    max_steps = _value(args, "diffusion_max_steps", REQUESTED_STEPS)
+    return RequestArguments(
+        # Stock lowers a cap above the server's to the server's; so do we.
+        max_steps=None if max_steps is None else min(max_steps, spec.max_denoising_steps),
+        canvas_length=width,
+        seed_canvas=seed_canvas,
+        pinned=pinned or (),
+        read_only=read_only,
+        allowed_ids=tuple(logprob_token_ids) if constrained and logprob_token_ids else None,
+        shown=shown,
+        settings=settings,
+        read_group=_read_group(args),
+    )
+
+
+def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:
+    """Check a request's ``diffusion_*`` arguments about reports besides tokens.
+
+    Args:
+        extra_args: ``SamplingParams.extra_args``, as in :func:`parse_arguments`.
+
+    Raises:
+        VLLMValidationError: Naming the field, what it got and what is allowed.
+    """
+    args = extra_args or {}
+    interval = _value(args, "diffusion_frames", REQUESTED_STEPS)
+    fields = args.get("diffusion_frame_fields")
+    if fields is not None and interval is None:
+        refuse("diffusion_frame_fields", "needs diffusion_frames, the interval of frames in steps.")
+    if fields is not None and not (
+        isinstance(fields, (list, tuple)) and all(field in FRAME_FIELDS for field in fields)
+    ):
+        refuse(
+            "diffusion_frame_fields",
+            f"must be a list of {', '.join(FRAME_FIELDS)}; got {reprlib.repr(fields)}.",
+        )
+    return Shown(
+        interval,
+        tuple(fields or ()),
+        _flag(args, "diffusion_step_map"),
+        _flag(args, "diffusion_trace"),
+    )
+
+
+def _value(args: Mapping[str, Any], name: str, setting: Setting | Choice) -> Any:
+    """Return an argument as a number or word; ``None`` where it is left out."""
+    value = args.get(name)
+    if value is None:
+        return None
+    if not setting.allows(value):
+        refuse(name, f"{setting.rule}; got {reprlib.repr(value)}.")
+    return value if isinstance(setting, Choice) else setting.kind(value)
+
+
+def _id_list(args: Mapping[str, Any], name: str, bound: int) -> tuple[int, ...] | None:
+    value = args.get(name)
+    if value is None:
+        return None
+    # JSON's true and false are integers in Python.
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(item, int) and not isinstance(item, bool) for item in value
+    ):
+        refuse(name, f"must be a list of integers; got {reprlib.repr(value)}.")
+    for item in value:
+        if not 0 <= item < bound:
+            refuse(name, f"must hold integers in [0, {bound}); got {item}.")
+    return tuple(value)
+
+
+def _flag(args: Mapping[str, Any], name: str) -> bool:
+    value = args.get(name)
+    if value is None:
+        return False
+    # The server's vllm_xargs narrows JSON booleans to 0 and 1.
+    if not isinstance(value, (bool, int)) or value not in (0, 1):
+        refuse(name, f"must be true or false (or 1 or 0); got {reprlib.repr(value)}.")
+    return bool(value)
+
+
+def _read_group(args: Mapping[str, Any]) -> ReadGroup | None:
+    """Return the group of a read; ``None`` for what names no group in the form of ``READ_GROUP``."""
+    match args.get(READ_GROUP):
+        case [str(name), int(count)]:
+            return ReadGroup(name, int(count))
+    return None
