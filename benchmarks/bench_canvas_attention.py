@@ -340,7 +340,7 @@ def report(
             if call is None:
                 continue
             difference = (call().float() - expected.float()).abs().max().item()
-            median, low, high = milliseconds(call, repeats, cold=True)
+            median, low, high = milliseconds(call, repeats)
         except Exception as error:  # a peer that cannot run here must not end the run
             if name == "ours":
                 raise

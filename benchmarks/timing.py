@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPEATS = 30
-# Larger than any L2 cache: written between two runs, so that each starts from memory.
-FLUSH_BYTES = 512 * 2**20
+# What a GPU spends on a call at the most, beside its warm-up.
+GPU_MILLISECONDS = 100
 
 
 def device() -> torch.device:
@@ -24,38 +24,29 @@ def device() -> torch.device:
 
 
 def device_name() -> str:
-    """For a table's head."""
+    """Name of the device for a table's head."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
-def milliseconds(
-    call: Callable[[], object], repeats: int = REPEATS, *, cold: bool = False
-) -> tuple[float, float, float]:
-    """Median, first and third quartile of a call's time: on the device, where there is one.
+def milliseconds(call: Callable[[], object], repeats: int = REPEATS) -> tuple[float, float, float]:
+    """Median, first and third quartile of a call's time.
 
     Args:
         call: What to time. It has run before it is timed.
-        repeats: How often it is timed.
-        cold: Whether each run starts with an empty cache.
+        repeats: How often a CPU runs it. A GPU is timed by ``triton.testing``, which empties its
+            cache before each run.
     """
-    on_gpu = torch.cuda.is_available()
-    flush = torch.empty(FLUSH_BYTES * (cold and on_gpu), dtype=torch.uint8, device=device())
-    for _ in range(3 if on_gpu else 1):
-        call()
+    if torch.cuda.is_available():
+        from triton.testing import do_bench
+
+        median, low, high = do_bench(call, rep=GPU_MILLISECONDS, quantiles=[0.5, 0.25, 0.75])
+        return median, low, high
+    call()
     times = []
     for _ in range(repeats):
-        flush.zero_()
-        if on_gpu:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - began) * 1e3)
+        began = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - began) * 1e3)
     times.sort()
     return statistics.median(times), times[repeats // 4], times[3 * repeats // 4]
 
