@@ -3,7 +3,7 @@
     python benchmarks/gpu/campaign.py run                   # all of it, on this machine's GPU
     python benchmarks/gpu/campaign.py run --toy             # a rehearsal on the CPU
     python benchmarks/gpu/campaign.py report                # what is known by now
-    python benchmarks/gpu/campaign.py report --write        # the same into RESULTS.md and docs/operate/what-was-run.md
+    python benchmarks/gpu/campaign.py report --write        # the same into RESULTS.md
 
 Experiments run one after another, each in a process of its own that is stopped at its limit, and
 each leaves its result on disk. The same command goes on where an interrupted one stopped. What
@@ -80,18 +80,16 @@ class Campaign:
     def _run(self, experiment: Experiment) -> Result:
         toy = self.origin.toy
         data, out = self.folder / f"{experiment.name}.jsonl", self.folder / experiment.name
-        places = {"data": str(data.resolve()), "out": str(out.resolve())}
-        variables = experiment.variables | (experiment.toy_variables if toy else {})
-        words = [word.format(**places) for word in (experiment.toy if toy else experiment.command)]
+        words = experiment.command(toy, str(data.resolve()), str(out.resolve()))
+        typed = shlex.join(experiment.command(toy, "rows.jsonl", "out"))
         begun = Result(
             experiment.name,
             "running",
             "interrupted",
-            as_typed(experiment.toy if toy else experiment.command, variables),
+            typed.replace(sys.executable, "python"),
             self.origin,
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        variables = {name: value.format(**places) for name, value in variables.items()}
         needs = experiment.toy_needs if toy else experiment.needs
         if (reason := machine.lacking(needs, self.origin.machine)) is not None:
             return replace(begun, state="not run", reason=reason)
@@ -110,9 +108,8 @@ class Campaign:
         limit = min(60 * experiment.limit, left)
         start = time.monotonic()
         with tempfile.TemporaryFile() as log:
-            status = run_bounded(words, self.environment | variables, limit, log)
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - LOG_CHARACTERS))
+            status = run_bounded(words, self.environment, limit, log)
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_CHARACTERS))
             tail = log.read().decode(errors="replace").replace(f"{machine.ROOT}/", "")
         if not any(out.iterdir()):
             out.rmdir()
@@ -132,14 +129,6 @@ class Campaign:
             last = (tail.strip().splitlines() or ["it printed nothing"])[-1]
             return replace(ended, state="failed", reason=f"exit status {status}: {last[:300]}")
         return ended
-
-
-def as_typed(command: Sequence[str], variables: dict[str, str]) -> str:
-    """A command as one would type it in a checkout, wherever this one is."""
-    places = {"data": "rows.jsonl", "out": "out"}
-    words = [f"{name}={shlex.quote(value.format(**places))}" for name, value in variables.items()]
-    words += [shlex.quote(word.format(**places)) for word in command]
-    return " ".join(words).replace(sys.executable, "python")
 
 
 def run_bounded(
@@ -278,11 +267,9 @@ def main(argv: list[str] | None = None) -> int:
     runs.add_argument("--out", type=Path, help="folder of the results; one is named by default")
     runs.add_argument("--commit", help="of this checkout, where it has no history")
     runs.set_defaults(act=run)
-    reports = commands.add_parser("report", help="tables of what is known")
+    reports = commands.add_parser("report", help="a table of what is known")
     reports.add_argument("folders", nargs="*", type=Path, help="all that are kept by default")
-    reports.add_argument(
-        "--write", action="store_true", help="into RESULTS.md and docs/operate/what-was-run.md"
-    )
+    reports.add_argument("--write", action="store_true", help="into RESULTS.md")
     reports.set_defaults(act=report.run)
     listing = commands.add_parser("list", help="the experiments")
     listing.set_defaults(act=list_experiments)

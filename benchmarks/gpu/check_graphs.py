@@ -4,51 +4,63 @@
     python benchmarks/gpu/check_graphs.py --toy       # graphs emulated on a CPU
 
 Some steps of 1 to 32 canvases run without graphs and then, from the same canvases, as graphs. All
-state and all outputs are compared, and the time of both is told.
+state and all outputs are compared, and the time of both is reported.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from checks import Checks, run_checks
+from plain_step import TOY, Server, Sizes, capture_of, own_stream
+from timing import device, milliseconds
 from torch import Tensor
 
 from attention_kernels.canvas_attention import AttentionOptions, canvas_attention
 from attention_kernels.testing import make_canvas_batch
-from vllm_diffusion.canvas.cuda_graphs import GraphedFunction, cuda_capture
-
-# What it shares with the other benchmarks.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
-from data_file import DataFile
-from plain_step import TOY, Server, Sizes
-from timing import device, device_name, milliseconds
+from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
 
 DEVICE = device()
 STEPS = 4
 
 
-def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    """Names of tensors of which any bit differs."""
-    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+def assert_same_bits(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Every tensor of one call equals the other's."""
+    differs = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    assert not differs, f"differs in {', '.join(differs)}"
 
 
-def run_steps(server: Server, canvases: int, passes: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """State and outputs of some steps that begin with new canvases."""
-    server.begin(canvases)
-    found = {}
-    for i, inputs in enumerate(passes):
-        output = server.sampler.graphs.plain_step(*inputs)._asdict()
-        found |= {f"{name} of step {i}": value.clone() for name, value in output.items()}
-    return found | server.state()
+class Steps:
+    """Some steps of one number of canvases, run eagerly before graphs are captured."""
+
+    def __init__(self, server: Server, canvases: int) -> None:
+        self._server, self._canvases = server, canvases
+        self._passes = [server.inputs(canvases) for _ in range(STEPS)]
+        self._eager, self._eager_ms = self._run()
+
+    def _run(self) -> tuple[dict[str, Tensor], float]:
+        """State and outputs of the steps, from new canvases; and milliseconds of a step."""
+        self._server.begin(self._canvases)
+        step = self._server.sampler.graphs.plain_step
+        found = {}
+        for i, inputs in enumerate(self._passes):
+            output = step(*inputs)._asdict()
+            found |= {f"{name} of step {i}": value.clone() for name, value in output.items()}
+        found |= self._server.state()
+        return found, milliseconds(lambda: step(*self._passes[0]), repeats=5)[0]
+
+    def check(self) -> str:
+        """The same, replayed."""
+        with own_stream():
+            found, graph_ms = self._run()
+        assert_same_bits(self._eager, found)
+        return f"{self._eager_ms:.3f} ms eager, {graph_ms:.3f} ms replayed"
 
 
-def attention_replay(toy: bool, canvases: int) -> list[str]:
+def attention_replay(toy: bool, canvases: int) -> str:
     """Attention of a graph's longest context, replayed for a shorter one."""
     shape = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 512, "dtype": torch.bfloat16}
     canvas, longest, context = 256, 9000, 1500
@@ -67,56 +79,26 @@ def attention_replay(toy: bool, canvases: int) -> list[str]:
         )
         return canvas_attention(*arguments, impl="triton")
 
-    expected = attend(batch.query, shorter)
-    graphed = GraphedFunction(attend)
-    if DEVICE.type == "cuda":
-        capture = cuda_capture()
-    else:
-        from tests.support.graphs import emulated_capture as capture
-    graphed.capture(capture, batch.query.clone(), batch.seq_lens.clone())
-    return differences({"attention": expected}, {"attention": graphed(batch.query, shorter)})
+    with own_stream():
+        expected = attend(batch.query, shorter)
+        graphed = GraphedFunction(attend)
+        graphed.capture(capture_of(DEVICE), batch.query.clone(), batch.seq_lens.clone())
+        assert_same_bits({"attention": expected}, {"attention": graphed(batch.query, shorter)})
+    return "equal"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--canvases", type=int, nargs="+", help="1, 2, 8 and 32; toy: 1 and 3")
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
-    options = parser.parse_args()
-    data = DataFile(options.data)
-    counts = options.canvases or ([1, 3] if options.toy else [1, 2, 8, 32])
-    print(device_name())
-    server = Server(TOY if options.toy else Sizes())
-    on_gpu = DEVICE.type == "cuda"
-    wrong = []
-
-    def tell(what: str, canvases: int, differs: list[str], **times: float | None) -> None:
-        state = f"differs in {', '.join(differs)}" if differs else "equal"
-        print(f"{what}, {canvases} canvases: {state}; {times}", flush=True)
-        data.add("graphs", what=what, canvases=canvases, state=state, **times)
-        wrong.extend(differs)
-
-    # Capturing needs a stream of its own.
-    stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()
-    with stream:
-        passes = {n: [server.inputs(n) for _ in range(STEPS)] for n in counts}
-        eager, eager_ms = {}, {}
-        for n in counts:
-            eager[n] = run_steps(server, n, passes[n])
-            step = server.sampler.graphs.plain_step
-            eager_ms[n] = milliseconds(lambda n=n, step=step: step(*passes[n][0]), repeats=5)[0]
+def checks(toy: bool) -> Checks:
+    """Steps and attention of each number of canvases."""
+    counts = [1, 3] if toy else [1, 2, 8, 32]
+    server = Server(TOY if toy else Sizes())
+    with own_stream():
+        steps = {n: Steps(server, n) for n in counts}
         server.capture(max(counts))
-        for n in counts:
-            found = run_steps(server, n, passes[n])
-            graph_ms = milliseconds(lambda n=n, step=step: step(*passes[n][0]), repeats=5)[0]
-            times = {"ms_eager": round(eager_ms[n], 3), "ms_graph": round(graph_ms, 3)}
-            tell("step", n, differences(eager[n], found), **(times if on_gpu else {}))
-        for n in counts:
-            tell("attention", n, attention_replay(options.toy, n))
-    if wrong:
-        print("a replay is not the eager call", file=sys.stderr)
-    return int(bool(wrong))
+    found: dict[str, Callable[[], str]] = {f"step, canvases: {n}": steps[n].check for n in counts}
+    for n in counts:
+        found[f"attention, canvases: {n}"] = lambda n=n: attention_replay(toy, n)
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_checks("graphs", __doc__, checks))

@@ -80,19 +80,17 @@ LAYERS = (("sliding", 16, 8, 256, 1023), ("full", 16, 2, 512, -1))
 
 
 def attention_inputs(
-    device: str, length: int, canvases: int, num_heads: int, num_kv_heads: int, head_dim: int
+    length: int, canvases: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Tensor, CanvasBatch]:
     """The cache of a layer as the engine has it, and canvases that all end at ``length`` keys."""
-    cache = torch.empty(4, num_kv_heads, 16, 2 * head_dim, dtype=torch.bfloat16, device=device)
+    cache = torch.empty(4, num_kv_heads, 16, 2 * head_dim, dtype=torch.bfloat16)
     by_token = cache.transpose(1, 2)
 
     def integers(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+        return torch.zeros(shape, dtype=torch.int32)
 
     batch = CanvasBatch(
-        query=torch.empty(
-            canvases * CANVAS, num_heads, head_dim, dtype=torch.bfloat16, device=device
-        ),
+        query=torch.empty(canvases * CANVAS, num_heads, head_dim, dtype=torch.bfloat16),
         key_cache=by_token[..., :head_dim],
         value_cache=by_token[..., head_dim:],
         block_table=integers(canvases, length // 16),
@@ -103,12 +101,12 @@ def attention_inputs(
     return cache, batch
 
 
-def attention_calls(device: str) -> dict[str, Callable[[], object]]:
+def attention_calls() -> dict[str, Callable[[], object]]:
     """A layer of each kind, short and at the length that graphs are captured for."""
     calls = {}
     for name, *heads, window in LAYERS:
         for length, canvases in ((1280, 1), (32768, 1), (32768, 4)):
-            _, batch = attention_inputs(device, length, canvases, *heads)
+            _, batch = attention_inputs(length, canvases, *heads)
             arguments = batch.arguments(
                 AttentionOptions(0.1, window=Window(window)),
                 max_query_len=CANVAS,
@@ -137,7 +135,7 @@ def layer_calls() -> dict[str, Callable[[], object]]:
             impl = backend.CanvasAttentionImpl(
                 num_heads, head_dim, 0.1, num_kv_heads, sliding_window=window + 1 or None
             )
-        cache, batch = attention_inputs("cpu", 32768, 1, num_heads, num_kv_heads, head_dim)
+        cache, batch = attention_inputs(32768, 1, num_heads, num_kv_heads, head_dim)
         step = metadata.CanvasAttentionMetadata(
             Sequences(
                 batch.block_table,
@@ -168,46 +166,32 @@ def layer_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
-def sampling_calls(
-    device: str,
-    canvas: int,
-    hidden: int,
-    dtype: torch.dtype,
-    vocab: int = VOCAB,
-    tile: int | None = None,
-) -> dict[str, Callable[[], object]]:
-    """A pass of one canvas and of eight: plain, and with settings that leave the graphs."""
-    calls = {}
-    weight = torch.zeros(vocab, hidden, dtype=dtype, device=device)
-    head = OutputHead(weight, weight, 0, 30.0, dtype, F.linear, 1, vocab)
-    for canvases in (1, 8):
-        n = canvases * canvas
-        rows = torch.zeros(n, hidden, dtype=dtype, device=device)
-        ones = torch.ones(n, device=device)
-        integers = torch.zeros(n, dtype=torch.int32, device=device)
-        draws = RowDraws(ones, ones, integers.long(), integers, integers, integers)
-        some = slice(canvas)
-        index = np.arange(canvas)
-        wanted = LogprobsRequest(
-            5, integers.long()[some, None][:, :0], integers[some], as_logits=False
+def sampling_calls(tile: int) -> dict[str, Callable[[], object]]:
+    """A pass of one row: plain, and with settings that leave the graphs.
+
+    The row is so short that arithmetic costs nothing, in as many tiles as a pass on a GPU has.
+    """
+    vocab = (VOCAB // TILE_ON_GPU) * tile
+    weight, row = torch.zeros(vocab, 1), torch.zeros(1, 1)
+    head = OutputHead(weight, weight, 0, 30.0, torch.float32, F.linear, 1, vocab)
+    ones, integers = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    draws = RowDraws(ones, ones, integers.long(), integers, integers, integers)
+    index = np.arange(1)
+    wanted = LogprobsRequest(5, integers.long()[:, None][:, :0], integers, as_logits=False)
+    top_p = FilteredRows(index, CandidateFilters(None, ones * 0.95, None))
+    settings = {
+        "plain": RowRequests(draws, None, None, None),
+        "top_p of one request": RowRequests(draws, None, top_p, None),
+        "log-probabilities of one request": RowRequests(
+            draws, None, None, ReportedRows(index, wanted, None, ones)
+        ),
+    }
+    return {
+        f"sampling, 1 x canvas, {name}": lambda requests=requests: sample_rows(
+            head, row, requests, vocab, tile
         )
-        settings = {
-            "plain": (None, None),
-            "top_p of one request": (
-                FilteredRows(index, CandidateFilters(None, ones[some] * 0.95, None)),
-                None,
-            ),
-            "log-probabilities of one request": (
-                None,
-                ReportedRows(index, wanted, None, ones[some]),
-            ),
-        }
-        for name, asked in settings.items():
-            requests = RowRequests(draws, None, *asked)
-            calls[f"sampling, {canvases} x canvas, {name}"] = lambda rows=rows, requests=requests: (
-                sample_rows(head, rows, requests, vocab, tile)
-            )
-    return calls
+        for name, requests in settings.items()
+    }
 
 
 def host_costs() -> dict[str, float]:
@@ -222,14 +206,7 @@ def host_costs() -> dict[str, float]:
         for _ in range(1000):
             torch.add(a, b, out=c)
 
-    # As many tiles, of rows so few and so short that arithmetic costs nothing.
-    tile = VOCAB // TILE_ON_GPU
-    calls = {
-        name: call
-        for name, call in sampling_calls("cpu", 1, 1, torch.float32, tile * tile, tile).items()
-        if name.startswith("sampling, 1 x")
-    }
-    calls |= attention_calls("cpu") | layer_calls()
+    calls = sampling_calls(tile=VOCAB // TILE_ON_GPU) | attention_calls() | layer_calls()
     ratios = {}
     with kernels_left_out():
         for name, call in calls.items():

@@ -1,21 +1,41 @@
 """The experiments of the campaign, in order of what is learnt from them.
 
-Each is a command of its own that writes its rows as it gets them (``benchmarks/data_file.py``), and
-has a form at toy size, which rehearses it on a CPU.
+Each is a script of ``benchmarks/`` that writes its rows as it gets them (``data_file.py``), and has a
+form at toy size, which rehearses it on a CPU.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-# What any experiment may take with its start, in minutes.
+# Minutes that an experiment may take with its start.
 MOST_MINUTES = 8
-# What all of them take together where they take what is expected.
+# Minutes that all of them take together where they take what is expected.
 ALL_MINUTES = 30
 
-PYTHON = sys.executable
+
+@dataclass(frozen=True)
+class Needs:
+    """What an experiment cannot run without.
+
+    Attributes:
+        gpu: Whether it needs an NVIDIA GPU.
+        vllm: Whether it needs vLLM.
+        memory_gib: Memory of the GPU.
+    """
+
+    gpu: bool = True
+    vllm: bool = False
+    memory_gib: int = 0
+
+
+SERVES = Needs(vllm=True)
+ANYWHERE = Needs(gpu=False)
+# vLLM on its CPU platform.
+ENGINE = Needs(gpu=False, vllm=True)
 
 
 @dataclass(frozen=True)
@@ -23,192 +43,142 @@ class Experiment:
     """One command that answers one question.
 
     Attributes:
-        name: Of its result.
+        name: Name of its result.
         answers: The question.
-        command: With ``{data}`` for the file of its rows and ``{out}`` for a folder of its own.
-        toy: Its command at toy size on the CPU.
+        script: A script below ``benchmarks/`` and its options; ``{out}`` is a folder of its own.
+        toy: The same at toy size on the CPU.
         expected: Minutes that it is expected to take; an estimate until it was run.
         limit: Minutes after which it is stopped.
-        needs: See ``machine.lacking``.
-        toy_needs: The same of its toy form.
-        variables: Set for it in the environment; values as ``command``.
-        toy_variables: Set at toy size, besides or instead.
+        needs: What it needs at full size.
+        toy_needs: What it needs at toy size.
     """
 
     name: str
     answers: str
-    command: tuple[str, ...]
-    toy: tuple[str, ...]
+    script: str
+    toy: str
     expected: float
     limit: float
-    needs: dict[str, Any] = field(default_factory=lambda: {"gpu": True})
-    toy_needs: dict[str, Any] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
-    toy_variables: dict[str, str] = field(default_factory=dict)
+    needs: Needs = Needs()
+    toy_needs: Needs = ANYWHERE
+
+    def command(self, toy: bool, data: str, out: str) -> Sequence[str]:
+        """Words to run, at full or toy size, with the file of its rows and its folder."""
+        path, *options = shlex.split(self.toy if toy else self.script)
+        options = [option.format(out=out) for option in options]
+        return [sys.executable, f"benchmarks/{path}", "--data", data, *options]
 
 
-def _script(path: str, *options: str) -> tuple[str, ...]:
-    return (PYTHON, f"benchmarks/{path}", "--data", "{data}", *options)
+def _serving(side: str, answers: str) -> Experiment:
+    script = f"bench_serve.py --sides {side} --out {{out}} --start-seconds 360"
+    # 27 GB of weights, the cache, and room for the graphs.
+    needs = Needs(vllm=True, memory_gib=40)
+    full, toy = f"{script} --concurrency 1 8", f"{script} --concurrency 1 --prompts 2 --steps 4"
+    return Experiment(f"serving-{side}", answers, full, toy, 3.5, 8, needs, ENGINE)
 
 
-def _serving(side: str, answers: str, expected: float) -> Experiment:
-    variables = {
-        "SIDES": side,
-        "CONCURRENCY": "1 8",
-        "OUT": "{out}",
-        "DATA": "{data}",
-        "ROUTING": "",
-        "START_SECONDS": "360",
-    }
-    command = ("bash", "benchmarks/bench_serve.sh")
-    return Experiment(
-        f"serving-{side}",
-        answers,
-        command,
-        command,
-        expected,
-        8,
-        # 27 GB of weights, the cache, and room for the graphs.
-        needs={"gpu": True, "vllm": True, "memory_gib": 40},
-        toy_needs={"vllm": True},
-        variables=variables,
-        toy_variables={"CONCURRENCY": "1", "PROMPTS": "2", "STEPS": "4"},
-    )
-
-
-def _format(name: str, memory_gib: int, expected: float, capability: str = "8.0") -> Experiment:
-    options = ("--formats", name, "--no-autoregressive")
-    return Experiment(
-        f"format-{name}",
-        f"how near a pass of {name} at one request comes to what memory can read",
-        _script("bench_formats.py", *options, "--prompts", "4"),
-        _script("bench_formats.py", *options, "--shape", "tiny", "--prompts", "1", "--steps", "4"),
-        expected,
-        8,
-        needs={
-            "gpu": True,
-            "vllm": True,
-            "memory_gib": memory_gib,
-            "capability": capability,
-        },
-        toy_needs={"vllm": True},
-    )
+def _format(name: str, memory_gib: int) -> Experiment:
+    script = f"bench_formats.py --formats {name} --no-autoregressive"
+    answers = f"how near a pass of {name} at one request comes to what memory can read"
+    full, toy = f"{script} --prompts 4", f"{script} --shape tiny --prompts 1 --steps 4"
+    needs = Needs(vllm=True, memory_gib=memory_gib)
+    return Experiment(f"format-{name}", answers, full, toy, 3.5, 8, needs, ENGINE)
 
 
 EXPERIMENTS = (
     Experiment(
         "probe",
         "what the device reaches, and whether it does what the kernels rely on",
-        _script("gpu/probe.py"),
-        _script("gpu/probe.py"),
+        "gpu/probe.py",
+        "gpu/probe.py",
         expected=0.6,
         limit=3,
     ),
     Experiment(
         "counters",
         "what a pass costs this host; known without a GPU, and compared by tests",
-        _script("gpu/counters.py"),
-        _script("gpu/counters.py"),
+        "gpu/counters.py",
+        "gpu/counters.py",
         expected=0.3,
         limit=2,
-        needs={},
+        needs=ANYWHERE,
     ),
     Experiment(
         "kernels",
         "whether the kernels, executed, compute what the references do",
-        _script("gpu/check_kernels.py"),
-        _script("gpu/check_kernels.py", "--toy"),
+        "gpu/check_kernels.py",
+        "gpu/check_kernels.py --toy",
         expected=2,
         limit=5,
     ),
     Experiment(
         "graphs",
         "whether a captured step, replayed, is bit for bit the eager one",
-        _script("gpu/check_graphs.py"),
-        _script("gpu/check_graphs.py", "--toy"),
+        "gpu/check_graphs.py",
+        "gpu/check_graphs.py --toy",
         expected=1.5,
         limit=5,
     ),
     Experiment(
         "attention",
         "attention beside stock's kernels and cut in other ways, short and long contexts",
-        _script(
-            "bench_canvas_attention.py",
-            *("--requests", "1", "8", "--contexts", "1024", "8192", "32768"),
-            *("--phases", "denoise", "--peers", "cute", "cute-unsplit", "cute-split-4"),
-            *("stock-triton", "stock-fa4", "stock-fa3"),
-            *("unsplit", "split-2", "split-4", "rows-64", "keys-16", "keys-64"),
-        ),
-        _script(
-            "bench_canvas_attention.py",
-            *("--requests", "1", "--contexts", "20", "--phases", "denoise"),
-            *("--peers", "unsplit", "split-2", "keys-16"),
-        ),
+        "bench_canvas_attention.py --requests 1 8 --contexts 1024 8192 32768 --phases denoise "
+        "--peers cute cute-unsplit cute-split-4 stock-triton stock-fa4 stock-fa3 "
+        "unsplit split-2 split-4 rows-64 keys-16 keys-64",
+        "bench_canvas_attention.py --requests 1 --contexts 20 --phases denoise "
+        "--peers unsplit split-2 keys-16",
         expected=2.5,
         limit=6,
     ),
     Experiment(
         "sampler",
         "sampling in graphs beside stock's, and how wide a tile should be",
-        _script("bench_sampler.py", "--settings", "--tiles", "4096", "16384", "32768"),
-        _script(
-            "bench_sampler.py",
-            *("--canvases", "1", "--hidden", "16", "--repeats", "1", "--tiles", "8192"),
-        ),
+        "bench_sampler.py --settings --tiles 4096 16384 32768",
+        "bench_sampler.py --canvases 1 --hidden 16 --repeats 1 --tiles 8192",
         expected=1.5,
         limit=6,
     ),
     Experiment(
         "sampler-variants",
         "what a second stream gains, and what leaving out the unlikely does as rows settle",
-        _script(
-            "bench_sampler.py",
-            *("--canvases", "1", "2", "8", "--tiles", "16384", "--two-streams"),
-            *("--settled", "0", "0.5", "0.9", "1", "--repeats", "10"),
-        ),
-        _script(
-            "bench_sampler.py",
-            *("--canvases", "1", "--hidden", "16", "--repeats", "1"),
-            *("--two-streams", "--settled", "0", "1"),
-        ),
+        "bench_sampler.py --canvases 1 2 8 --tiles 16384 --two-streams "
+        "--settled 0 0.5 0.9 1 --repeats 10",
+        "bench_sampler.py --canvases 1 --hidden 16 --repeats 1 --two-streams --settled 0 1",
         expected=1,
         limit=5,
     ),
     Experiment(
         "pass",
         "which kernels a pass spends its time in, outside the backbone",
-        _script("gpu/profile_pass.py"),
-        _script("gpu/profile_pass.py", "--toy"),
+        "gpu/profile_pass.py",
+        "gpu/profile_pass.py --toy",
         expected=1,
         limit=4,
     ),
-    _serving("ours", "tokens a second and first tokens, at 1 and 8 requests", 3.5),
-    _serving("stock", "the same of stock vLLM as it comes", 3.5),
-    _serving("tuned", "the same of stock vLLM, tuned", 3.5),
+    _serving("ours", "tokens a second and first tokens, at 1 and 8 requests"),
+    _serving("stock", "the same of stock vLLM as it comes"),
+    _serving("tuned", "the same of stock vLLM, tuned"),
     Experiment(
         "order",
         "what a pass costs in the synchronous order and in the other, by which a start chooses",
-        _script("bench_passes.py", "--orders", "fused", "asynchronous"),
-        _script("bench_passes.py", "--orders", "fused", "--rounds", "1"),
+        "bench_passes.py --orders fused asynchronous",
+        "bench_passes.py --orders fused --rounds 1",
         expected=1,
         limit=4,
-        needs={"gpu": True, "vllm": True},
-        toy_needs={"vllm": True},
+        needs=SERVES,
+        toy_needs=ENGINE,
     ),
-    _format("fp8-dynamic", 40, 3.5),
-    _format("nvfp4-weights", 30, 3.5),
+    _format("fp8-dynamic", 40),
+    _format("nvfp4-weights", 30),
     Experiment(
         "experts",
         "what tuned experts gain at the rows of 1 and 8 canvases",
-        _script(
-            "tune_experts.py",
-            *("--dtype", "fp8", "--tp", "1", "--rows", "256", "2048", "--out", "{out}"),
-        ),
-        _script("tune_experts.py", "--tp", "1", "--out", "{out}"),
+        "tune_experts.py --dtype fp8 --tp 1 --rows 256 2048 --out {out}",
+        "tune_experts.py --tp 1 --out {out}",
         expected=1.1,
         limit=8,
-        needs={"gpu": True, "vllm": True},
+        needs=SERVES,
         # It times a kernel that runs nowhere else.
-        toy_needs={"gpu": True, "vllm": True},
+        toy_needs=SERVES,
     ),
 )

@@ -6,7 +6,6 @@ python benchmarks/gpu/machine.py
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -15,12 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments import Needs
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Stands in for the names of vLLM that the sampler imports, where vLLM itself is not installed.
 STUB = HERE / "stub"
 # What a result depends on: those of another state of these are never shown beside it.
 SOURCES = ("attention_kernels", "vllm_diffusion", "benchmarks")
+
+# Major compute capability that the kernels are written for.
+LEAST_CAPABILITY = 8
 
 
 def describe() -> dict[str, Any]:
@@ -60,10 +64,10 @@ def _version(package: str) -> str | None:
 def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.splitlines()[0].strip() if told.stdout.strip() else None
+    return printed.stdout.partition("\n")[0].strip() or None
 
 
 def described(environment: dict[str, str]) -> dict[str, Any]:
@@ -81,43 +85,30 @@ def described(environment: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
-def lacking(needs: dict[str, Any], facts: dict[str, Any]) -> str | None:
+def lacking(needs: Needs, facts: dict[str, Any]) -> str | None:
     """Why an experiment cannot run here; ``None`` if it can.
 
     Args:
-        needs: ``gpu`` (whether), ``memory_gib`` of it, ``capability`` of it at least, ``vllm``
-            (whether), ``modules`` (that can be imported).
-        facts: As :func:`describe` returns.
+        needs: What it needs.
+        facts: What :func:`describe` returned.
     """
-    if needs.get("gpu") and facts["gpu"] is None:
+    gpu = facts["gpu"]
+    if needs.gpu and gpu is None:
         driver = f"driver {facts['driver']}" if facts["driver"] else "no NVIDIA driver answers"
         return f"no GPU that torch {facts['torch']} can use: {facts['why_no_gpu']} ({driver})"
-    if facts["gpu"] is not None:
-        if _number(facts["capability"]) < _number(needs.get("capability", "8.0")):
-            return (
-                f"{facts['gpu']} has compute capability {facts['capability']}, and this needs "
-                f"{needs.get('capability', '8.0')}"
-            )
-        if facts["memory_gib"] < needs.get("memory_gib", 0):
-            return (
-                f"{facts['gpu']} has {facts['memory_gib']} GiB, and this needs "
-                f"{needs['memory_gib']}"
-            )
-    if needs.get("vllm") and facts["vllm"] is None:
-        return "vLLM is not installed"
-    missing = [name for name in needs.get("modules", ()) if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
-def _number(capability: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in capability.split("."))
+    if gpu is not None and int(facts["capability"].partition(".")[0]) < LEAST_CAPABILITY:
+        capability = facts["capability"]
+        return f"{gpu} has compute capability {capability}, and this needs {LEAST_CAPABILITY}.0"
+    if gpu is not None and facts["memory_gib"] < needs.memory_gib:
+        return f"{gpu} has {facts['memory_gib']} GiB, and this needs {needs.memory_gib}"
+    return "vLLM is not installed" if needs.vllm and facts["vllm"] is None else None
 
 
 def environment(facts: dict[str, Any] | None, toy: bool, scratch: Path) -> dict[str, str]:
-    """What experiments run with, in the checkout that this file is of.
+    """Environment variables of experiments, in the checkout that this file is of.
 
     Args:
-        facts: As :func:`describe` returns; ``None`` before they are known.
+        facts: What :func:`describe` returned; ``None`` before they are known.
         toy: On the CPU, whatever else is there.
         scratch: A folder that outlives the experiments.
     """
@@ -131,8 +122,6 @@ def environment(facts: dict[str, Any] | None, toy: bool, scratch: Path) -> dict[
         "PYTHONPATH": os.pathsep.join([*paths, *inherited]),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # bench_serve.sh asks for it.
-        "PYTHON": sys.executable,
     }
     if toy:
         found |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -172,7 +161,7 @@ def sources() -> str:
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*")):
-            kept = path.suffix in (".py", ".sh", ".toml") or (
+            kept = path.suffix in (".py", ".toml") or (
                 path.suffix == ".json" and "results" not in path.parts
             )
             if kept and "__pycache__" not in path.parts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from timing import device
 from torch import Tensor
 
+from vllm_diffusion.canvas.cuda_graphs import Capture, cuda_capture
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
@@ -43,6 +46,25 @@ class Sizes:
 
 
 TOY = Sizes(canvas=8, vocab=300, hidden=16, slots=4, dtype=torch.float32)
+
+
+def own_stream() -> contextlib.AbstractContextManager[object]:
+    """The stream that graphs are captured and replayed on: the same in every call."""
+    return torch.cuda.stream(_stream()) if DEVICE.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def capture_of(device: torch.device) -> Capture:
+    """How functions are captured: as graphs on a GPU, emulated on a CPU."""
+    if device.type == "cuda":
+        return cuda_capture()
+    from tests.support.graphs import emulated_capture
+
+    return emulated_capture
 
 
 class Server:
@@ -135,14 +157,7 @@ class Server:
 
     def capture(self, canvases: int) -> None:
         """As serving does, for 1 to so many canvases; on the current stream."""
-        from vllm_diffusion.canvas.cuda_graphs import cuda_capture
-
         hidden = torch.zeros(
             canvases * self.sizes.canvas, self.sizes.hidden, dtype=self.sizes.dtype, device=DEVICE
         )
-        capture = cuda_capture()
-        if DEVICE.type == "cpu":
-            from tests.support.graphs import emulated_capture
-
-            capture = emulated_capture
-        self.sampler.capture(capture, range(canvases, 0, -1), hidden)
+        self.sampler.capture(capture_of(DEVICE), range(canvases, 0, -1), hidden)

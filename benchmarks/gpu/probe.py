@@ -5,36 +5,22 @@ python benchmarks/gpu/probe.py
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from torch import Tensor
-
-# What it shares with the other benchmarks.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
-from data_file import DataFile
-from timing import copy_rate, device, device_name, milliseconds, product_rate
+from checks import run_checks
+from timing import copy_rate, device, milliseconds, product_rate
 
 DEVICE = device()
 ON_GPU = DEVICE.type == "cuda"
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
 def product_in_float32() -> str:
     """The soft embeddings' product: bf16 factors added to float32 in place."""
     rows, ids, width = (256, 4096, 2816) if ON_GPU else (8, 64, 16)
-    a, b = (
-        torch.randn(*shape, device=DEVICE).to(torch.bfloat16)
-        for shape in ((rows, ids), (ids, width))
-    )
+    a = torch.randn(rows, ids, device=DEVICE).to(torch.bfloat16)
+    b = torch.randn(ids, width, device=DEVICE).to(torch.bfloat16)
     target = torch.randn(rows, width, device=DEVICE)
     expected = target.double() + a.double() @ b.double()
     if ON_GPU:
@@ -42,7 +28,7 @@ def product_in_float32() -> str:
     else:
         # The CPU has no such product, and serving calls none there.
         target += a.float() @ b.float()
-    error = relative(target, expected)
+    error = ((target.double() - expected).norm() / expected.norm()).item()
     assert error < 1e-3, f"off by {error:.1e}"
     return f"off by {error:.1e}"
 
@@ -82,25 +68,5 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
-    data = DataFile(parser.parse_args().data)
-    print(device_name())
-    failed = []
-    for name, check in CHECKS.items():
-        try:
-            found = check()
-        except Exception as error:  # the next one is still worth asking
-            lines = str(error).splitlines()
-            found = f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
-            failed.append(name)
-        print(f"{name}: {found}", flush=True)
-        data.add("probe", what=name, found=found)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_checks("probe", __doc__, lambda toy: CHECKS))

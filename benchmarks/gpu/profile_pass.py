@@ -9,7 +9,6 @@ A pass here is a replay of the sampler's graph and the attention of 25 sliding a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from attention_kernels.testing import make_canvas_batch
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from data_file import DataFile
-from plain_step import TOY, Server, Sizes
+from plain_step import TOY, Server, Sizes, own_stream
 from timing import device, device_name
 
 DEVICE = device()
@@ -75,7 +74,7 @@ def main() -> int:
     on_gpu = DEVICE.type == "cuda"
     counts = [1] if options.toy else [1, 8]
     server = Server(TOY if options.toy else Sizes())
-    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext():
+    with own_stream():
         passes = {n: server.inputs(n) for n in counts}
         server.capture(max(counts))
         for n in counts:

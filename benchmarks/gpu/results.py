@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ class Origin:
     """What results must have in common to stand in one table.
 
     Attributes:
-        commit: Of the checkout.
+        commit: Commit of the checkout.
         sources: Digest of its files, which may have been changed since.
         toy: Whether it was a rehearsal at toy size on the CPU.
         machine: GPU, driver and versions.
@@ -39,10 +38,14 @@ class Origin:
 
     @property
     def name(self) -> str:
-        """Of a folder."""
-        chip = "cpu" if self.machine["gpu"] is None else self.machine["gpu"]
+        """Name of a folder for these results."""
+        chip = self.machine["gpu"] or "cpu"
         words = [self.commit[:12], *chip.lower().split(), *["toy"] * self.toy]
         return "-".join(words).replace("/", "-")
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that must be equal, by name."""
+        return {"commit": self.commit, "sources": self.sources, "toy": self.toy} | self.machine
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,10 @@ class Result:
         experiment: Its name.
         state: See :data:`State`.
         reason: Why it did not run or end; empty if it did.
-        command: As one would type it, with the variables set for it before.
-        origin: Where.
-        started: UTC.
-        seconds: With its start.
+        command: What one would type to run it.
+        origin: Where it ran.
+        started: Date and time, UTC.
+        seconds: How long it took with its start.
         rows: What it measured, each with its ``table``.
         log: The end of what it printed.
     """
@@ -104,24 +107,24 @@ def check_origin(folder: Path, origin: Origin) -> None:
     Raises:
         MixedRunsError: If it holds results of another origin.
     """
+    ours = origin.facts()
     for name, result in read(folder).items():
-        if result.origin != origin:
-            differs = [
-                f"{key} is {theirs!r} there and {ours!r} here"
-                for key, ours, theirs in _pairs(origin, result.origin)
-                if ours != theirs
-            ]
+        theirs = result.origin.facts()
+        differs = [
+            f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+            for key in dict.fromkeys((*ours, *theirs))
+            if ours.get(key) != theirs.get(key)
+        ]
+        if differs:
             raise MixedRunsError(
                 f"{folder} holds a result of another run ({name}: {'; '.join(differs)}). Results of "
                 "two runs are never mixed: name another folder with --out."
             )
 
 
-def _pairs(ours: Origin, theirs: Origin) -> Iterator[tuple[str, Any, Any]]:
-    for key in ("commit", "sources", "toy"):
-        yield key, getattr(ours, key), getattr(theirs, key)
-    for key in sorted({*ours.machine, *theirs.machine}):
-        yield key, ours.machine.get(key), theirs.machine.get(key)
+def kept() -> list[Path]:
+    """The folders of results in the checkout."""
+    return sorted(path for path in RESULTS.glob("*") if path.is_dir())
 
 
 def read_all(folders: list[Path]) -> list[tuple[Origin, dict[str, Result]]]:

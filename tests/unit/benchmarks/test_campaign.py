@@ -18,7 +18,7 @@ import machine
 import pytest
 import report
 import results
-from experiments import ALL_MINUTES, EXPERIMENTS, MOST_MINUTES, Experiment
+from experiments import ALL_MINUTES, ANYWHERE, ENGINE, EXPERIMENTS, MOST_MINUTES, Experiment, Needs
 from results import MixedRunsError, Origin, Result
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,8 +35,12 @@ def origin(facts: dict[str, Any] = CPU, **changes: Any) -> Origin:
 def script(name: str, code: str, **changes: Any) -> Experiment:
     """An experiment that runs a line of Python; ``data`` is the file of its rows."""
     prepared = f"import sys, os, time, json; data = open(sys.argv[1], 'a'); {code}"
-    command = (sys.executable, "-c", prepared, "{data}")
-    return Experiment(name, "whether", command, command, 0.0, 1.0, needs={}, **changes)
+
+    class Line(Experiment):
+        def command(self, toy: bool, data: str, out: str) -> list[str]:
+            return [sys.executable, "-c", prepared, data]
+
+    return Line(name, "whether", "", "", 0.0, 1.0, needs=ANYWHERE, **changes)
 
 
 def row(value: int) -> str:
@@ -198,24 +202,22 @@ def test_a_file_that_is_no_result(tmp_path):
 @pytest.mark.parametrize(
     ("needs", "facts", "reason"),
     [
-        ({"gpu": True}, CPU, "Found no NVIDIA driver on your system (no NVIDIA driver answers)"),
+        (Needs(), CPU, "Found no NVIDIA driver on your system (no NVIDIA driver answers)"),
         (
-            {"gpu": True},
+            Needs(),
             CPU | {"driver": "450.80", "why_no_gpu": "The NVIDIA driver on your system is too old"},
             "too old (driver 450.80)",
         ),
-        ({"gpu": True, "memory_gib": 200}, H200, "NVIDIA H200 has 139.8 GiB, and this needs 200"),
-        ({"gpu": True, "capability": "10.0"}, H200, "compute capability 9.0, and this needs 10.0"),
-        ({"gpu": True}, H200 | {"capability": "7.5"}, "compute capability 7.5, and this needs 8.0"),
-        ({"vllm": True}, CPU, "vLLM is not installed"),
-        ({"modules": ["no_such_module"]}, CPU, "not installed: no_such_module"),
+        (Needs(memory_gib=200), H200, "NVIDIA H200 has 139.8 GiB, and this needs 200"),
+        (Needs(), H200 | {"capability": "7.5"}, "compute capability 7.5, and this needs 8.0"),
+        (ENGINE, CPU, "vLLM is not installed"),
     ],
 )
 def test_what_is_missing_is_named(needs, facts, reason):
-    told = machine.lacking(needs, facts)
-    assert told is not None
-    assert reason in told
-    assert machine.lacking({"gpu": True, "vllm": True, "memory_gib": 100}, H200) is None
+    lacking = machine.lacking(needs, facts)
+    assert lacking is not None
+    assert reason in lacking
+    assert machine.lacking(Needs(vllm=True, memory_gib=100), H200) is None
 
 
 def test_vllm_finds_the_entry_points_of_a_bare_checkout(tmp_path):
@@ -241,10 +243,9 @@ def test_the_list():
     assert all(e.expected <= e.limit <= MOST_MINUTES for e in EXPERIMENTS)
     assert sum(e.expected for e in EXPERIMENTS) <= ALL_MINUTES
     for experiment in EXPERIMENTS:
-        for command in (experiment.command, experiment.toy):
-            assert (ROOT / command[1]).is_file()
-    wanted = {name for figure in report.FIGURES for name in figure.experiments}
-    wanted |= {name for _, of in report.PLACES for name in of}
+        for toy in (False, True):
+            assert (ROOT / experiment.command(toy, "data", "out")[1]).is_file()
+    wanted = {name for figure in report.FIGURES for name in figure.experiments.split()}
     assert wanted <= set(names)
 
 
@@ -266,11 +267,11 @@ def test_an_interrupt_ends_the_experiment_with_the_campaign(tmp_path):
         f"pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(100)"
     )
     code = (
-        "import dataclasses, sys\n"
+        "import sys\n"
         f"sys.path[:0] = [{str(ROOT / 'benchmarks/gpu')!r}]\n"
-        "import campaign\n"
-        f"toy = (sys.executable, '-c', {body!r})\n"
-        "campaign.EXPERIMENTS = (dataclasses.replace(campaign.EXPERIMENTS[0], toy=toy),)\n"
+        "import campaign, experiments\n"
+        f"words = [sys.executable, '-c', {body!r}]\n"
+        "experiments.Experiment.command = lambda *_: words\n"
         f"sys.exit(campaign.main(['run', '--toy', '--stub', '--out', {str(out)!r}]))\n"
     )
     process = subprocess.Popen(
@@ -287,10 +288,43 @@ def test_an_interrupt_ends_the_experiment_with_the_campaign(tmp_path):
     assert results.read(out)["probe"].state == "running"
 
 
-def rehearse(folder: Path, *options: str) -> tuple[int, str]:
-    """The campaign as a user runs it, and its report."""
+# Experiments that need neither a GPU nor an engine at toy size.
+MEASURED = [e for e in EXPERIMENTS if e.toy_needs == ANYWHERE]
+
+
+def test_scripts_at_toy_size(tmp_path):
+    """Each runs to its end without vLLM and writes rows, those of checks all right."""
+    # In one process, which imports torch once.
+    code = (
+        "import json, runpy, sys\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    sys.argv = words\n"
+        "    print(*words)\n"
+        "    try:\n"
+        "        runpy.run_path(words[0], run_name='__main__')\n"
+        "    except SystemExit as ended:\n"
+        "        assert not ended.code, words\n"
+    )
+    # The other form of the sampler's script is as slow, and has no more ways through it.
+    some = [e for e in MEASURED if e.name != "sampler"]
+    data = {experiment.name: tmp_path / experiment.name for experiment in some}
+    commands = [e.command(True, str(data[e.name]), str(tmp_path))[1:] for e in some]
+    environment = machine.environment(CPU, True, tmp_path)
+    environment["PYTHONPATH"] += f"{os.pathsep}{machine.HERE}"
+    subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)], cwd=ROOT, env=environment, check=True
+    )
+    for name, path in data.items():
+        rows = data_file.read(path)
+        assert rows, name
+        assert {row.get("state", "right") for row in rows} == {"right"}
+
+
+def rehearse(folder: Path, *options: str) -> tuple[dict[str, Result], str]:
+    """The results of the campaign as a user runs it, and its report."""
     # As after `git clone`: nothing of the tests' environment.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(ROOT / "benchmarks/gpu/campaign.py")]
     ran = subprocess.run(
         [*command, "run", "--toy", "--out", str(folder), *options], env=environment, check=False
@@ -302,32 +336,30 @@ def rehearse(folder: Path, *options: str) -> tuple[int, str]:
         text=True,
         check=True,
     )
-    return ran.returncode, reported.stdout
+    found = results.read(folder)
+    assert ran.returncode == 0, {name: result.log for name, result in found.items()}
+    # Nothing of it is an answer.
+    assert reported.stdout.count("| open |") == len(report.FIGURES)
+    return found, reported.stdout
 
 
 def test_rehearsal(tmp_path):
-    """Everything but serving, at toy size and without vLLM, from the list to the report."""
-    status, told = rehearse(tmp_path, "--stub")
-    found = results.read(tmp_path)
-    assert status == 0, {name: result.log for name, result in found.items()}
+    """From the list to the report, without vLLM; one experiment runs, in a process of its own."""
+    lacking = [e.name for e in EXPERIMENTS if e not in MEASURED]
+    found, said = rehearse(tmp_path, "--stub", "--only", "probe", *lacking)
     states = {name: result.state for name, result in found.items()}
-    measured = ["probe", "counters", "kernels", "graphs", "attention", "sampler"]
-    measured += ["sampler-variants", "pass"]
-    assert states == {e.name: "done" if e.name in measured else "not run" for e in EXPERIMENTS}
-    assert all(result.reason for result in found.values() if result.state == "not run")
-    assert all(found[name].rows for name in measured)
-    assert {row["state"] for row in found["kernels"].rows} == {"right"}
-    assert {row["state"] for row in found["graphs"].rows} == {"equal"}
+    assert states == dict.fromkeys(lacking, "not run") | {"probe": "done"}
+    assert all(found[name].reason for name in lacking)
+    assert {row["state"] for row in found["probe"].rows} == {"right"}
     for result in found.values():
         assert result.origin.commit == machine.commit()
         assert result.origin.machine["torch"]
         # As anybody can type it.
-        assert result.command.startswith(("python benchmarks/", "SIDES="))
+        assert result.command.startswith("python benchmarks/")
         assert str(tmp_path) not in result.command
-    assert "A rehearsal without a GPU" in told
-    assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in told
-    # Nothing of it is an answer.
-    assert told.count("| open |") == len(report.FIGURES)
+    assert "A rehearsal" in said
+    assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in said
+    assert "| graphs | not run | | nobody asked for it |" in said
 
 
 @pytest.mark.slow
@@ -335,12 +367,9 @@ def test_rehearsal(tmp_path):
 @pytest.mark.timeout(1500)
 def test_rehearsal_that_serves(tmp_path):
     """All of it with vLLM; only what times a kernel of GPUs is left out."""
-    status, told = rehearse(tmp_path)
-    found = results.read(tmp_path)
-    assert status == 0, {name: result.log for name, result in found.items()}
+    found, _ = rehearse(tmp_path)
     states = {name: result.state for name, result in found.items()}
     assert states == {e.name: "not run" if e.name == "experts" else "done" for e in EXPERIMENTS}
-    sides = {row["side"]: row for name in report.SERVING for row in found[name].rows}
-    assert set(sides) == {"ours", "stock", "tuned"}
-    assert all(row["tokens_a_second"] > 0 for row in sides.values())
-    assert told.count("| open |") == len(report.FIGURES)
+    serving = [row for name, result in found.items() if "serving" in name for row in result.rows]
+    assert {row["side"] for row in serving} == {"ours", "stock", "tuned"}
+    assert all(row["tokens_a_second"] > 0 for row in serving)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import report
 import results
 from results import Origin, Result
 
-ROOT = Path(__file__).resolve().parents[3]
 MACHINE = {
     "gpu": "NVIDIA H200",
     "driver": "580.1",
@@ -21,21 +20,17 @@ MACHINE = {
 H200 = Origin("a" * 40, "s" * 16, False, MACHINE)
 
 
-def result(name: str, *rows: dict[str, Any], origin: Origin = H200, state: str = "done") -> Result:
-    return Result(
-        name,
-        state,
-        "" if state == "done" else "why",
-        "python x",
-        origin,
-        "2026-12-01",
-        3.0,
-        list(rows),
-    )
+def group(origin: Origin, **rows: list[dict[str, Any]]) -> tuple[Origin, dict[str, Result]]:
+    """Results of experiments that are done, by name, with a dash for each underscore."""
+    names = {name.replace("_", "-"): some for name, some in rows.items()}
+    return origin, {
+        name: Result(name, "done", "", "python x", origin, "2026-12-01", 3.0, some)
+        for name, some in names.items()
+    }
 
 
-def serving(side: str, speed: float, first: float, origin: Origin = H200) -> Result:
-    rows = [
+def serving(side: str, speed: float, first: float) -> list[dict[str, Any]]:
+    return [
         {
             "table": "serving",
             "side": side,
@@ -46,100 +41,86 @@ def serving(side: str, speed: float, first: float, origin: Origin = H200) -> Res
         }
         for requests in (1, 8)
     ]
-    return result(f"serving-{side}", *rows, origin=origin)
 
 
-def group(*found: Result) -> tuple[Origin, dict[str, Result]]:
-    return found[0].origin, {one.experiment: one for one in found}
+OURS, STOCK, TUNED = serving("ours", 150, 60), serving("stock", 100, 50), serving("tuned", 120, 70)
 
 
-@pytest.mark.parametrize("name", report.DOCUMENTS)
-def test_documents(name):
-    """RESULTS.md and docs/operate/what-was-run.md say what the kept results do, and no more."""
-    page = (ROOT / name).read_text(encoding="utf-8")
-    groups = results.read_all(report.kept())
-    assert report.with_tables(name, page, groups) == page, (
+def test_document():
+    """RESULTS.md says what the kept results do, and no more."""
+    page = report.DOCUMENT.read_text(encoding="utf-8")
+    groups = results.read_all(results.kept())
+    assert report.with_table(page, groups) == page, (
         "run python benchmarks/gpu/campaign.py report --write"
     )
 
 
-def test_without_results_everything_is_open():
-    told = report.open_figures([])
-    assert told.count("| open |") == len(report.FIGURES)
-    assert report.where_it_ran([]).count("| not yet |") == len(report.PLACES)
-
-
 def test_figures_are_those_of_the_rows():
-    """Against the better stock of each; a target is met or missed."""
-    found = group(serving("ours", 150, 60), serving("stock", 100, 50), serving("tuned", 120, 70))
-    told = report.open_figures([found])
-    assert "over the better stock | at least 1.1 | `serving-ours`" in told
-    assert "| 1.25, met (NVIDIA H200, aaaaaaa) |" in told
-    assert "at 8 requests, over the better stock | at least 2.0" in told
-    assert "| 1.25, **missed** (NVIDIA H200, aaaaaaa) |" in told
-    assert told.count("| 1.20, **missed** (NVIDIA H200, aaaaaaa) |") == 2
-    assert "| a pass at 1 request, ms | at most 6.5 | `serving-ours` | 6.00, met" in told
+    """Against the better stock of each; a target is met or missed, and the rest is open."""
+    found = group(H200, serving_ours=OURS, serving_stock=STOCK, serving_tuned=TUNED)
+    said = report.table([found])
+    assert "requests: 1; over the better stock | at least 1.1 | `serving-ours`" in said
+    assert "| 1.25, met (NVIDIA H200, aaaaaaa) |" in said
+    assert "requests: 8; over the better stock | at least 2 |" in said
+    assert "| 1.25, **missed** (NVIDIA H200, aaaaaaa) |" in said
+    assert said.count("| 1.2, **missed** (NVIDIA H200, aaaaaaa) |") == 2
+    assert "| a pass at 1 request, ms | at most 6.5 | `serving-ours` | 6, met" in said
+    assert said.count("| open |") == len(report.FIGURES) - 5
 
 
 def test_attention_is_compared_where_the_peer_computes_the_same():
     """A sliding layer with the query's window, which is the one that stock has."""
     row = {"table": "attention", "layer": "sliding", "requests": 1, "context": 1024}
-    row |= {"which": "stock-triton"}
-    rows = [row | {"anchor": "query", "of_ours": 1.5}]
-    told = report.open_figures([group(result("attention", *rows))])
-    assert (
-        "sliding layer, 1 request of 1024 tokens: stock-triton over ours | none | `attention` | 1.50"
-        in told
-    )
-    assert told.count("| open |") == len(report.FIGURES) - 1
+    row |= {"which": "stock-triton", "anchor": "query", "of_ours": 1.5}
+    said = report.table([group(H200, attention=[row])])
+    text = "sliding layer, requests of 1024 tokens: 1; stock-triton over ours"
+    assert f"{text} | none | `attention` | 1.5" in said
+    assert said.count("| open |") == len(report.FIGURES) - 1
 
 
 def test_wrong_kernels_are_counted():
-    rows = [
-        {"table": "kernels", "what": str(i), "state": s} for i, s in enumerate(["right", "WRONG"])
-    ]
-    told = report.open_figures([group(result("kernels", *rows))])
-    assert "| 1, **missed** (NVIDIA H200, aaaaaaa) |" in told
+    rows = [{"table": "kernels", "state": state} for state in ("right", "WRONG")]
+    said = report.table([group(H200, kernels=rows)])
+    assert "| 1, **missed** (NVIDIA H200, aaaaaaa) |" in said
 
 
 def test_runs_stand_apart():
     """Sides of a comparison from two commits are no comparison."""
-    other = Origin("b" * 40, "s" * 16, False, MACHINE)
+    other = replace(H200, commit="b" * 40)
     mixed = [
-        group(serving("ours", 150, 60)),
-        group(serving("stock", 100, 50, other), serving("tuned", 120, 70, other)),
+        group(H200, serving_ours=OURS),
+        group(other, serving_stock=STOCK, serving_tuned=TUNED),
     ]
-    told = report.open_figures(mixed)
-    assert "1.25" not in told
-    assert told.count("### 2026-12-01, NVIDIA H200, driver 580.1") == 2
-    assert "commit aaaaaaaaaaaa" in told
-    assert "commit bbbbbbbbbbbb" in told
+    said = report.table(mixed)
+    assert "1.25" not in said
+    assert said.count("### 2026-12-01, NVIDIA H200, driver 580.1") == 2
+    assert "commit aaaaaaaaaaaa" in said
+    assert "commit bbbbbbbbbbbb" in said
 
 
 def test_what_failed_answers_nothing():
-    rows = [{"table": "graphs", "state": "equal"}]
-    found = group(result("graphs", *rows, state="timed out"))
-    assert report.open_figures([found]).count("| open |") == len(report.FIGURES)
-    assert "| timed out: why |" in report.where_it_ran([found])
+    origin, found = group(H200, graphs=[{"table": "graphs", "state": "right"}])
+    assert report.table([(origin, found)]).count("| open |") == len(report.FIGURES) - 1
+    found["graphs"] = replace(found["graphs"], state="timed out", reason="why")
+    said = report.table([(origin, found)])
+    assert said.count("| open |") == len(report.FIGURES)
+    assert "| graphs | timed out | 3.0 | why | `python x` |" in said
 
 
 @pytest.mark.parametrize(
     "origin",
-    [
-        Origin("a" * 40, "s" * 16, True, MACHINE),
-        Origin("a" * 40, "s" * 16, False, MACHINE | {"gpu": None}),
-    ],
+    [replace(H200, toy=True), replace(H200, machine=MACHINE | {"gpu": None})],
     ids=["toy size", "no GPU"],
 )
 def test_a_rehearsal_is_never_written(origin):
-    found = group(result("kernels", {"table": "kernels", "state": "right"}, origin=origin))
-    assert report.publishable([found]) == []
-    assert "A rehearsal without a GPU" in report.section(*found)
-    for name in report.DOCUMENTS:
-        page = f"before\n{report.BEGIN}old\n{report.END}after\n"
-        assert "H200" not in report.with_tables(name, page, [found])
+    found = group(origin, kernels=[{"table": "kernels", "state": "right"}])
+    assert "A rehearsal" in report.states(*found)
+    page = f"before\n{report.BEGIN}old\n{report.END}after\n"
+    written = report.with_table(page, [found])
+    assert written == f"before\n{report.BEGIN}{report.table([])}{report.END}after\n"
+    assert "H200" not in written
 
 
 def test_a_document_without_its_place_is_named():
-    with pytest.raises(ValueError, match=r"what-was-run\.md has no part between"):
-        report.with_tables("docs/operate/what-was-run.md", "nothing here", [])
+    with pytest.raises(ValueError, match=r"RESULTS\.md has no part between"):
+        report.with_table("nothing here", [])

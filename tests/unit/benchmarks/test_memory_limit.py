@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import memory_limit
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+BENCHMARKS = Path(memory_limit.__file__).parent
 HIDDEN, INNER, VOCAB = 2816, 704, 262144
 SLIDING, FULL = 25, 5
 # Attention of a sliding layer (q, k, v, o) and of a full one (q, k, o), and a dense MLP.
@@ -24,17 +23,6 @@ KV = 1024
 
 
 @pytest.fixture(scope="module")
-def memory_limit():
-    spec = importlib.util.spec_from_file_location("memory_limit", BENCHMARKS / "memory_limit.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["memory_limit"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def config():
     from transformers import DiffusionGemmaConfig
 
@@ -46,7 +34,7 @@ def settings_of(name):
 
 
 @pytest.mark.parametrize("touched", [128, 8, 57.5])
-def test_bf16(touched, memory_limit, config):
+def test_bf16(touched, config):
     """Two bytes a number, and only the experts that were chosen."""
     size = memory_limit.pass_bytes(config, None, touched_experts=touched, context=4096)
     assert size.dense == 2 * (ATTENTION + MLP + ROUTERS + NORMS)
@@ -60,7 +48,7 @@ def test_bf16(touched, memory_limit, config):
     )
 
 
-def test_fp8(memory_limit, config):
+def test_fp8(config):
     """One byte a weight and two an output channel, for attention, MLPs and experts."""
     size = memory_limit.pass_bytes(
         config, settings_of("fp8-dynamic"), touched_experts=128, context=100
@@ -72,7 +60,7 @@ def test_fp8(memory_limit, config):
     assert size.self_conditioning == 2 * CONDITIONING
 
 
-def test_modelopt_nvfp4(memory_limit, config):
+def test_modelopt_nvfp4(config):
     """Half a byte a weight and one for every 16, of experts alone; a cache of one byte."""
     size = memory_limit.pass_bytes(
         config,

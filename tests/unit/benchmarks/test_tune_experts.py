@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
+import tune_experts as tuner
 from hypothesis import given
 from hypothesis import strategies as st
-
-PATH = Path(__file__).resolve().parents[3] / "benchmarks" / "tune_experts.py"
-spec = importlib.util.spec_from_file_location("tune_experts", PATH)
-assert spec is not None
-assert spec.loader is not None
-tuner: Any = importlib.util.module_from_spec(spec)
-# Its dataclass looks itself up there.
-sys.modules["tune_experts"] = tuner
-spec.loader.exec_module(tuner)
 
 # Of an H100.
 SHARED = 232448

@@ -1,0 +1,83 @@
+"""What bench_serve.py serves, and how it reads what came back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_serve
+import pytest
+import serve_folder
+
+BENCHMARKS = Path(bench_serve.__file__).parent
+CONFIG = BENCHMARKS / "configs" / "diffusion-gemma-26b-fp8"
+SPEEDS = {"ours": (300.0, 50.0), "stock": (100.0, 40.0), "tuned": (200.0, 80.0)}
+
+
+def write_run(out: Path, side: str, **changes: Any) -> None:
+    """What ``vllm bench sweep`` leaves of one side at one request."""
+    speed, first = SPEEDS[side]
+    run = {
+        "max_concurrency": 1,
+        "output_throughput": speed,
+        "median_ttft_ms": first,
+        "failed": 0,
+        "completed": 4,
+        "num_prompts": 4,
+        "median_itl_ms": 34.0,
+    }
+    folder = out / side / "BENCH--max_concurrency=1"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps([run | changes]))
+    (out / f"{side}.log").write_text("INFO Using FLASH_ATTN attention backend out of ...")
+
+
+def test_rows(tmp_path, monkeypatch, capsys):
+    """A row for each side, with the time of a pass where a client is alone; ours beside the better stock."""
+    monkeypatch.setattr(bench_serve, "sweep", lambda side, *_: write_run(tmp_path, side))
+    monkeypatch.setattr(bench_serve, "prepare", lambda *_: None)
+    data = tmp_path / "rows.jsonl"
+    options = ["--out", str(tmp_path), "--data", str(data), "--concurrency", "1"]
+    bench_serve.main([*options, "--steps", "16"])
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    assert [row["side"] for row in rows] == ["ours", "stock", "tuned"]
+    assert [row["tokens_a_second"] for row in rows] == [300.0, 100.0, 200.0]
+    assert [row["ms_to_first"] for row in rows] == [50.0, 40.0, 80.0]
+    assert [row["ms_a_pass"] for row in rows] == [2.125, 2.0, 2.0]
+    assert {(row["table"], row["requests"], row["attention"]) for row in rows} == {
+        ("serving", 1, "FLASH_ATTN")
+    }
+    text = capsys.readouterr().out
+    assert "ours: 1.50 x tokens a second, 1.25 x time to the first token" in text
+    assert "side stock, attention FLASH_ATTN" in text
+
+
+def test_failed_requests_are_refused(tmp_path):
+    """A side that dropped requests has no speed, nor has one that did not answer."""
+    write_run(tmp_path, "stock", failed=1)
+    with pytest.raises(ValueError, match="stock at 1: 1 of 4 requests failed"):
+        bench_serve.read(tmp_path, "stock", [1])
+    with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock did not answer 8 at once"):
+        bench_serve.read(tmp_path, "stock", [8])
+
+
+def test_folder_of_a_config(tmp_path):
+    """The 26B config alone becomes a folder with as many words as tokens and a fixed step count."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    serve_folder.prepare(CONFIG, tmp_path / "model", steps=16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert len(tokenizer) == config.text_config.vocab_size == 262144
+    ids = [5, 262143, 77, 77]
+    assert tokenizer(tokenizer.decode(ids)).input_ids == ids
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert (generation["max_denoising_steps"], generation["stability_threshold"]) == (16, 16)
+    assert generation["sampler_config"]["entropy_bound"] == 0.1
+
+
+def test_folder_needs_a_config(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no generation_config.json"):
+        serve_folder.prepare(tmp_path, tmp_path / "model", steps=16)
