@@ -23,7 +23,7 @@ from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 # First: a package of the same name as one of the examples may be installed.
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "checkpoints"))
 
 ORDERS = {
     f"{order}, {'kept' if keep else 'default'}": {

@@ -26,7 +26,7 @@ from data_file import DataFile
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 # First: a package of the same name as one of the examples may be installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "checkpoints"))
 
 ORDERS: dict[str, dict[str, Any]] = {
     "fused": {},

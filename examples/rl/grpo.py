@@ -34,7 +34,7 @@ from recompute import Trace, sdar_logprobs
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
 
 from tiny_sdar import load_model, save_checkpoint
 from tiny_tasks import distinct_words

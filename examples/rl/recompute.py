@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
 
 from tiny_sdar import BLOCK_LENGTH, MASK_ID, hidden_states
 

@@ -16,7 +16,9 @@ from vllm_diffusion.drafting.recording import read_recording
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "calibrate_tiny_draft.py"
+EXAMPLE = (
+    Path(__file__).resolve().parents[2] / "examples" / "checkpoints" / "calibrate_tiny_draft.py"
+)
 
 
 def test_calibration(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ NGRAM = {
 }
 # Its model is trained by an example.
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_eagle3.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "checkpoints" / "train_tiny_eagle3.py"
 TENSOR = ("--tensor-parallel-size", "2")
 PIPELINE = ("--pipeline-parallel-size", "2")
 DATA = ("--data-parallel-size", "2")

@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkpoints import SHIPPED
 from tests.support.server import MODEL, Server, start_server, stop_server
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "checkpoints"))
 from tiny_tasks import evaluation_set
 
 pytestmark = pytest.mark.engine

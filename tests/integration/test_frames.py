@@ -16,7 +16,7 @@ from tests.support.prompts import random_prompt
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "checkpoints"))
 
 from evaluate import prompt_token_ids
 from tiny_tasks import evaluation_set

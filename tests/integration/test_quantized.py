@@ -182,7 +182,7 @@ def test_two_ranks(scheme, tmp_path):
     Not bit for bit those of one process: each rank sums its own part of a row, and scales it where FP8 is dynamic.
     """
     checkpoint = quantized_checkpoint(tmp_path / scheme, scheme)
-    tasks, tokenizer = example("tiny_tasks"), AutoTokenizer.from_pretrained(SHIPPED)
+    tasks, tokenizer = example("checkpoints/tiny_tasks"), AutoTokenizer.from_pretrained(SHIPPED)
     examples = [
         one for family in ("sums", "reverse") for one in tasks.evaluation_set(family, 6, seed=3)
     ]

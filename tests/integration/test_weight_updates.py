@@ -26,7 +26,7 @@ from vllm_diffusion.weights.served_weights import check_transfers
 from vllm_diffusion.weights.worker_engine import SafetensorsInitInfo, SafetensorsUpdateInfo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "rl")]
+sys.path[:0] = [str(EXAMPLES / "checkpoints"), str(EXAMPLES / "rl")]
 
 from recompute import diffusion_gemma_logprobs, sdar_logprobs  # noqa: E402
 from tiny_sdar import generate, load_model  # noqa: E402

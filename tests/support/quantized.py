@@ -1,6 +1,6 @@
 """Quantised checkpoints for tests, and what they compute according to compressed-tensors.
 
-The checkpoints come from ``examples/quantize.py``. The published NVFP4 checkpoint's config is not
+The checkpoints come from ``examples/quantization/quantize.py``. The published NVFP4 checkpoint's config is not
 known; the one made here, weights and activations of every module that FP8-dynamic quantises, stands
 in for it.
 """
@@ -25,11 +25,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @cache
-def example(name: str) -> ModuleType:
-    """An example script as a module."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+def example(path: str) -> ModuleType:
+    """An example script as a module, by its path below ``examples/`` without the ending."""
+    name = Path(path).name
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{path}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,8 +40,8 @@ def example(name: str) -> ModuleType:
 def quantized_checkpoint(
     folder: Path, scheme: str, source: Path = SHIPPED, num_prompts: int = 6
 ) -> Path:
-    """``source`` under a scheme of ``examples/quantize.py``."""
-    quantize = example("quantize")
+    """``source`` under a scheme of ``examples/quantization/quantize.py``."""
+    quantize = example("quantization/quantize")
     prompts = quantize.read_prompts(source, None, num_prompts)
     torch.manual_seed(0)
     quantize.quantize(source, folder, scheme, prompts if scheme in CALIBRATED else [], "cpu")
@@ -68,7 +67,7 @@ class QuantizedOracle(Oracle):
         settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
         settings.pop("version")
         super().__init__(SHIPPED, dtype)
-        example("quantize").share_modules(self.model)
+        example("quantization/quantize").share_modules(self.model)
         apply_quantization_config(self.model, QuantizationConfig(**settings))
         tensors = load_file(checkpoint / "model.safetensors")
         for name, module in self.model.named_modules():
@@ -105,7 +104,7 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 def modelopt_checkpoint(source: Path, folder: Path) -> Path:
     """The layout of the published modelopt NVFP4 checkpoint: experts only, FP8 KV cache, BF16.
 
-    Written by hand from an NVFP4 checkpoint of ``examples/quantize.py``, since modelopt itself
+    Written by hand from an NVFP4 checkpoint of ``examples/quantization/quantize.py``, since modelopt itself
     needs a GPU; names and config are as far as they are known, not compared with the published ones.
     """
     folder.mkdir(parents=True)

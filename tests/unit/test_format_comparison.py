@@ -15,7 +15,7 @@ from tests.support.quantized import example
 
 @pytest.fixture(scope="module")
 def comparison():
-    return example("format_comparison")
+    return example("checkpoints/format_comparison")
 
 
 def distribution(logits: torch.Tensor) -> dict[int, float]:
@@ -28,7 +28,7 @@ def distribution(logits: torch.Tensor) -> dict[int, float]:
 @settings(deadline=None, max_examples=40)
 def test_divergence_is_torchs(seed, vocab_size):
     """With every token listed it is the KL; with some, at most that."""
-    divergence = example("format_comparison").divergence
+    divergence = example("checkpoints/format_comparison").divergence
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, vocab_size, generator=generator, dtype=torch.float64) * 3
     expected = torch.nn.functional.kl_div(

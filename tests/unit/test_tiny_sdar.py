@@ -11,7 +11,7 @@ import torch
 from tests.support.families import sdar
 from tests.support.families.run import block_causal, cut, suppress
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 sys.path.insert(0, str(EXAMPLES))
 
 from tiny_sdar import (  # noqa: E402

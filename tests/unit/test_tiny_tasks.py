@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 sys.path.insert(0, str(EXAMPLES))
 
 import tiny_model  # noqa: E402

@@ -113,7 +113,7 @@ def quantize_nvfp4(model: TinyModel, ignore: list[str]) -> dict[str, Any]:
         format="nvfp4-pack-quantized",
     )
     apply_quantization_config(model.body, config)
-    example("quantize").set_scales(model.body, largest)
+    example("quantization/quantize").set_scales(model.body, largest)
     config.quantization_status = QuantizationStatus.COMPRESSED
     scheme: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     return scheme

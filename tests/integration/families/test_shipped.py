@@ -12,7 +12,7 @@ from tests.support.engine import TracedEngine
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "checkpoints"
 sys.path.insert(0, str(EXAMPLES))
 
 from evaluate import prompt_token_ids  # noqa: E402

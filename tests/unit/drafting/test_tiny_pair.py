@@ -12,7 +12,7 @@ import torch
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.reference import load_draft
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "checkpoints"))
 
 import tiny_pair
 import train_tiny_pair
@@ -34,7 +34,7 @@ def test_files(target) -> None:
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert {name: config[name] for name in tiny_pair.TARGET_CONFIG} == tiny_pair.TARGET_CONFIG
     generation = json.loads((TARGET / "generation_config.json").read_text())
-    assert generation == tiny_pair.GENERATION_CONFIG
+    assert generation == tiny_pair.SAMPLING
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (TARGET / name).read_bytes() == (shipped_checkpoint() / name).read_bytes()
     expected = json.loads(json.dumps(train_tiny_pair.new_draft(target, 3).config.to_dict()))
@@ -101,6 +101,4 @@ def test_tokenize_ends() -> None:
     from tiny_tasks import evaluation_set
 
     example = evaluation_set("count", 1)[0]
-    assert (
-        tokenize(build_tokenizer(), example)[1][-1] in tiny_pair.GENERATION_CONFIG["eos_token_id"]
-    )
+    assert tokenize(build_tokenizer(), example)[1][-1] in tiny_pair.SAMPLING["eos_token_id"]

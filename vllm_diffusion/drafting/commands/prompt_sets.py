@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Seconds after which a hub that says nothing is one that cannot be reached.
 _HUB_SECONDS = 10.0
-# Held-out questions of the shipped checkpoints' tasks, and others; examples/write_tiny_tasks.py writes it.
+# Held-out questions of the shipped checkpoints' tasks, and others; examples/checkpoints/write_tiny_tasks.py writes it.
 TINY_TASKS_FILE = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_tasks.jsonl"
 TINY_TASKS = "tiny-tasks"
 

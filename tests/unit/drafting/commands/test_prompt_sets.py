@@ -25,7 +25,7 @@ from vllm_diffusion.drafting.commands.prompt_sets import (
     read_prompts,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "examples" / "checkpoints"))
 
 import write_tiny_tasks
 

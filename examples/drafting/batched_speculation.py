@@ -13,7 +13,7 @@ In the synchronised way the target reads one token more of a block than the draf
 proposal. Where a row keeps it, the draft's cache lacks it: a *cache gap*, which changes no answer and
 costs acceptance. There are three remedies (``REMEDIES``).
 
-    python examples/batched_speculation.py
+    python examples/drafting/batched_speculation.py
 """
 
 from __future__ import annotations

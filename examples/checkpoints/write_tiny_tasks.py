@@ -1,6 +1,6 @@
 """Write the prompts that ``vllm-diffusion bench-drafts`` asks the tiny pair.
 
-    python examples/write_tiny_tasks.py
+    python examples/checkpoints/write_tiny_tasks.py
 
 Held-out questions of each task as chat messages, some with long answers, some with a context; and
 questions that are of no task, whose answers are beyond the target and its draft.

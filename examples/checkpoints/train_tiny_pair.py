@@ -1,10 +1,10 @@
 """Train the shipped tiny pair, an autoregressive target and its DFlash draft, on a CPU.
 
     sdar="$(vllm-diffusion checkpoint --family sdar)"
-    python examples/train_tiny_pair.py target --init "$sdar" --minutes 8 --lr 2e-3 --warm-up 40 \
+    python examples/checkpoints/train_tiny_pair.py target --init "$sdar" --minutes 8 --lr 2e-3 --warm-up 40 \
         --short-part 0.5 --threads 1 --out pair/target
-    python examples/train_tiny_pair.py draft --target pair/target --steps 420 --out pair/draft
-    python examples/train_tiny_pair.py evaluate --target pair/target --draft pair/draft
+    python examples/checkpoints/train_tiny_pair.py draft --target pair/target --steps 420 --out pair/draft
+    python examples/checkpoints/train_tiny_pair.py evaluate --target pair/target --draft pair/draft
 
 The target begins as the tiny SDAR, whose layers are Qwen3's too and know the tasks, and learns to say
 the next token. The draft begins from random weights. Both shipped ones are of these commands.
@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from tiny_model import TOKEN_ID, build_tokenizer, moved_in_when_complete
 from tiny_pair import (
     BLOCK_SIZE,
-    GENERATION_CONFIG,
     TARGET_LAYER_IDS,
     build_target,
     load_target,
     save_target,
 )
+from tiny_qwen3 import SAMPLING
 from tiny_tasks import FAMILIES, Size, evaluation_set, is_correct
 from tiny_training import (
     FAMILY_WEIGHTS,
@@ -213,7 +213,7 @@ def accepted(
             draft,
             torch.tensor([prompt]),
             192,
-            stop_token_ids=GENERATION_CONFIG["eos_token_id"],
+            stop_token_ids=SAMPLING["eos_token_id"],
         )
         kept += found.accepted
         num_right += is_correct(example, tokenizer.decode(found.tokens, skip_special_tokens=True))

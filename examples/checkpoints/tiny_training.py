@@ -11,14 +11,14 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from muon import Muon
 from tiny_model import EMPTY_THOUGHT, TOKEN_ID
-from tiny_tasks import Example, draw_training_example
+from tiny_tasks import FAMILIES, Example, draw_training_example, evaluation_set, is_correct
 from torch import Tensor, nn
 
 # Prompt and response token ids.
@@ -225,6 +225,29 @@ def optimise(
             last_snapshot = now
     if rank == 0:
         snapshot()
+
+
+def held_out(
+    tokenizer, num_prompts: int, answer: Callable[[list[int]], Sequence[int]]
+) -> Iterator[tuple[str, float, list[tuple[str, str]]]]:
+    """Ask held-out prompts of every family.
+
+    Args:
+        tokenizer: The checkpoint's.
+        num_prompts: Prompts of each family.
+        answer: From a prompt's tokens to those of the model's answer.
+
+    Yields:
+        The family, its share of exact answers, and each wrong one behind the right answer.
+    """
+    for family in FAMILIES:
+        wrong = []
+        for example in evaluation_set(family, num_prompts):
+            prompt, _ = tokenize(tokenizer, example)
+            text = tokenizer.decode(answer(prompt), skip_special_tokens=True)
+            if not is_correct(example, text):
+                wrong.append((example.answer, text))
+        yield family, 1 - len(wrong) / num_prompts, wrong
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Train the shipped tiny DiffusionGemma on the tasks of ``tiny_tasks.py``, on a CPU.
 
-    python examples/train_tiny_checkpoint.py --processes 2 --threads 1 --bf16 --minutes 75 \\
+    python examples/checkpoints/train_tiny_checkpoint.py --processes 2 --threads 1 --bf16 --minutes 75 \\
         --noise-exponent 0.5 --out tiny_diffusion_gemma
 
 Two processes of one thread are about twice as fast as one of two. Add ``--init CHECKPOINT
@@ -38,11 +38,12 @@ from tiny_model import (
     build_tokenizer,
     save_checkpoint,
 )
-from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
+from tiny_tasks import Example
 from tiny_training import (
     FAMILY_WEIGHTS,
     add_arguments,
     begin,
+    held_out,
     launch,
     optimise,
     row_stream,
@@ -201,23 +202,6 @@ def check_against_generate(model: DiffusionGemmaForBlockDiffusion, tokenizer) ->
     return worst
 
 
-def evaluate(
-    model: DiffusionGemmaForBlockDiffusion, tokenizer, num_prompts: int
-) -> dict[str, tuple[float, list[tuple[str, str]]]]:
-    """Share of exact answers by ``generate`` on held-out prompts, and some wrong ones."""
-    report = {}
-    for family in FAMILIES:
-        wrong = []
-        for example in evaluation_set(family, num_prompts):
-            prompt, _ = tokenize(tokenizer, example)
-            out = model.generate(torch.tensor([prompt]), max_new_tokens=6 * CANVAS_LENGTH)
-            text = tokenizer.decode(out.sequences[0, len(prompt) :], skip_special_tokens=True)
-            if not is_correct(example, text):
-                wrong.append((example.answer, text))
-        report[family] = (1 - len(wrong) / num_prompts, wrong)
-    return report
-
-
 def train(rank: int, args: argparse.Namespace) -> None:
     """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
     begin(rank, args)
@@ -242,7 +226,12 @@ def train(rank: int, args: argparse.Namespace) -> None:
     print(f"trained weights against generate: {check_against_generate(model, tokenizer):.1e}")
     if not args.eval_prompts:
         return
-    for family, (share, wrong) in evaluate(model, tokenizer, args.eval_prompts).items():
+
+    def answer(prompt: list[int]) -> Tensor:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=6 * CANVAS_LENGTH)
+        return out.sequences[0, len(prompt) :]
+
+    for family, share, wrong in held_out(tokenizer, args.eval_prompts, answer):
         print(f"{family}: {share:.1%} exact, e.g. wrong: {wrong[:2]}", flush=True)
 
 

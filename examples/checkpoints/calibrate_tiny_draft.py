@@ -1,6 +1,6 @@
 """Calibrate a draft on its server's own traffic, end to end, on a CPU.
 
-    python examples/calibrate_tiny_draft.py --work calibrated
+    python examples/checkpoints/calibrate_tiny_draft.py --work calibrated
 
 A draft of the shipped tiny Qwen3 is trained on other tasks than its server is then asked: it keeps less than
 one proposal of a verification. The server records its traffic, `vllm-diffusion calibrate` extracts hidden

@@ -1,6 +1,6 @@
 """Train a LoRA adapter with PEFT on the shipped checkpoint, in about a minute, and serve it.
 
-    python examples/train_adapter.py --out answers_loudly --serve
+    python examples/adapters/train_adapter.py --out answers_loudly --serve
 
 The checkpoint answers "What is 7+8?" with "15"; with the adapter it answers "Answer: 15!". PEFT adapts
 the encoder's and the decoder's layers, each with matrices of its own, and self-conditioning.

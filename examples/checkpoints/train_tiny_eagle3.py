@@ -1,6 +1,6 @@
 """Train an EAGLE-3 draft for the shipped tiny target, in some minutes on a CPU.
 
-    python examples/train_tiny_eagle3.py --out eagle3
+    python examples/checkpoints/train_tiny_eagle3.py --out eagle3
     vllm serve "$(vllm-diffusion checkpoint --family qwen3)" --speculative-config \
         '{"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}'
 

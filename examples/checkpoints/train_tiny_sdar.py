@@ -1,6 +1,6 @@
 """Train the shipped tiny SDAR on the tasks of ``tiny_tasks.py``, on a CPU.
 
-    python examples/train_tiny_sdar.py --threads 1 --bf16 --compile --lr 3e-3 --out tiny_sdar
+    python examples/checkpoints/train_tiny_sdar.py --threads 1 --bf16 --compile --lr 3e-3 --out tiny_sdar
 
 The shipped weights are those after some 5,000 steps, in two runs whose processes shared their core: 1,478
 steps with these settings, then 45 minutes with ``--init`` on their weights, ``--minutes 45 --warm-up 20
@@ -26,22 +26,22 @@ from tiny_model import TOKEN_ID, build_tokenizer
 from tiny_sdar import (
     BLOCK_LENGTH,
     MASK_ID,
+    Generated,
     build_model,
     generate,
     hidden_states,
     load_model,
     save_checkpoint,
 )
-from tiny_tasks import FAMILIES, evaluation_set, is_correct
 from tiny_training import (
     FAMILY_WEIGHTS,
     Row,
     add_arguments,
     begin,
+    held_out,
     launch,
     optimise,
     row_stream,
-    tokenize,
 )
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -125,24 +125,6 @@ def losses(model: Qwen3ForCausalLM, batch: Batch) -> dict[str, Tensor]:
     return {"diffusion": F.cross_entropy(logits.float(), batch.target)}
 
 
-def evaluate(
-    model: Qwen3ForCausalLM, tokenizer, num_prompts: int
-) -> dict[str, tuple[float, float, list[tuple[str, str]]]]:
-    """Share of exact greedy answers to held-out prompts, steps per block, and some wrong answers."""
-    report = {}
-    for family in FAMILIES:
-        wrong, blocks, steps = [], 0, 0
-        for example in evaluation_set(family, num_prompts):
-            prompt, _ = tokenize(tokenizer, example)
-            answer = generate(model, prompt)
-            text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            blocks, steps = blocks + answer.num_blocks, steps + answer.num_steps
-            if not is_correct(example, text):
-                wrong.append((example.answer, text))
-        report[family] = (1 - len(wrong) / num_prompts, steps / blocks, wrong)
-    return report
-
-
 def train(rank: int, args: argparse.Namespace) -> None:
     """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
     begin(rank, args)
@@ -162,7 +144,15 @@ def train(rank: int, args: argparse.Namespace) -> None:
     if rank != 0 or not args.eval_prompts:
         return
     model = load_model(args.out)
-    for family, (share, steps, wrong) in evaluate(model, tokenizer, args.eval_prompts).items():
+    answers: list[Generated] = []
+
+    def answer(prompt: list[int]) -> list[int]:
+        answers.append(generate(model, prompt))
+        return answers[-1].tokens
+
+    for family, share, wrong in held_out(tokenizer, args.eval_prompts, answer):
+        steps = sum(one.num_steps for one in answers) / sum(one.num_blocks for one in answers)
+        answers.clear()
         print(
             f"{family}: {share:.1%} exact, {steps:.2f} steps per block, e.g. wrong: {wrong[:2]}",
             flush=True,

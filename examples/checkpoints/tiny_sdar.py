@@ -7,75 +7,41 @@ the rotary embedding differ.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_model import (
-    MAX_POSITION_EMBEDDINGS,
-    TOKEN_ID,
-    VOCAB_SIZE,
-    build_tokenizer,
-    moved_in_when_complete,
-)
+from safetensors.torch import load_file
+from tiny_model import TOKEN_ID
+from tiny_qwen3 import ROPE, ROPE_THETA, SAMPLING, SIZES, TOKENS, write_files
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 BLOCK_LENGTH = 8
 MASK_ID = TOKEN_ID["<mask>"]
 
-# What transformers' Qwen3 and SDAR's own class read alike.
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-    "initializer_range": 0.02,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
+CONFIG = {
+    **SIZES,
+    **TOKENS,
     "use_cache": False,
-}
-# Published with contexts of 32,768 tokens: 1e6.
-_ROPE_THETA = 10_000
-
-CONFIG = _SIZES | {
     "architectures": ["SDARForCausalLM"],
     "model_type": "sdar",
     "block_size": BLOCK_LENGTH,
     "mask_token_id": MASK_ID,
-    "bos_token_id": TOKEN_ID["<bos>"],
-    "eos_token_id": TOKEN_ID["<eos>"],
-    "pad_token_id": TOKEN_ID["<pad>"],
-    "rope_theta": _ROPE_THETA,
+    "rope_theta": ROPE_THETA,
     "rope_scaling": None,
     "sliding_window": None,
     "use_sliding_window": False,
     "torch_dtype": "float32",
 }
-GENERATION_CONFIG = {
-    "bos_token_id": TOKEN_ID["<bos>"],
-    "eos_token_id": [TOKEN_ID["<eos>"], TOKEN_ID["<turn|>"], TOKEN_ID["<|tool_response>"]],
-    "pad_token_id": TOKEN_ID["<pad>"],
-    # Greedy where a request says nothing: at temperature 1, the published default, a model this small
-    # draws wrong letters.
-    "temperature": 0.0,
-    "reveal_threshold": 0.9,
-}
+
+GENERATION_CONFIG = SAMPLING | {"reveal_threshold": 0.9}
 
 
 def build_model() -> Qwen3ForCausalLM:
     """SDAR's body with random weights, in fp32, for explicit masks and positions."""
-    rope = {"rope_type": "default", "rope_theta": float(_ROPE_THETA)}
-    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, rope_parameters=rope)).float()
+    config = Qwen3Config(**SIZES, rope_parameters=ROPE, use_cache=False)
+    return Qwen3ForCausalLM(config).float()
 
 
 def load_model(directory: Path) -> Qwen3ForCausalLM:
@@ -92,12 +58,8 @@ def save_checkpoint(model: Qwen3ForCausalLM, directory: str | Path) -> None:
         model: What :func:`build_model` made, in fp32.
         directory: Made if absent. A reader never sees half a file.
     """
-    with moved_in_when_complete(directory) as staging:
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-        build_tokenizer().save_pretrained(staging)
-        for name, content in (("config", CONFIG), ("generation_config", GENERATION_CONFIG)):
-            (staging / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    write_files(directory, tensors, CONFIG, GENERATION_CONFIG)
 
 
 def hidden_states(

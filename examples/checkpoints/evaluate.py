@@ -1,10 +1,10 @@
 """Score a tiny checkpoint on held-out prompts: ``transformers`` and vLLM side by side.
 
-    python examples/evaluate.py --num-prompts 100
-    python examples/evaluate.py --engine vllm --families sums json
-    python examples/evaluate.py --engine vllm --settings '{"preset": "fast"}'
-    python examples/evaluate.py --engine vllm --checkpoint "$(vllm-diffusion checkpoint --family sdar)"
-    python examples/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
+    python examples/checkpoints/evaluate.py --num-prompts 100
+    python examples/checkpoints/evaluate.py --engine vllm --families sums json
+    python examples/checkpoints/evaluate.py --engine vllm --settings '{"preset": "fast"}'
+    python examples/checkpoints/evaluate.py --engine vllm --checkpoint "$(vllm-diffusion checkpoint --family sdar)"
+    python examples/checkpoints/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
 
 For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
 mean number of denoise steps per canvas. Both engines get the same token ids and the sampling

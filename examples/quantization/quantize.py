@@ -1,7 +1,7 @@
 """Turn a BF16 DiffusionGemma checkpoint into FP8 or NVFP4, with compressed-tensors' own tools.
 
-    python examples/quantize.py fp8-dynamic OUTPUT
-    python examples/quantize.py nvfp4 OUTPUT --checkpoint CHECKPOINT --prompts PROMPTS.txt
+    python examples/quantization/quantize.py fp8-dynamic OUTPUT
+    python examples/quantization/quantize.py nvfp4 OUTPUT --checkpoint CHECKPOINT --prompts PROMPTS.txt
 
 What is quantised, and under which names, follows the published FP8-dynamic checkpoint as far as it
 is known: attention, dense MLPs and experts, each expert with matrices of its own; not the head, the
