@@ -132,14 +132,6 @@ def test_gumbel_max_follows_the_softmax():
     assert abs(chi_square - (vocab - 1)) < 5 * math.sqrt(2 * (vocab - 1))
 
 
-def test_gumbel_noise_is_finite_at_both_ends():
-    """The smallest and the largest word give finite noise, and it falls as the word rises."""
-    noise = gumbel_noise(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1]))
-    assert torch.isfinite(noise).all()
-    assert (noise[:-1] >= noise[1:]).all()
-    assert 22 < noise[0] < 23
-
-
 def test_noise_is_bounded():
     """The extreme words make the extreme noise, and the bounds hold it with little to spare."""
     smallest, largest = gumbel_noise(torch.tensor([2**32 - 1, 0])).tolist()

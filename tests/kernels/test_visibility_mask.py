@@ -55,14 +55,6 @@ ENCODE_W2 = """
     .......xxx
 """
 # Keys 1 to 4 are an image: its rows see all of it, also outside the window and ahead.
-SPAN_W1 = """
-    x.....
-    xxxxx.
-    .xxxx.
-    .xxxx.
-    .xxxx.
-    ....xx
-"""
 
 
 def drawn(figure: str) -> Tensor:
@@ -95,32 +87,3 @@ def test_visibility_mask_figures(figure, query_len, seq_len, causal_rows, window
         Window(window, window if anchor == "query" else -1, anchor),
     )
     assert torch.equal(mask, drawn(figure))
-
-
-def test_visibility_mask_fused_encode_and_denoise():
-    """Known rows stay causal and the canvas behind them sees one prefix and itself."""
-    mask = visibility_mask(6, 9, 3, Window(1))
-    expected = drawn(
-        """
-        ..xx.....
-        ...xx....
-        ....xx...
-        .....xxxx
-        .....xxxx
-        .....xxxx
-        """
-    )
-    assert torch.equal(mask, expected)
-
-
-def test_visibility_mask_span():
-    """Rows of an image see all of it; the other rows see their window."""
-    spans = torch.tensor([[0, 0], [1, 5], [1, 5], [1, 5], [1, 5], [0, 0]], dtype=torch.int32)
-    mask = visibility_mask(6, 6, 6, Window(1), row_spans=spans)
-    assert torch.equal(mask, drawn(SPAN_W1))
-
-
-def test_visibility_mask_interior_canvas_row():
-    """With the symmetric window an interior canvas row sees 2W + 1 keys."""
-    mask = visibility_mask(9, 20, 0, Window(3, 3, "query"))
-    assert mask[4].sum() == 2 * 3 + 1
