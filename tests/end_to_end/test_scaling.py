@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from tests.support.seeded_requests import (
     answers_alone,
     answers_of_one_process,
     answers_together,
+    check_answers,
     seeded_request,
 )
 from tests.support.server import MODEL, Server, start_server, stop_server
@@ -155,7 +156,7 @@ def test_dead_engine(replicas: Server) -> None:
 )
 def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path: Path) -> None:
     """The same tokens, alone and together, and no trace in the log."""
-    _check(SHIPPED, tmp_path, options.split(), expected)
+    check_answers(SHIPPED, tmp_path, options.split(), expected)
 
 
 @pytest.mark.slow
@@ -164,25 +165,7 @@ def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
     """Its engines know nothing of one another."""
     sdar = shipped_checkpoint("sdar")
     expected = answers_of_one_process(sdar, tmp_path / "one.log")
-    _check(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
-
-
-def _check(
-    checkpoint: Path,
-    folder: Path,
-    options: Sequence[str],
-    expected: list[Tokens],
-    chosen: Sequence[int] = ALL,
-) -> None:
-    running = start_server(checkpoint, folder / "server.log", *options)
-    try:
-        assert answers_alone(running, chosen) == expected
-        assert answers_together(running, chosen) == expected
-        running.wait_until_idle()
-        running.assert_alive()
-        assert "Traceback" not in running.log.read_text(errors="replace")
-    finally:
-        stop_server(running)
+    check_answers(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
 
 
 @dataclass(frozen=True)
@@ -237,7 +220,7 @@ def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> Non
     """Engines or ranks with half of the experts each: the same tokens."""
     assert len(experts.chosen) >= 13
     options = (*experts.options, layout, "2", "--enable-expert-parallel")
-    _check(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
+    check_answers(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
 
 
 @pytest.mark.slow

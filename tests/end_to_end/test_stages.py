@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from PIL import Image
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.seeded_requests import (
     ALL,
-    Tokens,
     answers_alone,
     answers_of_one_process,
     answers_together,
+    check_answers,
 )
 from tests.support.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -121,7 +121,7 @@ def _stream(server: Server, *, max_tokens: int) -> Iterator[dict]:
 )
 def test_tokens_of_layouts(options: str, server: Server, tmp_path: Path) -> None:
     """All requests, alone and together."""
-    _check(SHIPPED, tmp_path, options.split(), answers_alone(server), ALL)
+    check_answers(SHIPPED, tmp_path, options.split(), answers_alone(server), ALL)
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_tokens_of_a_masked_model(order: str, tmp_path: Path) -> None:
     """Blocks counted from the start, whose head may be the prompt's end."""
     sdar = shipped_checkpoint("sdar")
     expected = answers_of_one_process(sdar, tmp_path / "one.log")
-    _check(sdar, tmp_path, [*TWO_STAGES, order], expected, ALL)
+    check_answers(sdar, tmp_path, [*TWO_STAGES, order], expected, ALL)
 
 
 @pytest.mark.slow
@@ -163,21 +163,3 @@ def _described(server: Server, seed: int) -> list[int]:
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["token_ids"]
-
-
-def _check(
-    checkpoint: Path,
-    folder: Path,
-    options: list[str],
-    expected: list[Tokens],
-    chosen: Sequence[int],
-) -> None:
-    running = start_server(checkpoint, folder / "server.log", *options)
-    try:
-        assert answers_alone(running, chosen) == expected
-        assert answers_together(running, chosen) == expected
-        running.wait_until_idle()
-        running.assert_alive()
-        assert "Traceback" not in running.log.read_text(errors="replace")
-    finally:
-        stop_server(running)

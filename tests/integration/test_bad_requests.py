@@ -330,6 +330,17 @@ NUMBERS_OUT_OF_BOUNDS = [
 ]
 
 
+def _complete_with(fields: dict[str, Any], server: Server) -> httpx.Response:
+    """A completion with these fields, some of which no other encoder would write."""
+    return httpx.post(
+        f"{server.url}/v1/completions",
+        # Python's own encoder, as above.
+        content=json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, **fields}),
+        headers={"content-type": "application/json"},
+        timeout=300,
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     BAD_SAMPLING_PARAMETERS,
@@ -340,13 +351,7 @@ def test_bad_sampling_parameter(field: str, fields: dict[str, Any], server: Serv
 
     Except a ``logit_bias`` of NaN, which JSON cannot say and vLLM's protocol makes -100 of.
     """
-    response = httpx.post(
-        f"{server.url}/v1/completions",
-        # Python's own encoder, as above.
-        content=json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, **fields}),
-        headers={"content-type": "application/json"},
-        timeout=300,
-    )
+    response = _complete_with(fields, server)
     _assert_refused(response, field)
 
 
@@ -357,13 +362,7 @@ def test_bad_sampling_parameter(field: str, fields: dict[str, Any], server: Serv
 )
 def test_number_out_of_bounds(field: str, fields: dict[str, Any], server: Server) -> None:
     """What no field of the engine holds is refused, with the field where a client looks for it."""
-    response = httpx.post(
-        f"{server.url}/v1/completions",
-        # Python's own encoder, as above.
-        content=json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, **fields}),
-        headers={"content-type": "application/json"},
-        timeout=300,
-    )
+    response = _complete_with(fields, server)
     _assert_refused(response, field)
     assert response.json()["error"]["param"] == field
 

@@ -97,3 +97,25 @@ def answers_of_one_process(checkpoint: Path, log: Path) -> list[Tokens]:
         return answers_alone(server)
     finally:
         stop_server(server)
+
+
+def check_answers(
+    checkpoint: Path,
+    folder: Path,
+    options: Sequence[str],
+    expected: list[Tokens],
+    chosen: Sequence[int] = ALL,
+) -> None:
+    """Assert that a server with these options gives the expected tokens, alone and at once.
+
+    Its log, in ``folder``, is left without a trace.
+    """
+    server = start_server(checkpoint, folder / "server.log", *options)
+    try:
+        assert answers_alone(server, chosen) == expected
+        assert answers_together(server, chosen) == expected
+        server.wait_until_idle()
+        server.assert_alive()
+        assert "Traceback" not in server.log.read_text(errors="replace")
+    finally:
+        stop_server(server)
