@@ -318,20 +318,20 @@ def test_no_trace_of_rejected(target) -> None:
         seen.append((args[0].clone(), out[1].clone()))
         return out
 
-    import vllm_diffusion.drafting.reference as reference
+    from vllm_diffusion.drafting.reference import decoding
 
-    original = reference.propose
+    original = decoding.propose
 
     def spy(context, target, anchor, **kwargs):
         proposals, logits = original(context, target, anchor, **kwargs)
         seen.append((context.length, anchor, [kv[0].clone() for kv in context.keys_values], logits))
         return proposals, logits
 
-    reference.propose = spy
+    decoding.propose = spy
     try:
         answer = spec_generate(target, draft, torch.tensor([tokens]), 25).tokens
     finally:
-        reference.propose = original
+        decoding.propose = original
     assert len(seen) > 5
     sequence = tokens + answer
     for length, anchor, keys, logits in seen:
