@@ -22,9 +22,9 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import SlotPass, StepOutput
-from vllm_diffusion.startup.compilation import compiled
 
 
 class _Numbers(NamedTuple):

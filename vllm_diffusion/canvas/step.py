@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from attention_kernels.noise import Purpose
+from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 from vllm_diffusion.decoding.statistics import SlotStatistics
-from vllm_diffusion.startup.compilation import compiled
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 

@@ -34,8 +34,9 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.requests.params import constraining_fields, end_token_ids
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
+from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
-from vllm_diffusion.startup.capture_sizes import MAX_CANVASES, MAX_EXACT
+from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
 from vllm_diffusion.startup.compilation import compile_backend, launch_backend
 from vllm_diffusion.startup.plugin_settings import commits_in_place, fuses_encode, plugin_settings
 from vllm_diffusion.weights.kernels import describe_kernels
@@ -150,7 +151,7 @@ class BlockDiffusionModelState(ModelState):
             "one. vLLM reports their memory below.",
             self._captured_parts(),
             most,
-            min(most, MAX_EXACT),
+            min(most, MOST_ADJUSTED_CANVASES),
             # What is logged once is remembered, which a list cannot be.
             tuple(self.vllm_config.compilation_config.cudagraph_capture_sizes or ()),
         )
@@ -174,7 +175,7 @@ class BlockDiffusionModelState(ModelState):
         Their tensors are shared with the largest graph.
         """
         most = self.most_captured()
-        sizes = 2 * (most - 1) + min(most, MAX_EXACT) - 1
+        sizes = 2 * (most - 1) + min(most, MOST_ADJUSTED_CANVASES) - 1
         return sizes * BYTES_OF_A_GRAPH
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:

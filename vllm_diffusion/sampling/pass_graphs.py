@@ -24,8 +24,9 @@ from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.pass_settings import PassSettings, RowsOfPass, UsedSettings
 from vllm_diffusion.sampling.row_statistics import RowStatistics
 from vllm_diffusion.sampling.vocabulary_stream import rows_in_float32
-from vllm_diffusion.startup.capture_sizes import MAX_EXACT
 
+# Canvases of the largest pass with settings that has a graph of its adjusted rows.
+MOST_ADJUSTED_CANVASES = 8
 # Log-probabilities that graphs report; a server that allows more has none of them.
 MAX_GRAPHED_LOGPROBS = 32
 
@@ -138,7 +139,7 @@ class PassGraphs:
         self._offsets = self._settings.adjustments.offsets
         for n in canvas_counts:
             self.plain_step.capture(capture, hidden[: n * C])
-        for n in sorted({min(n, MAX_EXACT) for n in canvas_counts}, reverse=True):
+        for n in sorted({min(n, MOST_ADJUSTED_CANVASES) for n in canvas_counts}, reverse=True):
             self.adjusted_rows.capture(capture, hidden[: n * C])
         some = torch.zeros(C, dtype=torch.int64, device=hidden.device)
         self.filtered_rows.capture(capture, some)

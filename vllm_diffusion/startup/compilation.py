@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 def compile_backend(vllm_config: VllmConfig) -> str | None:
@@ -37,22 +33,6 @@ def launch_backend(vllm_config: VllmConfig) -> str | None:
     from vllm.platforms import current_platform
 
     return None if current_platform.is_cpu() else compile_backend(vllm_config)
-
-
-def compiled(
-    function: Callable[Arguments, Result], backend: str | None
-) -> Callable[Arguments, Result]:
-    """Compile ``function`` for the shapes of its first call, or return it as it is without a backend.
-
-    Args:
-        function: Function of tensors that have the same shapes in every call.
-        backend: Backend of ``torch.compile``.
-    """
-    if backend is None:
-        return function
-    import torch
-
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
 def has_cpp_compiler() -> bool:
