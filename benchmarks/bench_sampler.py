@@ -44,7 +44,7 @@ from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 SOFTCAP = 30.0
@@ -104,7 +104,7 @@ def ours(
     ones = torch.ones(n, device=device)
     zeros = torch.zeros(n, dtype=torch.int32, device=device)
     draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-    requests = RowRequests(draws, None, *settings)
+    requests = RowSettings(draws, None, *settings)
     results = sample_rows(head, rows, requests, head.weight.shape[0], tile, overlap)
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds

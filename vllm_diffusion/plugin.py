@@ -103,7 +103,7 @@ def _install_api() -> None:
 
 
 def _register_extensions() -> None:
-    """Register rooms that diffusion models do not need; without one, vLLM's own serves in its place.
+    """Register parts that diffusion models do not need; without one, vLLM's own serves in its place.
 
     They come first: what one of them registers, such as a worker's weight transfer that knows of
     drafts, is not registered again.

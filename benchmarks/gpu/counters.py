@@ -30,7 +30,7 @@ from attention_kernels.vocab_statistics import RowDraws, RowLogits, api
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU, sample_rows
 
 # What it shares with the other benchmarks.
@@ -180,9 +180,9 @@ def sampling_calls(tile: int) -> dict[str, Callable[[], object]]:
     wanted = LogprobsRequest(5, integers.long()[:, None][:, :0], integers, as_logits=False)
     top_p = FilteredRows(index, CandidateFilters(None, ones * 0.95, None))
     settings = {
-        "plain": RowRequests(draws, None, None, None),
-        "top_p of one request": RowRequests(draws, None, top_p, None),
-        "log-probabilities of one request": RowRequests(
+        "plain": RowSettings(draws, None, None, None),
+        "top_p of one request": RowSettings(draws, None, top_p, None),
+        "log-probabilities of one request": RowSettings(
             draws, None, None, ReportedRows(index, wanted, None, ones)
         ),
     }

@@ -1,6 +1,6 @@
 """Places of the rows of a pass, at addresses that never change.
 
-The host knows them, but for which canvases are being committed, which only the device knows. One copy
+The host knows where rows are; only the device knows which canvases are being committed. One copy
 takes the host's part to the device, and one function makes of it what attention, the embedding and the
 sampler read, so that graphs of them need no inputs of their own.
 
@@ -38,10 +38,10 @@ class _Numbers(NamedTuple):
             number of rows.
         row_start: [R + 1], the same among the rows that are sampled.
         num_canvas: [R + 1], canvas rows of each request.
-        is_known: [R + 1], whether its other rows are tokens of a finished canvas.
+        is_encoding: [R + 1], whether its other rows are tokens of a finished canvas.
         num_rows: [R + 1], canvas rows of each slot.
-        num_valid: [R + 1], of slots, as in :class:`SlotPass`; these three say that there is no
-            constraint.
+        num_valid: [R + 1], of slots, as in :class:`SlotPass`. This and the next two start at their values
+            without a constraint; the sampler overwrites them.
         free_from: [R + 1].
         free_to: [R + 1].
         seeding: [R + 1], of which the first R bytes are bool: slots of which one row is sampled that
@@ -52,7 +52,7 @@ class _Numbers(NamedTuple):
     query_start: Any
     row_start: Any
     num_canvas: Any
-    is_known: Any
+    is_encoding: Any
     num_rows: Any
     num_valid: Any
     free_from: Any
@@ -66,8 +66,8 @@ class EngineRows(NamedTuple):
     Attributes:
         tokens: [num_reqs, C], int32.
         num_sampled: [num_reqs], int32: how many of them are emitted.
-        num_rejected: [num_reqs], int32: rows that do not advance the sequence: those of a step that
-            emits its canvas to be encoded do not, those of a pass whose keys and values are final do.
+        num_rejected: [num_reqs], int32: canvas rows whose keys and values are not final, so that vLLM runs
+            their positions again: all of them, unless this pass wrote final ones.
     """
 
     tokens: Tensor
@@ -91,7 +91,7 @@ class CausalRows(NamedTuple):
     flags: Tensor
 
 
-class PassRequests(NamedTuple):
+class BatchRequests(NamedTuple):
     """Requests of a pass in the batch's order, on the host.
 
     Attributes:
@@ -106,9 +106,9 @@ class PassRequests(NamedTuple):
     seeding: np.ndarray
 
     @staticmethod
-    def none() -> PassRequests:
+    def none() -> BatchRequests:
         """A pass without requests."""
-        return PassRequests(
+        return BatchRequests(
             np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=bool)
         )
 
@@ -186,7 +186,7 @@ class PassRows:
             free_from=numbers.free_from[:R],
             free_to=numbers.free_to[:R],
         )
-        self.requests = PassRequests.none()
+        self.requests = BatchRequests.none()
         self._spread = compiled(self._spread_over_rows, compile_backend)
         self._fill = compiled(self._fill_ids, compile_backend)
         self._select: Callable[[Tensor, Tensor, Tensor], EngineRows] = compiled(
@@ -229,7 +229,7 @@ class PassRows:
         if seeding is None:
             seeding = np.zeros(n, dtype=bool)
         starts = np.concatenate([[0], np.cumsum(num_canvas + seeding)])
-        self.requests = PassRequests(slots, starts, seeding)
+        self.requests = BatchRequests(slots, starts, seeding)
 
         held = np.zeros((len(_Numbers._fields), num_slots + 1), dtype=np.int32)
         numbers = _Numbers(*held)
@@ -239,7 +239,7 @@ class PassRows:
         numbers.row_start[: n + 1] = starts
         numbers.row_start[n + 1 :] = starts[n]
         numbers.num_canvas[:n] = num_canvas
-        numbers.is_known[:n] = ~input_batch.is_prefilling_np[:n]
+        numbers.is_encoding[:n] = ~input_batch.is_prefilling_np[:n]
         numbers.num_rows[slots] = num_canvas
         numbers.seeding.view(np.bool_)[slots] = seeding
         numbers.num_valid.fill(-1)
@@ -257,7 +257,7 @@ class PassRows:
         """Lay out a pass without requests: what is run then changes no canvas."""
         self._held.zero_()
         self._numbers.num_valid.fill_(-1)
-        self.requests = PassRequests.none()
+        self.requests = BatchRequests.none()
         for tensor in (self.index, self.hidden_index, self.slot, self.position, self.offset):
             tensor.zero_()
 
@@ -325,7 +325,7 @@ class PassRows:
         known_at = (num_computed[slot] + within).clamp(0, all_token_ids.shape[1] - 1)
         known = all_token_ids[slot, known_at.long()].to(ids.dtype)
         drawn = canvas[slot, position.clamp(0, C - 1).long()].to(ids.dtype)
-        token = torch.where(numbers.is_known[request] > 0, known, ids)
+        token = torch.where(numbers.is_encoding[request] > 0, known, ids)
         token = torch.where(position >= 0, drawn, token)
         ids.copy_(torch.where(row < numbers.query_start[R], token, ids))
 

@@ -1,10 +1,13 @@
 """One step of every canvas, as one compiled function over all request slots.
 
-A slot's canvas is denoised until the rule says that it is done. Then it is *emitted*: in that step,
-if its tokens are encoded later as known tokens are, or if what the step wrote to the KV cache is
-already theirs; otherwise by the next pass over its rows, which commits it (:class:`Phase`). That pass
-emits all of the canvas or, where the rule has it verify, as much as its rows agree with. With a canvas
-that is emitted the next one begins.
+A slot's canvas is denoised until the rule finds it done. It is *emitted*
+
+- by that step, if a later pass encodes its tokens;
+- by that step, if the keys and values that the step wrote are already final;
+- otherwise by the next pass over the same rows, which commits it (:class:`Phase`): all of the canvas or,
+  where the rule has the pass verify it, as much as its rows agree with.
+
+The next canvas begins where one is emitted.
 
 All shapes are those of the slots, so the function is compiled once whatever the batch. R is the
 number of slots, C the canvas length.
@@ -33,8 +36,8 @@ class SlotPass(NamedTuple):
     Attributes:
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
         seed: [R], int64, each request's seed.
-        seeding: [R], bool, slots whose statistics at position 0 are of the row behind which their
-            canvas begins.
+        seeding: [R], bool, slots whose statistics at position 0 are of the last known token's row, which
+            draws the canvas's first token.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
             step; 0 where no step may be the last yet, -1 without a constraint.
         free_from: [R], int32, first position that becomes noise whatever the rule decides.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_ROOM = "vllm_diffusion.families."
+_FAMILIES = "vllm_diffusion.families."
 
 
 class Family(NamedTuple):
@@ -28,43 +28,43 @@ class Family(NamedTuple):
 FAMILIES = (
     Family(
         "DiffusionGemmaForBlockDiffusion",
-        _ROOM + "diffusion_gemma.model:DiffusionGemmaForBlockDiffusion",
-        _ROOM + "diffusion_gemma.startup:DiffusionGemmaEngineConfig",
+        _FAMILIES + "diffusion_gemma.model:DiffusionGemmaForBlockDiffusion",
+        _FAMILIES + "diffusion_gemma.startup:DiffusionGemmaEngineConfig",
     ),
     Family(
         "SDARForCausalLM",
-        _ROOM + "sdar.model:SDARForCausalLM",
-        _ROOM + "sdar.startup:SDAREngineConfig",
-        _ROOM + "sdar.startup:SDARConfig",
+        _FAMILIES + "sdar.model:SDARForCausalLM",
+        _FAMILIES + "sdar.startup:SDAREngineConfig",
+        _FAMILIES + "sdar.startup:SDARConfig",
     ),
     Family(
         "SDARMoeForCausalLM",
-        _ROOM + "sdar.model:SDARMoeForCausalLM",
-        _ROOM + "sdar.startup:SDARMoeEngineConfig",
-        _ROOM + "sdar.startup:SDARMoeConfig",
+        _FAMILIES + "sdar.model:SDARMoeForCausalLM",
+        _FAMILIES + "sdar.startup:SDARMoeEngineConfig",
+        _FAMILIES + "sdar.startup:SDARMoeConfig",
     ),
     Family(
         "LLaDA2MoeModelLM",
-        _ROOM + "llada2.model:LLaDA2MoeModelLM",
-        _ROOM + "llada2.startup:LLaDA2EngineConfig",
-        _ROOM + "llada2.startup:LLaDA2MoeConfig",
+        _FAMILIES + "llada2.model:LLaDA2MoeModelLM",
+        _FAMILIES + "llada2.startup:LLaDA2EngineConfig",
+        _FAMILIES + "llada2.startup:LLaDA2MoeConfig",
     ),
     Family(
         "NemotronLabsDiffusionModel",
-        _ROOM + "nemotron.model:NemotronLabsDiffusionModel",
-        _ROOM + "nemotron.startup:NemotronLabsDiffusionEngineConfig",
-        _ROOM + "nemotron.startup:NemotronLabsDiffusionConfig",
+        _FAMILIES + "nemotron.model:NemotronLabsDiffusionModel",
+        _FAMILIES + "nemotron.startup:NemotronLabsDiffusionEngineConfig",
+        _FAMILIES + "nemotron.startup:NemotronLabsDiffusionConfig",
     ),
     Family(
         "Fast_dLLM_QwenForCausalLM",
-        _ROOM + "fast_dllm.model:FastDLLMForCausalLM",
-        _ROOM + "fast_dllm.startup:FastDLLMEngineConfig",
-        _ROOM + "fast_dllm.startup:FastDLLMConfig",
+        _FAMILIES + "fast_dllm.model:FastDLLMForCausalLM",
+        _FAMILIES + "fast_dllm.startup:FastDLLMEngineConfig",
+        _FAMILIES + "fast_dllm.startup:FastDLLMConfig",
     ),
     Family(
         "StableDiffcoderForCausalLM",
-        _ROOM + "stable_diffcoder.model:StableDiffcoderForCausalLM",
-        _ROOM + "stable_diffcoder.startup:StableDiffcoderEngineConfig",
+        _FAMILIES + "stable_diffcoder.model:StableDiffcoderForCausalLM",
+        _FAMILIES + "stable_diffcoder.startup:StableDiffcoderEngineConfig",
     ),
 )
 
@@ -75,19 +75,19 @@ REFUSED = (
     Family(
         "DreamModel",
         _NO_MODEL,
-        _ROOM + "refused:DreamEngineConfig",
-        _ROOM + "refused:DreamConfig",
+        _FAMILIES + "refused:DreamEngineConfig",
+        _FAMILIES + "refused:DreamConfig",
     ),
     Family(
         "DreamForCausalLM",
         _NO_MODEL,
-        _ROOM + "refused:DreamEngineConfig",
-        _ROOM + "refused:DreamConfig",
+        _FAMILIES + "refused:DreamEngineConfig",
+        _FAMILIES + "refused:DreamConfig",
     ),
     Family(
         "LLaDAModelLM",
         _NO_MODEL,
-        _ROOM + "refused:LLaDAEngineConfig",
-        _ROOM + "refused:LLaDAConfig",
+        _FAMILIES + "refused:LLaDAEngineConfig",
+        _FAMILIES + "refused:LLaDAConfig",
     ),
 )

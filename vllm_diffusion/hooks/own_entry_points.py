@@ -1,4 +1,4 @@
-"""Rooms that register themselves: entry points of this package, which other rooms load by group."""
+"""Entry points by which one folder of this package adds to another that may not import it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ def own_entry_points(group: str) -> EntryPoints:
 
     Args:
         group: ``"vllm_diffusion.extensions"``, functions that the plugin calls in each process;
-            ``"vllm_diffusion.commands"``, modules with an ``add_parser``; or
-            ``"vllm_diffusion.cpu_kernels"``, what the CPU platform runs in place of Triton kernels.
+            ``"vllm_diffusion.commands"``, modules with an ``add_parser``;
+            ``"vllm_diffusion.cpu_kernels"``, what the CPU platform runs in place of Triton kernels; or
+            ``"vllm_diffusion.cpu_checks"``, what it asks of a configuration.
     """
     return distribution("vllm-diffusion").entry_points.select(group=group)

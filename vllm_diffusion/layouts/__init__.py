@@ -4,8 +4,8 @@ from vllm_diffusion.layouts.aligned_block import AlignedBlock
 from vllm_diffusion.layouts.canvas_layout import (
     CanvasLayout,
     FreeCanvas,
-    RequestRows,
     SampledRows,
+    ScheduledRequest,
 )
 from vllm_diffusion.layouts.seeded_block import SeededBlock, ShiftedBlock
 from vllm_diffusion.layouts.verified_draft import VerifiedDraft
@@ -14,7 +14,7 @@ __all__ = [
     "AlignedBlock",
     "CanvasLayout",
     "FreeCanvas",
-    "RequestRows",
+    "ScheduledRequest",
     "SampledRows",
     "SeededBlock",
     "ShiftedBlock",

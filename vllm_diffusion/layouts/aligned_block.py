@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_diffusion.layouts.canvas_layout import CanvasLayout, RequestRows, ScheduledRows
+from vllm_diffusion.layouts.canvas_layout import CanvasLayout, ScheduledRequest, ScheduledRows
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class AlignedBlock(CanvasLayout):
     def num_given(self, num_known: int) -> int:
         return num_known % self.length
 
-    def rows(self, request: RequestRows) -> ScheduledRows:
+    def rows(self, request: ScheduledRequest) -> ScheduledRows:
         """Schedule whole blocks, of known tokens or of a canvas.
 
         Known tokens that do not fill a block are rows of the canvas, and computed in each of its
         passes: the stock scheduler does not count them.
         """
-        to_encode = max(request.num_known - self.num_given(request.num_tokens), 0)
+        to_encode = max(request.num_uncomputed - self.num_given(request.num_tokens), 0)
         num_rows = min(request.num_granted, to_encode, request.num_left)
         if num_rows < to_encode:
             num_rows = num_rows // self.length * self.length

@@ -20,13 +20,13 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import RowDraws
 
 
-class RequestRows(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """State of a request when the scheduler composes a pass.
 
     Attributes:
         num_tokens: Tokens of the request that are known.
         num_computed: Tokens whose keys and values are in the cache.
-        num_known: Known tokens that are not computed yet.
+        num_uncomputed: Known tokens that are not computed yet.
         num_granted: Rows that the stock scheduler grants the request in this pass.
         num_left: Rows that the pass has left for this request and those after it.
         max_model_len: Tokens of the longest sequence.
@@ -41,7 +41,7 @@ class RequestRows(NamedTuple):
 
     num_tokens: int
     num_computed: int
-    num_known: int
+    num_uncomputed: int
     num_granted: int
     num_left: int
     max_model_len: int
@@ -56,7 +56,7 @@ class RequestRows(NamedTuple):
     @property
     def room(self) -> int:
         """Positions of the sequence behind its known tokens."""
-        return self.max_model_len - self.num_computed - self.num_known
+        return self.max_model_len - self.num_computed - self.num_uncomputed
 
 
 class SampledRows(Protocol):
@@ -152,42 +152,42 @@ class CanvasLayout:
         """Return how many leading positions of the canvas behind ``num_known`` tokens are known too."""
         return 0
 
-    def rows(self, request: RequestRows) -> ScheduledRows:
+    def rows(self, request: ScheduledRequest) -> ScheduledRows:
         """Return the rows that a request runs in a pass: a canvas whole or not at all."""
-        known = max(min(request.num_granted, request.num_known), 0)
+        known = max(min(request.num_granted, request.num_uncomputed), 0)
         if request.is_prefilled_only:
-            return ScheduledRows(min(request.num_granted, request.num_known))
+            return ScheduledRows(min(request.num_granted, request.num_uncomputed))
         if request.is_at_prompt:
             return self._rows_of_prompt(request, known)
         if request.awaits_output:
             return ScheduledRows(known)
         return ScheduledRows(self._rows_with_canvas(request))
 
-    def _rows_of_prompt(self, request: RequestRows, known: int) -> ScheduledRows:
+    def _rows_of_prompt(self, request: ScheduledRequest, known: int) -> ScheduledRows:
         """Return the rows of a prompt, and of the canvas behind it if the prompt ends with them.
 
         That canvas depends on no pass in flight, and once a canvas is in flight no token of the
         prompt is left.
         """
         width = min(request.canvas_width, request.room)
-        ends = request.num_granted == request.num_known > 0
-        has_room = 0 < width <= request.num_left - request.num_known
+        ends = request.num_granted == request.num_uncomputed > 0
+        has_room = 0 < width <= request.num_left - request.num_uncomputed
         if ends and request.shares_prompt and has_room:
-            return ScheduledRows(request.num_known + width, width)
+            return ScheduledRows(request.num_uncomputed + width, width)
         return ScheduledRows(known)
 
-    def _rows_with_canvas(self, request: RequestRows) -> int:
+    def _rows_with_canvas(self, request: ScheduledRequest) -> int:
         """Return the rows of a request that has a canvas behind its known tokens."""
-        num_granted, num_known = request.num_granted, request.num_known
-        if num_granted <= num_known:
-            return num_granted if num_known else 0
+        num_granted, num_uncomputed = request.num_granted, request.num_uncomputed
+        if num_granted <= num_uncomputed:
+            return num_granted if num_uncomputed else 0
         # A canvas that the model length cuts waits for the pass that may narrow it.
         if request.room < request.canvas_width and request.narrows_later:
             return 0
-        is_whole = num_granted - num_known >= min(request.canvas_width, request.room)
-        if num_known == 0:
+        is_whole = num_granted - num_uncomputed >= min(request.canvas_width, request.room)
+        if num_uncomputed == 0:
             return num_granted if is_whole else 0
-        return num_granted if is_whole and request.shares_commit else num_known
+        return num_granted if is_whole and request.shares_commit else num_uncomputed
 
     # The rows of a pass.
 

@@ -1,7 +1,8 @@
-"""Requests are refused at the door, in the API process, and nowhere else.
+"""Checks of diffusion requests, in the API process.
 
-Replaces vLLM's validation of diffusion requests: what our sampler honours is accepted, and what
-it cannot honour is a 400 that names the field.
+They replace vLLM's: what our sampler honours is accepted, and what it cannot honour is a 400 that names
+the field. Endpoints refuse fields that they cannot serve (``refused_fields.py``, ``live/http.py``), and
+the scheduler a transfer that does not fit.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ def _check_settings(arguments: RequestArguments, spec: CanvasSpec) -> None:
 
 
 def _check_combination(params: Any, arguments: RequestArguments) -> None:
-    """Refuse a constraint that has too few steps, or is not free to draw what it demands."""
+    """Refuse a constraint of a request whose canvas is not free to draw what the constraint demands."""
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),

@@ -21,7 +21,7 @@ from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.sampling.logprobs import row_logprobs
-from vllm_diffusion.sampling.pass_settings import PassSettings, RowsOfPass, UsedSettings
+from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
 from vllm_diffusion.sampling.row_statistics import RowStatistics
 from vllm_diffusion.sampling.vocabulary_stream import rows_in_float32
 
@@ -176,7 +176,7 @@ class PassGraphs:
             some,
             self._logits_again(some, index),
             settings.draws(some),
-            settings.settings.filters.rows(some.slot),
+            settings.slot_settings.filters.rows(some.slot),
         )
 
     def _reported_rows(self, index: Tensor) -> None:
@@ -209,7 +209,7 @@ class PassGraphs:
 
     # Rows that are looked at again.
 
-    def _logits_again(self, some: RowsOfPass, index: Tensor) -> RowLogits:
+    def _logits_again(self, some: SelectedRows, index: Tensor) -> RowLogits:
         """Project rows of the pass again, with all adjustments that a request may have.
 
         Args:

@@ -16,7 +16,7 @@ from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import temperatures
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
-from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.slot_settings import SlotSettings
 
 
@@ -41,7 +41,7 @@ class UsedSettings:
         return self.adjusted is None and self.filtered is None and self.reported is None
 
 
-class RowsOfPass:
+class SelectedRows:
     """Rows of the pass as a layout looks at them; see :class:`vllm_diffusion.layouts.SampledRows`.
 
     Attributes:
@@ -103,7 +103,7 @@ class PassSettings:
             adjustments: Adjustments of logits by slot.
             num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
         """
-        self.settings = settings
+        self.slot_settings = settings
         self.adjustments = adjustments
         self._slots = slots
         self._pass_rows = pass_rows
@@ -122,11 +122,11 @@ class PassSettings:
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
         requests = self._pass_rows.requests
-        has_filter = np.logical_or.reduce(self.settings.used_filters(requests.slots))
+        has_filter = np.logical_or.reduce(self.slot_settings.used_filters(requests.slots))
         return UsedSettings(
             self.adjustments.used_by(requests.slots[requests.num_rows > 0], num_masks),
             requests.rows_of(has_filter),
-            requests.rows_of(self.settings.wants_logprobs(requests.slots)),
+            requests.rows_of(self.slot_settings.wants_logprobs(requests.slots)),
         )
 
     def holds_given(self) -> bool:
@@ -141,27 +141,27 @@ class PassSettings:
 
     def names_logprob_ids(self) -> bool:
         """Report whether a request of the pass names the ids whose log-probabilities it wants."""
-        return self.settings.names_logprob_ids(self._pass_rows.requests.slots)
+        return self.slot_settings.names_logprob_ids(self._pass_rows.requests.slots)
 
     def num_top(self) -> int:
         """Most likeliest tokens that a request of the pass wants reported; 0 for none."""
-        return self.settings.num_top(self._pass_rows.requests.slots)
+        return self.slot_settings.num_top(self._pass_rows.requests.slots)
 
     # Rows.
 
-    def select(self, rows: slice | Tensor) -> RowsOfPass:
+    def select(self, rows: slice | Tensor) -> SelectedRows:
         """Select sampled rows.
 
         Args:
             rows: The first ones, or [n], int64.
         """
         num_computed = self._req_states.num_computed_tokens.gpu
-        return RowsOfPass(rows, self._slots, self._pass_rows, num_computed)
+        return SelectedRows(rows, self._slots, self._pass_rows, num_computed)
 
-    def draws(self, some: RowsOfPass) -> RowDraws:
+    def draws(self, some: SelectedRows) -> RowDraws:
         """Temperatures of rows, and the keys of their draws."""
         slots, slot = self._slots, some.slot
-        judged, drawn = temperatures(slots, self.settings.temperature)
+        judged, drawn = temperatures(slots, self.slot_settings.temperature)
         draws = RowDraws(
             judged[slot],
             drawn[slot],
@@ -172,7 +172,7 @@ class PassSettings:
         )
         return slots.spec.layout.draws(draws, some)
 
-    def adjustments_of(self, some: RowsOfPass, used: UsedAdjustments) -> LogitAdjustments:
+    def adjustments_of(self, some: SelectedRows, used: UsedAdjustments) -> LogitAdjustments:
         """Adjustments of the logits of rows.
 
         Args:
@@ -183,7 +183,7 @@ class PassSettings:
         return self.adjustments.bind(used, some.rows, some.slot, drawn_at)
 
     def reported_adjustments_of(
-        self, some: RowsOfPass, adjustments: LogitAdjustments
+        self, some: SelectedRows, adjustments: LogitAdjustments
     ) -> LogitAdjustments:
         """Adjustments of the logits that rows report.
 
@@ -201,7 +201,7 @@ class PassSettings:
         Args:
             slot: [n], int64, of the rows.
         """
-        judged, _ = temperatures(self._slots, self.settings.temperature)
+        judged, _ = temperatures(self._slots, self.slot_settings.temperature)
         is_plain = self._slots.requested.read_only
         if self._slots.spec.layout.reports_unscaled(self._reports_raw):
             is_plain = torch.ones_like(is_plain)
@@ -232,7 +232,7 @@ class PassSettings:
             held=held,
         )
 
-    def requests(self, num_rows: int, used: UsedSettings | None = None) -> RowRequests:
+    def requests(self, num_rows: int, used: UsedSettings | None = None) -> RowSettings:
         """Collect the settings of the pass's rows.
 
         Args:
@@ -247,11 +247,11 @@ class PassSettings:
         filtered = reported = None
         if used.filtered is not None:
             slot = self._pass_rows.slots_of(used.filtered)
-            filters = self.settings.filters_of(slot, self._pass_rows.requests.slots)
+            filters = self.slot_settings.filters_of(slot, self._pass_rows.requests.slots)
             filtered = FilteredRows(used.filtered, filters)
         if used.reported is not None:
             reported = self._reported(used.reported, adjustments)
-        return RowRequests(
+        return RowSettings(
             self.draws(some),
             adjustments,
             filtered,
@@ -271,7 +271,7 @@ class PassSettings:
         if self.holds_given():
             on_device = async_tensor_h2d(index, device=slot.device)
             held = self._slots.canvas[slot, self._pass_rows.position[on_device]]
-        token_ids, num_token_ids = self.settings.logprob_ids(slot, slots_np)
+        token_ids, num_token_ids = self.slot_settings.logprob_ids(slot, slots_np)
         if self._reports_raw:
             adjustments = None
             if self.adjustments.has_readable(slots_np):

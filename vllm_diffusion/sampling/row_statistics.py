@@ -13,8 +13,8 @@ from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.constraint_tensors import ConstraintTensors
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_settings import RowsOfPass
-from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.pass_settings import SelectedRows
+from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, draw_filtered, sample_rows
 
 # (soft embeddings [num_rows, hidden_size] float32, slot [num_rows], position [num_rows]) -> kept for
@@ -54,7 +54,7 @@ class RowStatistics:
         self._constraints = constraints
         self._store_soft_embeds = store_soft_embeds
 
-    def sample(self, rows: Tensor, requests: RowRequests) -> RowResults:
+    def sample(self, rows: Tensor, requests: RowSettings) -> RowResults:
         """Sample the rows of the pass and scatter their statistics to (slot, position).
 
         Args:
@@ -82,7 +82,7 @@ class RowStatistics:
         return results
 
     def draw_again(
-        self, some: RowsOfPass, logits: RowLogits, draws: RowDraws, filters: CandidateFilters
+        self, some: SelectedRows, logits: RowLogits, draws: RowDraws, filters: CandidateFilters
     ) -> None:
         """Draw new candidates for rows with filters, once the statistics of all rows are known.
 

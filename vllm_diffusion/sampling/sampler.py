@@ -38,7 +38,7 @@ from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_graphs import PassGraphs
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.row_statistics import RowStatistics, StoreSoftEmbeds
 from vllm_diffusion.sampling.slot_settings import SlotSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
@@ -90,10 +90,12 @@ class DiffusionSampler:
         )
         statistics = RowStatistics(slots, pass_rows, head, self.constraints, store_soft_embeds)
         self._num_likeliest = statistics.of_slots.num_likeliest
-        self.rows = PassSettings(
+        self.pass_settings = PassSettings(
             stock_sampler, slots, pass_rows, self.settings, self.adjustments, self._num_likeliest
         )
-        self.graphs = PassGraphs(pass_rows, self.rows, statistics, canvas_step, max_logprobs)
+        self.graphs = PassGraphs(
+            pass_rows, self.pass_settings, statistics, canvas_step, max_logprobs
+        )
         self.emitted_logprobs = EmittedLogprobs(slots, pass_rows)
         self.views = CanvasViewConnector(
             slots, pass_rows.of_slots.num_rows, statistics.of_slots.entropy
@@ -143,7 +145,7 @@ class DiffusionSampler:
         num_masks = None
         if isinstance(message, CanvasConstraints):
             num_masks = self.constraints.take(message, input_batch.req_ids)
-        used = self.rows.used(num_masks)
+        used = self.pass_settings.used(num_masks)
         if used.is_plain:
             return self._engine_output(self.graphs.plain_step(rows), None)
 
@@ -209,5 +211,5 @@ class DiffusionSampler:
         wanted = LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False)
         reported = ReportedRows(index, wanted, adjustments, ones)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-        requests = RowRequests(draws, adjustments, filtered, reported, self._num_likeliest)
+        requests = RowSettings(draws, adjustments, filtered, reported, self._num_likeliest)
         sample_rows(self.head, rows, requests, self.slots.vocab_size)

@@ -15,9 +15,9 @@ from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 class SlotSettings:
     """Temperatures, seeds, filters and log-probabilities that the requests ask for, by slot.
 
-    vLLM's own states take them from a request. They lie where the host writes them, in turn in one of
-    several places; what graphs read is copied from there when a request comes, to tensors that stay
-    where they are. R is the number of slots.
+    vLLM's own states take them from a request, and rotate among several buffers of the host. Graphs need
+    fixed addresses, so the values are copied to fixed tensors when a request comes. R is the number of
+    slots.
 
     Attributes:
         states: vLLM's sampling states; the host reads its NumPy side.

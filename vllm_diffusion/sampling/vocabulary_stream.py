@@ -34,7 +34,7 @@ from vllm_diffusion.sampling.candidate_filters import CandidateFilters, threshol
 from vllm_diffusion.sampling.choices import RunningChoices
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_requests import KeptRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.row_settings import KeptRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.tile_walk import Walk, one_ahead, one_by_one
 
 # Ids of a tile, on a CPU and on a GPU. Not measured on a GPU yet; by arithmetic, of one canvas of 256 rows
@@ -87,7 +87,7 @@ class RowResults:
 def sample_rows(
     head: OutputHead,
     rows: Tensor,
-    requests: RowRequests,
+    requests: RowSettings,
     vocab_size: int,
     tile_size: int | None = None,
     overlap: bool = False,
@@ -138,7 +138,7 @@ def _whole_number(rows: float) -> int:
 class _RowGroup:
     """Rows that go through the vocabulary together."""
 
-    def __init__(self, head: OutputHead, rows: Tensor, requests: RowRequests) -> None:
+    def __init__(self, head: OutputHead, rows: Tensor, requests: RowSettings) -> None:
         self.head = head
         self.rows = rows
         self.draws = requests.draws

@@ -14,7 +14,7 @@ from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
 from vllm_diffusion.requests.arguments import Shown, arguments_of
 from vllm_diffusion.requests.params import end_token_ids
-from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
+from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
 
 
 @dataclass
@@ -102,7 +102,7 @@ class CanvasReports(SchedulerFeature):
         # The request's last output, if there is one, is that of this pass.
         self._freed.append(request_id)
 
-    def observe(self, part: RequestPass) -> None:
+    def observe(self, part: ReturnedPart) -> None:
         request_id, rows, view = part.request.request_id, part.counts, part.view
         told = self._told[request_id]
         if part.is_stale and not part.is_lost:

@@ -28,13 +28,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.layouts import RequestRows
+from vllm_diffusion.layouts import ScheduledRequest
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
 from vllm_diffusion.scheduling.engine_seam import end_with_threads
-from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
+from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.last_canvas import LastCanvas
 from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
@@ -168,17 +168,17 @@ class CanvasScheduling(Scheduler):
 
     def _rows_of(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> RequestRows:
+    ) -> ScheduledRequest:
         """Describe a request for its layout of canvases."""
         # Tokens of the prompt, or of an emitted canvas that has to be encoded; a pass in flight is
         # assumed to emit its canvas.
-        num_known = request.num_tokens + request.num_output_placeholders - num_computed_tokens
+        num_uncomputed = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
         width = self._canvas_width(request)
-        return RequestRows(
+        return ScheduledRequest(
             num_tokens=request.num_tokens,
             num_computed=num_computed_tokens,
-            num_known=max(num_known, 0),
+            num_uncomputed=max(num_uncomputed, 0),
             num_granted=num_new_tokens,
             num_left=self._next.num_rows_left,
             max_model_len=self.max_model_len,
@@ -257,7 +257,7 @@ class CanvasScheduling(Scheduler):
 
     def _parts(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> Iterator[RequestPass]:
+    ) -> Iterator[ReturnedPart]:
         """Yield each request's part of a pass, before the stock code finishes any of them."""
         emitted = model_runner_output.sampled_token_ids or []
         views = model_runner_output.aux_output_connector_output or {}
@@ -276,7 +276,7 @@ class CanvasScheduling(Scheduler):
             is_encoded = num_emitted and self.order.emits_by_encoding
             if is_encoded and not arguments_of(request.sampling_params).read_only:
                 num_denoised = 0
-            yield RequestPass(
+            yield ReturnedPart(
                 request,
                 RowCounts(num_rows - num_denoised, num_denoised, len(canvas), num_emitted),
                 None if is_lost or request_id not in views else CanvasView(views[request_id]),

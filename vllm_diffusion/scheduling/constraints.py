@@ -22,7 +22,7 @@ from vllm_diffusion.scheduling.constrained_canvas import (
     constraint_names,
     is_constrained,
 )
-from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
+from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 
 logger = init_logger(f"vllm.{__name__}")
@@ -137,7 +137,7 @@ class Constraints(SchedulerFeature):
             manager: Any = self._scheduler.structured_output_manager
             self._canvases[request.request_id] = ConstrainedCanvas(request, manager)
 
-    def observe(self, part: RequestPass) -> None:
+    def observe(self, part: ReturnedPart) -> None:
         canvas = self._canvases.get(part.request.request_id)
         if canvas is None:
             return

@@ -11,7 +11,7 @@ from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.metrics import RowCounts
 
 
-class RequestPass(NamedTuple):
+class ReturnedPart(NamedTuple):
     """One request's part of a pass that has returned.
 
     Attributes:
@@ -41,7 +41,7 @@ class SchedulerFeature:
     def add_request(self, request: Request) -> None:
         """Add a request that the stock scheduler has accepted."""
 
-    def observe(self, part: RequestPass) -> None:
+    def observe(self, part: ReturnedPart) -> None:
         """Record a request's part of a pass, before the stock scheduler does."""
 
     def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_diffusion.metrics import PassCounters
-from vllm_diffusion.scheduling.feature import RequestPass, SchedulerFeature
+from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
 
 # Passes that a canvas may take beyond its cap: the scheduler learns of a step in the pass after it,
 # and with asynchronous scheduling the finished canvas is emitted by one more.
@@ -43,7 +43,7 @@ class StuckRequests(SchedulerFeature):
         self._idle_passes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, str] = {}
 
-    def observe(self, part: RequestPass) -> None:
+    def observe(self, part: ReturnedPart) -> None:
         if not part.counts.projected or part.is_stale:
             return
         request, num_emitted = part.request, part.counts.num_emitted

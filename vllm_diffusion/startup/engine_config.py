@@ -80,7 +80,7 @@ class BlockDiffusionEngineConfig:
     # True if vLLM has a class of its own for the architecture; ``None`` before registration.
     is_in_vllm: ClassVar[bool | None] = None
 
-    # Pieces of rooms above this one, which the plugin puts here: what guards a server's paths, and
+    # Functions of folders that import this one, which the plugin puts here: what guards a server's paths, and
     # what an API process needs for canvases. Each is safe to call twice.
     guard_server: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     install_api: ClassVar[Callable[[], None]] = staticmethod(lambda: None)

@@ -11,7 +11,7 @@ from vllm_diffusion.layouts import (
     AlignedBlock,
     CanvasLayout,
     FreeCanvas,
-    RequestRows,
+    ScheduledRequest,
     SeededBlock,
     ShiftedBlock,
     VerifiedDraft,
@@ -33,18 +33,18 @@ def test_num_given(layout: type[CanvasLayout], num_known: int) -> None:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> RequestRows:
+def requests(draw: st.DrawFn) -> ScheduledRequest:
     """A request as a scheduler may find it; nothing in it is beyond the model's length."""
     num_computed = draw(st.integers(0, 6)) * LENGTH
-    num_known = draw(st.integers(0, 9))
+    num_uncomputed = draw(st.integers(0, 9))
     room = draw(st.integers(0, 10))
-    return RequestRows(
-        num_tokens=num_computed + num_known,
+    return ScheduledRequest(
+        num_tokens=num_computed + num_uncomputed,
         num_computed=num_computed,
-        num_known=num_known,
-        num_granted=draw(st.integers(0, num_known + min(LENGTH, room))),
+        num_uncomputed=num_uncomputed,
+        num_granted=draw(st.integers(0, num_uncomputed + min(LENGTH, room))),
         num_left=draw(st.integers(0, 24)),
-        max_model_len=num_computed + num_known + room,
+        max_model_len=num_computed + num_uncomputed + room,
         canvas_width=draw(st.integers(1, LENGTH)),
         is_at_prompt=draw(st.booleans()),
         is_prefilled_only=draw(st.booleans()),
@@ -58,12 +58,12 @@ def requests(draw: st.DrawFn) -> RequestRows:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(request=requests())
 def test_a_canvas_runs_whole_or_not_at_all(
-    layout: type[CanvasLayout], request: RequestRows
+    layout: type[CanvasLayout], request: ScheduledRequest
 ) -> None:
     """Rows are known tokens alone, or all of them and a whole canvas within what is left."""
     own = layout(LENGTH)
     rows = own.rows(request)
-    to_encode = request.num_known - own.num_given(request.num_tokens)
+    to_encode = request.num_uncomputed - own.num_given(request.num_tokens)
     num_canvas = rows.num_rows - max(to_encode, 0)
     if rows.num_added:
         assert rows.num_added == num_canvas

@@ -8,7 +8,7 @@ import torch
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from tests.support.heads import identity_head, on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
-from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 pytestmark = pytest.mark.engine
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.engine
 ROWS, VOCAB = 6, 40
 
 
-def requests(adjustments: LogitAdjustments | None = None) -> RowRequests:
+def requests(adjustments: LogitAdjustments | None = None) -> RowSettings:
     """Three choices of each row, at several temperatures."""
     zeros = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.linspace(0.5, 2.0, ROWS)
     draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
-    return RowRequests(draws, adjustments, num_likeliest=3)
+    return RowSettings(draws, adjustments, num_likeliest=3)
 
 
 def logits_with_ties() -> torch.Tensor:
@@ -89,4 +89,4 @@ def test_nobody_asks():
     """Nothing is looked for where the rule looks at no more than the likeliest."""
     draws = requests().draws
     head = output_head(torch.eye(VOCAB))
-    assert sample_rows(head, logits_with_ties(), RowRequests(draws), VOCAB).choices is None
+    assert sample_rows(head, logits_with_ties(), RowSettings(draws), VOCAB).choices is None

@@ -14,7 +14,7 @@ import torch
 from attention_kernels.testing import make_draws
 from tests.support.heads import output_head
 from vllm_diffusion.sampling import vocabulary_stream
-from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.tile_walk import one_ahead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
@@ -111,7 +111,7 @@ def test_results_are_those_of_one_stream(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(300, 8, generator=generator)
     rows = torch.randn(6, 8, generator=generator)
-    requests = RowRequests(make_draws(6, generator))
+    requests = RowSettings(make_draws(6, generator))
     plain = sample_rows(output_head(weight, 5.0), rows, requests, 300, 64)
     fake = partial(one_ahead, streams=FakeStreams())
     monkeypatch.setattr(vocabulary_stream, "one_ahead", fake)

@@ -17,7 +17,7 @@ from attention_kernels.testing import TensorMemory
 from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.row_requests import (
+from tests.support.row_settings import (
     Case,
     all_filters,
     bind,
@@ -31,7 +31,7 @@ from tests.support.row_requests import (
 from vllm_diffusion.sampling import vocabulary_stream
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
 
@@ -72,7 +72,7 @@ def test_candidates_follow_the_exact_distribution(params):
         torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
     )
     draws = row_draws(rows, temperature, torch.arange(rows) * 7919)
-    requests = RowRequests(draws, filtered=filtered_rows(range(rows), filters))
+    requests = RowSettings(draws, filtered=filtered_rows(range(rows), filters))
     drawn = sample_rows(
         identity_head(vocab), logits.expand(rows, -1), requests, vocab, tile_size=8
     ).candidate
@@ -143,7 +143,7 @@ def test_peak_memory(monkeypatch, dtype, extras):
     draws = row_draws(rows)
     penalties = fake_penalties(1, vocab, np.random.default_rng(0))
     with TensorMemory() as memory:
-        requests = RowRequests(draws)
+        requests = RowSettings(draws)
         if extras == "everything":
             adjustments = row_adjustments(penalties, vocab)
             params = sampling_params(
@@ -156,7 +156,7 @@ def test_peak_memory(monkeypatch, dtype, extras):
             nothing = torch.zeros(rows, 0, dtype=torch.int64)
             zeros = torch.zeros(rows, dtype=torch.int32)
             wanted = LogprobsRequest(5, nothing, zeros, as_logits=False)
-            requests = RowRequests(
+            requests = RowSettings(
                 draws,
                 bind(adjustments, [rows]),
                 filtered_rows(range(rows), filters),
@@ -191,9 +191,9 @@ def test_never_drawn_ids(dtype, temperatures, borders):
         draws = row_draws(n)._replace(temperature=torch.full((n,), temperature))
         draws.request_temperature[::5] = 0.0
         filters = all_filters([vocab] * (n // 2), [0.99] * (n // 2), [0.0] * (n // 2))
-        requests = RowRequests(draws, filtered=filtered_rows(range(n // 2), filters))
+        requests = RowSettings(draws, filtered=filtered_rows(range(n // 2), filters))
 
-        def run(head: Any, requests: RowRequests = requests) -> RowResults:
+        def run(head: Any, requests: RowSettings = requests) -> RowResults:
             head = replace(head, never_drawn=never, embedding=None)
             return sample_rows(head, rows, requests, vocab, 4)
 
@@ -210,10 +210,10 @@ def test_a_filter_leaves_its_neighbours_alone():
     """A row without one keeps the candidate that it draws alone."""
     rows, vocab = 40, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
-    plain = sample_rows(identity_head(vocab), logits, RowRequests(row_draws(rows)), vocab)
+    plain = sample_rows(identity_head(vocab), logits, RowSettings(row_draws(rows)), vocab)
     top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
     filtered = filtered_rows(range(30), CandidateFilters(top_k[:30], None, None))
-    requests = RowRequests(row_draws(rows), filtered=filtered)
+    requests = RowSettings(row_draws(rows), filtered=filtered)
     mixed = sample_rows(identity_head(vocab), logits, requests, vocab)
     assert torch.equal(mixed.candidate[1::2], plain.candidate[1::2])
     assert torch.equal(mixed.candidate[:30:2], logits.argmax(-1)[:30:2])
@@ -228,14 +228,14 @@ def test_nothing_possible_is_no_nan():
     params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3, 99})
     adjustments.add_request(0, params)
     # The second row is past the minimum.
-    requests = RowRequests(row_draws(2), bind(adjustments, [2]))
+    requests = RowSettings(row_draws(2), bind(adjustments, [2]))
     results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
     assert torch.isfinite(results.soft_embeds).all()
     assert results.entropy.tolist() == [0.0, 0.0]
     assert results.confidence.tolist() == [0.0, 1.0]
     assert results.drawn_confidence.tolist() == [0.0, 1.0]
     filters = all_filters([5, 5], [0.5, 0.5], [0.1, 0.1])
-    requests = RowRequests(requests.draws, requests.adjustments, filtered_rows(range(2), filters))
+    requests = RowSettings(requests.draws, requests.adjustments, filtered_rows(range(2), filters))
     results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
     assert results.drawn_confidence.tolist() == [0.0, 1.0]
 
@@ -268,7 +268,7 @@ def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):
         case = Case(3, vocab)
         with Operations() as everything:
             case.run(tile=256)
-        case.requests = RowRequests(case.requests.draws, case.requests.adjustments)
+        case.requests = RowSettings(case.requests.draws, case.requests.adjustments)
         with Operations() as plain:
             case.run(tile=256)
         counts.append(everything.count - plain.count)
@@ -286,7 +286,7 @@ def test_skipping_the_unlikely_is_bounded(borders, dtype, monkeypatch):
     # Rows of all kinds: flat, and peaked on some id.
     rows = weight[torch.randint(0, vocab, (n,), generator=generator)].float()
     rows = (rows * torch.linspace(0.0, 3.0, n)[:, None]).to(dtype)
-    requests = RowRequests(random_draws(n, generator)._replace(temperature=torch.full((n,), 0.4)))
+    requests = RowSettings(random_draws(n, generator)._replace(temperature=torch.full((n,), 0.4)))
     skipped = []
 
     def run(head: Any) -> tuple[RowResults, RowResults]:

@@ -15,10 +15,10 @@ from attention_kernels.testing import make_adjustments
 from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.row_requests import filtered_rows, reported_rows, row_draws
+from tests.support.row_settings import filtered_rows, reported_rows, row_draws
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_requests import RowRequests
+from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
@@ -50,7 +50,7 @@ def test_a_token_counts_itself(implementation):
     nothing = torch.zeros(64, 0, dtype=torch.int64)
     wanted = LogprobsRequest(1, nothing, torch.zeros(64, dtype=torch.int32), as_logits=False)
     temperature = torch.rand(64, generator=generator) + 0.5
-    requests = RowRequests(
+    requests = RowSettings(
         row_draws(64), reported=reported_rows(range(64), wanted, None, temperature)
     )
     logprobs = sample_rows(head, logits, requests, 100).logprobs
@@ -76,7 +76,7 @@ def test_logprobs_are_those_of_vllm(implementation, max_examples):
         nothing = torch.zeros(6, 0, dtype=torch.int64)
         wanted = LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw)
         reported = reported_rows(range(6), wanted, temperature=temperature)
-        requests = RowRequests(row_draws(6), reported=reported)
+        requests = RowSettings(row_draws(6), reported=reported)
         ours = sample_rows(identity_head(vocab), logits, requests, vocab, tile_size=12).logprobs
         stock = compute_topk_scores(
             (logits / temperature[:, None]).contiguous(), 4, logits.argmax(-1), logits_mode=raw
@@ -95,7 +95,7 @@ def test_min_p_of_one_draws_the_argmax(implementation):
     head = output_head(torch.eye(vocab), 30.0)
     draws = row_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
     filtered = filtered_rows(range(rows), CandidateFilters(None, None, torch.ones(rows)))
-    requests = RowRequests(draws, filtered=filtered)
+    requests = RowSettings(draws, filtered=filtered)
     results = sample_rows(head, logits, requests, vocab)
     assert torch.equal(results.candidate, logits.argmax(-1))
     # Nothing else is kept.
@@ -168,7 +168,7 @@ def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, us
         "min_p": torch.rand(len(some), generator=generator) * 0.3,
     }
     filters = CandidateFilters(*(values[name] if name in used else None for name in values))
-    requests = RowRequests(draws, adjustments, filtered_rows(some, filters) if used else None)
+    requests = RowSettings(draws, adjustments, filtered_rows(some, filters) if used else None)
 
     logits = torch.tanh(rows @ weight.T / 5.0) * 5.0
     logits = adjustments.apply(logits, torch.arange(vocab)).double()

@@ -7,7 +7,7 @@ from vllm.lora.request import LoRARequest
 
 
 class AdapterLoad(LoRARequest):
-    """One load of an adapter: vLLM's description, of which two loads of one name are two.
+    """A ``LoRARequest`` that is unequal to another load of the same name.
 
     The model runner collects a pass's adapters in a set. Where an adapter was unloaded and loaded again
     while requests ran, a pass has two of one name: as one, rows of the other would have no adapter.

@@ -69,7 +69,7 @@ def _inside(index: np.ndarray, chunk: slice) -> slice:
 
 
 @dataclass(frozen=True)
-class RowRequests:
+class RowSettings:
     """Settings of the canvas rows of a pass.
 
     Attributes:
@@ -86,9 +86,9 @@ class RowRequests:
     reported: ReportedRows | None = None
     num_likeliest: int = 0
 
-    def within(self, chunk: slice) -> RowRequests:
+    def within(self, chunk: slice) -> RowSettings:
         """Settings of some of the rows."""
-        return RowRequests(
+        return RowSettings(
             self.draws.rows(chunk),
             None if self.adjustments is None else self.adjustments.rows(chunk),
             None if self.filtered is None else self.filtered.within(chunk),

@@ -14,7 +14,7 @@ from tests.support.heads import output_head
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.row_requests import FilteredRows, ReportedRows, RowRequests
+from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
 
@@ -67,7 +67,7 @@ class Case:
         # Rows with a filter, with log-probabilities, with both and with neither, at both ends.
         filtered, reported = [0, 1, 2, 4, 5, 7, 8, 9], [1, 2, 3, 4, 8, 11]
         f, r = len(filtered), len(reported)
-        self.requests = RowRequests(
+        self.requests = RowSettings(
             draws._replace(
                 temperature=torch.rand(n, generator=generator) + 0.3,
                 request_temperature=temperatures,
