@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from attention_kernels.canvas_attention import (
     AttentionOptions,
@@ -221,6 +221,20 @@ def choose(backend=None, attention="auto"):
     register_attention()
     choose_attention(config)
     return config.attention_config.backend.name
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_another_plugin_s_slot():
+    """A back end that another plugin registered under CUSTOM stays there, and is refused by its name."""
+    assert choose() == "CUSTOM"
+    ours = AttentionBackendEnum.CUSTOM.get_path()
+    register_backend(AttentionBackendEnum.CUSTOM, "another.plugin.Backend")
+    try:
+        with pytest.raises(ValueError, match=r"another\.plugin\.Backend.*leave that plugin out"):
+            choose()
+    finally:
+        register_backend(AttentionBackendEnum.CUSTOM, ours)
+    assert choose() == "CUSTOM"
 
 
 @pytest.mark.usefixtures("on_a_gpu")
