@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
@@ -15,6 +14,7 @@ from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue,
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
 from vllm_diffusion.requests.arguments import Shown, arguments_of
 from vllm_diffusion.requests.engine_message import check_decodable
+from vllm_diffusion.requests.refusal import refuse
 
 # Attribute of an output that holds the steps which decided its tokens.
 STEP_MAP = "diffusion_step_map"
@@ -149,20 +149,16 @@ def _with_inbox(stock: Any) -> Any:
         shown = arguments_of(params).shown
         inbox = open_inbox()
         if shown.frame_interval and inbox is None:
-            raise VLLMValidationError(
-                f"diffusion_frames {WHERE_FRAMES_ARE}",
-                parameter="diffusion_frames",
-                value=shown.frame_interval,
-            )
+            refuse("diffusion_frames", WHERE_FRAMES_ARE, shown.frame_interval)
         prompt_index = 0
         if inbox is not None:
             inbox.num_answers += 1
             if shown.frame_interval and inbox.num_answers > MOST_WATCHED_ANSWERS:
-                raise VLLMValidationError(
-                    f"diffusion_frames shows at most {MOST_WATCHED_ANSWERS} answers of one request; "
-                    "lower n or the number of prompts.",
-                    parameter="diffusion_frames",
-                    value=shown.frame_interval,
+                refuse(
+                    "diffusion_frames",
+                    f"shows at most {MOST_WATCHED_ANSWERS} answers of one request; lower n or the "
+                    "number of prompts.",
+                    shown.frame_interval,
                 )
             prompt_index = inbox.prompt_index(request.external_req_id)
             inbox.prompts[prompt_index] = request.prompt_token_ids or []

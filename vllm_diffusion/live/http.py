@@ -26,6 +26,7 @@ from vllm_diffusion.live.inbox import Inbox
 from vllm_diffusion.live.parsed import ParsedAnswers
 from vllm_diffusion.live.watch import items_of
 from vllm_diffusion.requests.arguments import parse_shown
+from vllm_diffusion.requests.refusal import refuse
 from vllm_diffusion.requests.refused_streams import ending_with_refusal
 
 _WHERE_TRACES_ARE = (
@@ -191,9 +192,7 @@ def _read_diffusing(request: Any) -> None:
     if diffusing:
         request.vllm_xargs = {"diffusion_frames": 1, **(request.vllm_xargs or {})}
     if request.stream and (request.vllm_xargs or {}).get(TRACE):
-        raise VLLMValidationError(
-            f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=request.vllm_xargs[TRACE]
-        )
+        refuse(TRACE, _WHERE_TRACES_ARE, request.vllm_xargs[TRACE])
 
 
 def _refuse_frames(request: Any) -> None:
@@ -210,11 +209,9 @@ def _refuse_frames(request: Any) -> None:
         asked["diffusion_frames"] = xargs.get("diffusion_frames")
     for field, value in asked.items():
         if value:
-            raise VLLMValidationError(f"{field} {WHERE_FRAMES_ARE}", parameter=field, value=value)
+            refuse(field, WHERE_FRAMES_ARE, value)
     if isinstance(xargs, dict) and xargs.get(TRACE):
-        raise VLLMValidationError(
-            f"{TRACE} {_WHERE_TRACES_ARE}", parameter=TRACE, value=xargs[TRACE]
-        )
+        refuse(TRACE, _WHERE_TRACES_ARE, xargs[TRACE])
 
 
 async def _noting(outputs: AsyncIterator[Any], last: list[Any]) -> AsyncGenerator[Any, None]:
