@@ -2,8 +2,10 @@
 
     python benchmarks/bench_serve.py                       # one NVIDIA GPU: the 26B shape, dummy weights, FP8
     python benchmarks/bench_serve.py --model PATH --concurrency 1 8
+    python benchmarks/bench_serve.py --model benchmarks/configs/sdar-8b --sides ours --steps 2
 
-Three servers take turns: ours, stock as it comes, and stock tuned; each answers every ``--concurrency``.
+Three servers take turns: ours, stock as it comes, and stock tuned; each answers every ``--concurrency``
+with prompts of every ``--input-len``. Families that stock does not have are served by ours alone.
 Each canvas takes exactly ``--steps`` denoising steps and answers ignore their end, so that all do the
 same work. Without a GPU the shipped checkpoint is served at small settings, which shows that the
 script works and nothing else. ``bench_routing.py`` says which experts such answers touch.
@@ -45,6 +47,8 @@ SIDES: dict[str, tuple[dict[str, str], list[str]]] = {
     "tuned": (STOCK, TUNED),
 }
 LOG_CHARACTERS = 4000
+# Tokens of a prompt, and requests at once.
+Run = tuple[int, int]
 
 
 def sweep(side: str, folder: Path, options: argparse.Namespace) -> None:
@@ -53,8 +57,7 @@ def sweep(side: str, folder: Path, options: argparse.Namespace) -> None:
     Results are ``OUT/SIDE/*/summary.json``, and what was printed is ``OUT/SIDE.log``.
     """
     environment, arguments = SIDES[side]
-    if side == "ours":
-        arguments = shlex.split(options.ours_options)
+    arguments = [*arguments, *shlex.split(options.options)]
     address = ["--host", "127.0.0.1", "--port", str(free_port())]
     load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
     serve = [*VLLM, "serve", str(folder), *address, "--served-model-name", "model"]
@@ -62,17 +65,17 @@ def sweep(side: str, folder: Path, options: argparse.Namespace) -> None:
     serve += ["--limit-mm-per-prompt", NO_IMAGES, *arguments]
     # Stock refuses any temperature but 1.
     bench = [*VLLM, "bench", "serve", *address, "--model", "model", "--tokenizer", str(folder)]
-    bench += ["--dataset-name", "random", "--random-input-len", str(options.input_len)]
-    bench += ["--random-output-len", str(options.output_len)]
+    bench += ["--dataset-name", "random", "--random-output-len", str(options.output_len)]
     bench += ["--ignore-eos", "--temperature", "1", "--disable-tqdm"]
     asked = [
         {
+            "random_input_len": length,
             "max_concurrency": clients,
             "num_prompts": max(4 * clients, options.prompts),
             "num_warmups": clients,
             "seed": clients,
         }
-        for clients in options.concurrency
+        for length, clients in options.runs
     ]
     parameters = options.out / "bench_params.json"
     parameters.write_text(json.dumps(asked))
@@ -90,38 +93,47 @@ def sweep(side: str, folder: Path, options: argparse.Namespace) -> None:
         )
 
 
-def read(out: Path, side: str, concurrency: list[int]) -> dict[int, dict[str, Any]]:
-    """One side's results by the number of requests at once.
+def read(out: Path, side: str, runs: list[Run]) -> dict[Run, dict[str, Any]]:
+    """One side's results by the length of prompts and the number of requests at once.
 
     Raises:
         ValueError: If a result is missing, or a request failed.
     """
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[Run, dict[str, Any]] = {}
     for path in (out / side).glob("*/summary.json"):
         (run,) = json.loads(path.read_text())
-        found[run["max_concurrency"]] = run
+        found[run["random_input_len"], run["max_concurrency"]] = run
     log = out / f"{side}.log"
-    for clients in concurrency:
-        if clients not in found:
+    for length, clients in runs:
+        if (length, clients) not in found:
             tail = log.read_text(errors="replace")[-LOG_CHARACTERS:]
-            raise ValueError(f"{tail}\n{side} did not answer {clients} at once; its log is {log}.")
-        run = found[clients]
+            raise ValueError(
+                f"{tail}\n{side} did not answer {clients} at once with prompts of {length}; its log "
+                f"is {log}."
+            )
+        run = found[length, clients]
         if run["failed"] or run["completed"] != run["num_prompts"]:
             count = f"{run['failed']} of {run['num_prompts']}"
             raise ValueError(f"{side} at {clients}: {count} requests failed; see {log}.")
     return found
 
 
-def row(side: str, clients: int, run: dict[str, Any], steps: int, log: str) -> dict[str, Any]:
+def row(
+    side: str, asked: Run, run: dict[str, Any], options: argparse.Namespace, log: str
+) -> dict[str, Any]:
     """One line of the table.
 
     ``ms_a_pass`` is known where one request runs at a time: a canvas comes as one chunk, after the
     passes of its order. Stock takes a pass of its own for a finished canvas.
     """
-    passes = steps if side == "ours" else steps + 1
+    length, clients = asked
+    passes = options.steps if side == "ours" else options.steps + 1
     return {
+        "model": options.model.name,
+        "drafted": "--speculative-config" in options.options,
         "side": side,
         "attention": attention_of(log),
+        "input": length,
         "requests": clients,
         "tokens_a_second": round(run["output_throughput"], 1),
         "ms_to_first": round(run["median_ttft_ms"], 1),
@@ -161,17 +173,18 @@ def main(argv: list[str] | None = None) -> None:
         "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32] if ON_GPU else [1, 2, 4]
     )
     parser.add_argument("--steps", type=int, default=16, help="denoising steps of a canvas")
-    parser.add_argument("--input-len", type=int, default=length, help="tokens")
+    parser.add_argument("--input-len", type=int, nargs="+", default=[length], help="tokens")
     parser.add_argument("--output-len", type=int, default=length, help="tokens")
     parser.add_argument("--max-model-len", type=int, default=4096 if ON_GPU else 1024)
     parser.add_argument("--prompts", type=int, default=16 if ON_GPU else 4, help="at the least")
-    parser.add_argument("--ours-options", default="", help="options of our own server")
+    parser.add_argument("--options", default="", help="further options of each server")
     parser.add_argument("--start-seconds", type=int, default=1800)
     parser.add_argument("--out", type=Path, help="folder for logs and results")
     parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args(argv)
     options.out = options.out or Path(tempfile.mkdtemp())
     options.out.mkdir(parents=True, exist_ok=True)
+    options.runs = [(length, n) for length in options.input_len for n in options.concurrency]
     data = DataFile(options.data)
     folder = options.out / "model"
     rows = []
@@ -181,13 +194,13 @@ def main(argv: list[str] | None = None) -> None:
             print(f"serving: {side}", file=sys.stderr)
             sweep(side, folder, options)
             log = (options.out / f"{side}.log").read_text(errors="replace")
-            runs = read(options.out, side, options.concurrency)
-            rows += [row(side, n, runs[n], options.steps, log) for n in options.concurrency]
+            found = read(options.out, side, options.runs)
+            rows += [row(side, run, found[run], options, log) for run in options.runs]
     except ValueError as error:
         sys.exit(str(error))
     print(device_name())
-    for clients in options.concurrency:
-        some = [one for one in rows if one["requests"] == clients]
+    for run in options.runs:
+        some = [one for one in rows if (one["input"], one["requests"]) == run]
         for one in some:
             data.add("serving", **one)
             print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in one.items()))

@@ -57,7 +57,7 @@ def prepare(source: Path, target: Path, steps: int) -> None:
     generation.write_text(json.dumps(fix_steps(json.loads(generation.read_text()), steps)))
     if not (target / "tokenizer.json").is_file():
         config = json.loads((target / "config.json").read_text())
-        write_tokenizer(target, config["text_config"]["vocab_size"])
+        write_tokenizer(target, config.get("text_config", config)["vocab_size"])
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # Minutes that an experiment may take with its start.
 MOST_MINUTES = 8
 # Minutes that all of them take together where they take what is expected.
-ALL_MINUTES = 30
+ALL_MINUTES = 45
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Needs:
 
 
 SERVES = Needs(vllm=True)
+CHECKPOINTS = "vllm_diffusion/checkpoints"
+# Of a target that is not a diffusion model, whose steps nothing fixes.
+TARGET = f"--model {CHECKPOINTS}/tiny_qwen3 --sides ours"
 ANYWHERE = Needs(gpu=False)
 # vLLM on its CPU platform.
 ENGINE = Needs(gpu=False, vllm=True)
@@ -73,8 +76,30 @@ def _serving(side: str, answers: str) -> Experiment:
     script = f"bench_serve.py --sides {side} --out {{out}} --start-seconds 360"
     # 27 GB of weights, the cache, and room for the graphs.
     needs = Needs(vllm=True, memory_gib=40)
-    full, toy = f"{script} --concurrency 1 8", f"{script} --concurrency 1 --prompts 2 --steps 4"
-    return Experiment(f"serving-{side}", answers, full, toy, 3.5, 8, needs, ENGINE)
+    lengths = "--input-len 4096 --output-len 1024 --max-model-len 6144 --prompts 8"
+    full = f"{script} --concurrency 1 8 32 {lengths}"
+    toy = f"{script} --concurrency 1 --prompts 2 --steps 4"
+    return Experiment(f"serving-{side}", answers, full, toy, 4, 8, needs, ENGINE)
+
+
+def _shape(
+    name: str, answers: str, model: str, options: str, *, toy: str = "", expected: float = 2.5
+) -> Experiment:
+    """A shape of another family, whose toy is the shipped SDAR unless ``toy`` names another."""
+    script = f"bench_serve.py --out {{out}} --start-seconds 360 {options}"
+    toy = toy or f"--model {CHECKPOINTS}/tiny_sdar --sides ours --steps 2"
+    full = f"{script} --model benchmarks/configs/{model}"
+    small = f"bench_serve.py --out {{out}} --concurrency 1 --prompts 2 {toy}"
+    needs = Needs(vllm=True, memory_gib=40)
+    return Experiment(name, answers, full, small, expected, 8, needs, ENGINE)
+
+
+def _draft(folder: str) -> str:
+    """Options of a server whose draft is a folder's, for a block of 16 or of the toy's 8."""
+    method = "--speculative-config.method dflash"
+    tokens = 7 if folder.startswith(CHECKPOINTS) else 15
+    count = f"--speculative-config.num_speculative_tokens {tokens}"
+    return f"--options='{method} --speculative-config.model {folder} {count}'"
 
 
 def _format(name: str, memory_gib: int) -> Experiment:
@@ -93,6 +118,45 @@ EXPERIMENTS = (
         "gpu/probe.py",
         expected=0.6,
         limit=3,
+    ),
+    _serving("ours", "tokens a second and first tokens, at 1, 8 and 32 requests"),
+    _serving("stock", "the same of stock vLLM as it comes"),
+    _serving("tuned", "the same of stock vLLM, tuned"),
+    _shape(
+        "llada2.2",
+        "the first block behind a long prompt, and a pass there",
+        "llada2.2-mini",
+        "--sides ours --steps 8 --concurrency 1 --prompts 2 --output-len 256 "
+        "--input-len 8192 32768 122000 --max-model-len 131072",
+    ),
+    _shape(
+        "llada2.1",
+        "tokens a second of blocks of 32 and a mixture of experts, at 1 and 16 requests",
+        "llada2.1-mini",
+        "--sides ours --steps 8 --concurrency 1 16 --prompts 4",
+    ),
+    _shape(
+        "sdar",
+        "tokens a second of blocks of 4 and dense layers, at 1 and 16 requests",
+        "sdar-8b",
+        "--sides ours --steps 2 --concurrency 1 16 --prompts 4",
+    ),
+    _shape(
+        "draft",
+        "what a step with a DFlash draft takes, ours and stock's, where nothing is accepted",
+        "qwen3-8b",
+        "--sides ours stock --concurrency 1 --prompts 4 --output-len 256 "
+        + _draft("benchmarks/configs/qwen3-8b-dflash"),
+        toy=f"{TARGET} {_draft(f'{CHECKPOINTS}/tiny_qwen3_dflash')}",
+        expected=4,
+    ),
+    _shape(
+        "draft-none",
+        "what a step without a draft takes",
+        "qwen3-8b",
+        "--sides ours --concurrency 1 --prompts 4 --output-len 256",
+        toy=TARGET,
+        expected=2,
     ),
     Experiment(
         "counters",
@@ -155,9 +219,6 @@ EXPERIMENTS = (
         expected=1,
         limit=4,
     ),
-    _serving("ours", "tokens a second and first tokens, at 1 and 8 requests"),
-    _serving("stock", "the same of stock vLLM as it comes"),
-    _serving("tuned", "the same of stock vLLM, tuned"),
     Experiment(
         "order",
         "what a pass costs in the synchronous order and in the other, by which a start chooses",

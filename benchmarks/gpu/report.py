@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import predictions
 import results
 from experiments import EXPERIMENTS
 from machine import ROOT
@@ -81,6 +82,7 @@ class Figure:
         value: Its value in these rows.
         least: The target that a value has to reach.
         most: The target that a value may not exceed.
+        predicted: The value that counts foretell of an H100; ``None`` where they foretell none.
     """
 
     text: str
@@ -88,6 +90,7 @@ class Figure:
     value: Value
     least: float | None = None
     most: float | None = None
+    predicted: float | None = None
 
     @property
     def target(self) -> str:
@@ -128,7 +131,10 @@ def _attention() -> Iterator[Figure]:
         for peer in (*peers, "rows-64" if layer == "sliding" else "keys-16"):
             text = f"attention, {layer} layer, requests of {context} tokens: {requests}; {peer} over ours"
             value = cell("of_ours", table="attention", which=peer, **shape)
-            yield Figure(text, "attention", value)
+            whose = {"stock-triton": "stock", "stock-fa4": "FlashAttention-4"}
+            whose["cute"] = whose["stock-fa4"]
+            counted = predictions.attention_over_ours(layer, whose.get(peer, peer))
+            yield Figure(text, "attention", value, predicted=counted)
 
 
 def _sampling() -> Iterator[Figure]:
@@ -161,16 +167,24 @@ def _sampling() -> Iterator[Figure]:
 def _serving() -> Iterator[Figure]:
     """Tokens a second and times to the first token beside stock's, and formats' speeds."""
     sides = "serving-ours serving-stock serving-tuned"
-    for n, least in ((1, 1.1), (8, 2)):
+    gemma = predictions.GEMMA
+    for n, least in ((1, 1.1), (8, 2), (32, 2.5)):
         value = over_stock("tokens_a_second", max, n)
         text = f"tokens a second, requests: {n}; over the better stock"
-        yield Figure(text, sides, value, least=least)
-    for n in (1, 8):
+        yield Figure(text, sides, value, least=least, predicted=gemma.over_stock(n))
+        value = cell("tokens_a_second", table="serving", side="ours", requests=n)
+        text = f"tokens a second, requests: {n}"
+        yield Figure(text, "serving-ours", value, predicted=gemma.tokens_a_second(n))
+    for n in (1, 8, 32):
         value = over_stock("ms_to_first", min, n)
         text = f"median time to the first token, requests: {n}; over the better stock"
         yield Figure(text, sides, value, most=1)
+    value = cell("ms_to_first", table="serving", side="ours", requests=1)
+    text = "median time to the first token, requests: 1, ms"
+    yield Figure(text, "serving-ours", value, predicted=gemma.first_ms())
     value = cell("ms_a_pass", table="serving", side="ours", requests=1)
-    yield Figure("a pass at 1 request, ms", "serving-ours", value, most=6.5)
+    text = "a pass at 1 request, ms"
+    yield Figure(text, "serving-ours", value, most=6.5, predicted=gemma.pass_ms())
     fp8, nvfp4 = (
         {"table": "formats", "which": f"{name}, diffusion"}
         for name in ("fp8-dynamic", "nvfp4-weights")
@@ -193,7 +207,50 @@ def _serving() -> Iterator[Figure]:
         yield Figure(f"tuned experts at {n} rows, FP8: time before over after", "experts", value)
 
 
+def _families() -> Iterator[Figure]:
+    """What masked families and a draft take, in shapes of published checkpoints."""
+    ours = {"table": "serving", "side": "ours"}
+    for tokens in predictions.LONG_PROMPTS:
+        expected = predictions.long_prompt(tokens)
+        for column, text, predicted in (
+            ("ms_to_first", "ms to the first block", expected.first_ms()),
+            ("ms_a_pass", "ms a pass", expected.pass_ms()),
+        ):
+            value = cell(column, model="llada2.2-mini", input=tokens, requests=1, **ours)
+            text = f"LLaDA2.2-mini, a prompt of {tokens}: {text}"
+            yield Figure(text, "llada2.2", value, predicted=predicted)
+    for name, experiment, serving in (
+        ("llada2.1-mini", "llada2.1", predictions.LLADA),
+        ("sdar-8b", "sdar", predictions.SDAR),
+    ):
+        for n in (1, 16):
+            value = cell("tokens_a_second", model=name, requests=n, **ours)
+            text = (
+                f"{name}, {serving.canvas // serving.steps} tokens a step: tokens a second at {n}"
+            )
+            yield Figure(text, experiment, value, predicted=serving.tokens_a_second(n))
+    drafted, alone = (
+        {"table": "serving", "model": "qwen3-8b", "requests": 1, "drafted": drafted}
+        for drafted in (True, False)
+    )
+    ours_drafted = cell("tokens_a_second", side="ours", **drafted)
+    yield Figure(
+        "Qwen3-8B with a DFlash draft of which nothing is accepted: tokens a second over without it",
+        "draft draft-none",
+        ratio(ours_drafted, cell("tokens_a_second", side="ours", **alone)),
+        predicted=predictions.with_draft_over_without(),
+    )
+    yield Figure(
+        "the same draft: tokens a second over stock's",
+        "draft",
+        ratio(ours_drafted, cell("tokens_a_second", side="stock", **drafted)),
+        predicted=1,
+    )
+
+
 FIGURES = (
+    *_serving(),
+    *_families(),
     Figure(
         "attention, statistics and noise of the Triton kernels, executed: wrong ones",
         "kernels",
@@ -214,7 +271,6 @@ FIGURES = (
         most=0.02,
     ),
     *_sampling(),
-    *_serving(),
 )
 
 
@@ -252,7 +308,8 @@ def states(origin: Origin, found: Found) -> str:
 def table(groups: list[tuple[Origin, Found]]) -> str:
     """Every figure with what GPUs measured of it, each where it was measured; and what ran."""
     groups = [group for group in groups if is_measured(group[0])]
-    lines = ["", "| figure | target | experiment | measured |", "|---|---|---|---|"]
+    header = ["figure", "target", "predicted, H100", "experiment", "measured"]
+    lines = ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for figure in FIGURES:
         measured = [
             f"{value} ({origin.machine['gpu']}, {origin.commit[:7]})"
@@ -260,8 +317,9 @@ def table(groups: list[tuple[Origin, Found]]) -> str:
             if (value := figure.measured(found)) is not None
         ]
         names = ", ".join(f"`{name}`" for name in figure.experiments.split())
+        predicted = "" if figure.predicted is None else f"{figure.predicted:.3g}"
         said = "; ".join(measured) or "open"
-        lines.append(f"| {figure.text} | {figure.target} | {names} | {said} |")
+        lines.append(f"| {figure.text} | {figure.target} | {predicted} | {names} | {said} |")
     return "\n".join([*lines, "", *(states(*group) for group in groups), ""])
 
 

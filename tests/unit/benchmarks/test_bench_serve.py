@@ -20,6 +20,7 @@ def write_run(out: Path, side: str, **changes: Any) -> None:
     speed, first = SPEEDS[side]
     run = {
         "max_concurrency": 1,
+        "random_input_len": 64,
         "output_throughput": speed,
         "median_ttft_ms": first,
         "failed": 0,
@@ -39,6 +40,7 @@ def test_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_serve, "prepare", lambda *_: None)
     data = tmp_path / "rows.jsonl"
     options = ["--out", str(tmp_path), "--data", str(data), "--concurrency", "1"]
+    options += ["--input-len", "64"]
     bench_serve.main([*options, "--steps", "16"])
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     assert [row["side"] for row in rows] == ["ours", "stock", "tuned"]
@@ -57,9 +59,9 @@ def test_failed_requests_are_refused(tmp_path):
     """A side that dropped requests has no speed, nor has one that did not answer."""
     write_run(tmp_path, "stock", failed=1)
     with pytest.raises(ValueError, match="stock at 1: 1 of 4 requests failed"):
-        bench_serve.read(tmp_path, "stock", [1])
+        bench_serve.read(tmp_path, "stock", [(64, 1)])
     with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock did not answer 8 at once"):
-        bench_serve.read(tmp_path, "stock", [8])
+        bench_serve.read(tmp_path, "stock", [(64, 8)])
 
 
 def test_folder_of_a_config(tmp_path):

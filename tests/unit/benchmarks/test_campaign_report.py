@@ -59,13 +59,13 @@ def test_figures_are_those_of_the_rows():
     """Against the better stock of each; a target is met or missed, and the rest is open."""
     found = group(H200, serving_ours=OURS, serving_stock=STOCK, serving_tuned=TUNED)
     said = report.table([found])
-    assert "requests: 1; over the better stock | at least 1.1 | `serving-ours`" in said
+    assert "requests: 1; over the better stock | at least 1.1 | 1.13 | `serving-ours`" in said
     assert "| 1.25, met (NVIDIA H200, aaaaaaa) |" in said
-    assert "requests: 8; over the better stock | at least 2 |" in said
+    assert "requests: 8; over the better stock | at least 2 | 1.27 |" in said
     assert "| 1.25, **missed** (NVIDIA H200, aaaaaaa) |" in said
     assert said.count("| 1.2, **missed** (NVIDIA H200, aaaaaaa) |") == 2
-    assert "| a pass at 1 request, ms | at most 6.5 | `serving-ours` | 6, met" in said
-    assert said.count("| open |") == len(report.FIGURES) - 5
+    assert "| a pass at 1 request, ms | at most 6.5 | 9.91 | `serving-ours` | 6, met" in said
+    assert said.count("| open |") == len(report.FIGURES) - 8
 
 
 def test_attention_is_compared_where_the_peer_computes_the_same():
@@ -74,7 +74,7 @@ def test_attention_is_compared_where_the_peer_computes_the_same():
     row |= {"which": "stock-triton", "anchor": "query", "of_ours": 1.5}
     said = report.table([group(H200, attention=[row])])
     text = "sliding layer, requests of 1024 tokens: 1; stock-triton over ours"
-    assert f"{text} | none | `attention` | 1.5" in said
+    assert f"{text} | none | 5.89 | `attention` | 1.5" in said
     assert said.count("| open |") == len(report.FIGURES) - 1
 
 
