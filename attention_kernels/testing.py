@@ -1,14 +1,10 @@
-"""Inputs, error budgets and a memory count that tests and benchmarks share."""
+"""Inputs and error budgets that tests and benchmarks share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
@@ -221,85 +217,3 @@ def assert_within_error_budget(
 def _positions(blocks: Tensor, block_size: int) -> Tensor:
     """Slots of these blocks in a cache flattened over blocks and positions."""
     return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
-
-
-def walk_key_tiles(
-    first: int, end: int, cut: int, whole: int, has_left: bool
-) -> list[tuple[int, bool]]:
-    """List (key tile, true if it is masked) in the order of FlashAttention-4's loops.
-
-    Args:
-        first: First key tile to visit.
-        end: One past the last.
-        cut: From this tile on, some row may not see a tile's end.
-        whole: From this tile on, every row sees a tile's start.
-        has_left: True if there is a window on the left.
-
-    Returns:
-        The tiles from the last to the first: one masked tile, masked tiles down to ``cut``,
-        unmasked tiles down to ``whole`` and, with a left window, masked tiles to the end.
-    """
-    tiles = [(end - 1, True)]
-    remaining = end - 1
-    tiles += [(tile, True) for tile in range(remaining - 1, cut - 1, -1)]
-    remaining = min(remaining, cut)
-    tiles += [(tile, False) for tile in range(remaining - 1, whole - 1, -1)]
-    if has_left:
-        remaining = min(remaining, whole)
-        tiles += [(tile, True) for tile in range(remaining - 1, first - 1, -1)]
-    return tiles
-
-
-class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that are alive at once, counted from every operation inside it.
-
-    What an operation allocates and frees within itself is not seen.
-
-    Attributes:
-        peak: Most bytes of such tensors alive after an operation.
-        largest_float32: Elements of the largest float32 tensor.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self.largest_float32 = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Of ``_alive``, some of which may be dead by now.
-        self._at_most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            storage = leaf.untyped_storage()
-            if storage._cdata not in given:
-                self._add(storage)
-                if leaf.dtype == torch.float32:
-                    self.largest_float32 = max(self.largest_float32, leaf.numel())
-        if self._at_most > self.peak:
-            self._forget_dead()
-            self.peak = max(self.peak, self._at_most)
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        # A dead one may have been at the same address.
-        _, before = self._alive.get(storage._cdata, (None, 0))
-        self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
-        self._at_most += storage.nbytes() - before
-
-    def _forget_dead(self) -> None:
-        self._alive = {
-            key: (ref, n)
-            for key, (ref, n) in self._alive.items()
-            if not ref.expired()  # type: ignore[no-untyped-call]
-        }
-        self._at_most = sum(n for _, n in self._alive.values())

@@ -38,8 +38,8 @@ from timing import device as the_device
 from timing import device_name, milliseconds
 from torch import Tensor
 
-from attention_kernels.testing import TensorMemory
 from attention_kernels.vocab_statistics import RowDraws
+from tests.support.kernel_checks import TensorMemory
 from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest

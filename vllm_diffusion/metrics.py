@@ -21,8 +21,6 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_diffusion.startup.environment import environment_flags
-
 # Attribute of an output that holds what was reported of its answer.
 ANSWER = "diffusion_answer"
 
@@ -273,12 +271,8 @@ class DiffusionStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config
-        self._is_diffusion = bool(
-            model_config is not None
-            and model_config.is_diffusion
-            # The stock scheduler has none of these counts.
-            and not environment_flags().disabled
-        )
+        # Another scheduler than ours has none of these counts.
+        self._is_diffusion = hasattr(model_config, "canvas_spec")
         if not self._is_diffusion:
             return
         self._instruments = instruments()

@@ -73,18 +73,17 @@ def _register_shared() -> Exception | None:
         from vllm.tool_parsers import ToolParserManager
 
         from vllm_diffusion.requests import validation
-        from vllm_diffusion.scheduling import engine_seam
-        from vllm_diffusion.startup import early_options, refusals
+        from vllm_diffusion.startup import early_options, engine_process, refusals
         from vllm_diffusion.startup.attention import register_attention
-        from vllm_diffusion.weights.adapters import door
+        from vllm_diffusion.weights.adapters import early_checks
 
         register_attention()
         refusals.install()
         validation.install()
-        door.note_command_line()
+        early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         early_options.install([family.architecture for family in FAMILIES], _by_model_type())
-        engine_seam.ask_for_no_drafts()
+        engine_process.ask_for_no_drafts()
         _register_weight_transfer()
     except Exception as error:
         return error
@@ -122,11 +121,11 @@ def _register_weight_transfer() -> None:
         WeightTransferTrainerFactory,
     )
 
-    from vllm_diffusion.scheduling import engine_seam
     from vllm_diffusion.weights.served_weights import check_transfers
     from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
+    from vllm_diffusion.weights.worker_answers import collect_all_answers
 
-    engine_seam.hear_all_workers()
+    collect_all_answers()
     check_transfers()
     for factory, path in (
         (WeightTransferEngineFactory, _WEIGHT_TRANSFER_WORKER),

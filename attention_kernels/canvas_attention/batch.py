@@ -171,52 +171,6 @@ class Sequences:
         shape = (num_seqs, self.block_table.shape[1])
         _check_int32("block_table", self.block_table, shape, query.device)
 
-    def check_values(self, num_tokens: int, cache: PagedCache) -> None:
-        """Refuse values that disagree; they lie on the device, so this waits for it.
-
-        Args:
-            num_tokens: Rows of the query, padding included.
-            cache: The cache that the sequences lie in.
-
-        Raises:
-            ValueError: Naming the first sequence that breaks a rule.
-        """
-        starts = self.query_start_loc.tolist()
-        if starts[0] != 0 or sorted(starts) != starts or starts[-1] > num_tokens:
-            raise ValueError(
-                f"query_start_loc={starts} must rise from 0 to at most num_tokens={num_tokens}."
-            )
-        num_blocks, block_size = cache.key.shape[:2]
-        table = self.block_table
-        for seq, (seq_len, causal) in enumerate(
-            zip(self.seq_lens.tolist(), self.causal_rows.tolist(), strict=True)
-        ):
-            query_len = starts[seq + 1] - starts[seq]
-            if not 0 <= causal <= query_len:
-                raise ValueError(
-                    f"causal_rows[{seq}]={causal} must be between 0 and the {query_len} query rows "
-                    "of that sequence."
-                )
-            used = -(-seq_len // block_size)
-            if seq_len < 0 or (0 < seq_len < query_len) or used > table.shape[1]:
-                raise ValueError(
-                    f"seq_lens[{seq}]={seq_len} must be 0, or between the {query_len} query rows of "
-                    f"that sequence and the {table.shape[1] * block_size} keys of block_table."
-                )
-            blocks = table[seq, :used]
-            if used and not bool(((blocks >= 0) & (blocks < num_blocks)).all()):
-                raise ValueError(
-                    f"block_table[{seq}]={blocks.tolist()} must hold blocks from 0 to "
-                    f"{num_blocks - 1}."
-                )
-        if self.row_spans is not None:
-            live = self.row_spans[: starts[-1]]
-            if bool((live[:, 0] > live[:, 1]).any()):
-                row = int((live[:, 0] > live[:, 1]).nonzero()[0])
-                raise ValueError(
-                    f"row_spans[{row}]={live[row].tolist()} must be [start, end) with start <= end."
-                )
-
 
 @dataclass(frozen=True)
 class Window:

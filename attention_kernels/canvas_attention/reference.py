@@ -52,30 +52,6 @@ def canvas_attention_reference(
             )
 
 
-def visibility_mask(
-    query_len: int,
-    seq_len: int,
-    causal_rows: int,
-    window: Window = Window(),  # noqa: B008 (frozen)
-    *,
-    row_spans: Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Compute which keys each query row of one sequence sees, bool ``[query_len, seq_len]``.
-
-    Args:
-        query_len: Query rows; they are the last of the ``seq_len`` keys.
-        seq_len: Keys of the sequence.
-        causal_rows: Leading query rows that attend causally; the rest is the canvas.
-        window: Window of keys that a row sees around its anchor.
-        row_spans: [query_len, 2], key interval of the image that a row lies in.
-        device: Device of the mask.
-    """
-    lower, upper = row_bounds(query_len, seq_len, causal_rows, window, device)
-    spans = None if row_spans is None else causal_spans(row_spans, seq_len, causal_rows)
-    return _visible(lower, upper, spans, 0, seq_len)
-
-
 def row_bounds(
     query_len: int,
     seq_len: int,

@@ -29,7 +29,7 @@ from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
 from tests.support.quantized import QuantizedOracle, quantized_checkpoint
 from vllm_diffusion.startup.refusals import refusal_in
-from vllm_diffusion.weights.adapters import door
+from vllm_diffusion.weights.adapters import early_checks
 
 pytestmark = pytest.mark.engine
 
@@ -472,7 +472,7 @@ def test_start(tmp_path, options, sentence):
     """An adapter of the command line that does not fit is told before a weight is read."""
     # vLLM's command has imported its parser when it loads plugins; this process had not.
     importlib.import_module("vllm.entrypoints.common.cli_args")
-    door.note_command_line()
+    early_checks.note_command_line()
     name = "model.decoder.layers.0.self_attn.q_proj"
     pair = {f"{name}.lora_A": torch.zeros(16, 128), f"{name}.lora_B": torch.zeros(128, 16)}
     write_adapter(tmp_path / "wide", pair, {"r": 16})

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.canvas_attention import PagedCache, Window, plan_canvas_attention
-from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.testing import CanvasBatch, assert_within_error_budget
 from tests.support.canvas_attention import (
     DEVICE,
@@ -20,6 +19,7 @@ from tests.support.canvas_attention import (
     make_batch,
     run,
 )
+from tests.support.kernel_checks import visibility_mask
 
 WINDOWS = {
     "full-canvas": (-1, -1, "canvas"),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
-from attention_kernels.canvas_attention.reference import visibility_mask
 from attention_kernels.testing import assert_within_error_budget
 from tests.support.canvas_attention import (
     DEVICE,
@@ -21,6 +20,7 @@ from tests.support.canvas_attention import (
     make_batch,
     nan_scratch,
 )
+from tests.support.kernel_checks import visibility_mask
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,12 @@ def arguments_of(
     )
 
 
-def attend(*, out=None, impl="auto", check_values=False, **named) -> Tensor:
+def attend(*, out=None, impl="auto", **named) -> Tensor:
     """canvas_attention of tensors and numbers by name."""
     query, cache, sequences, options = arguments_of(**named)
-    if check_values:
-        sequences.check_values(query.shape[0], cache)
     return canvas_attention(query, cache, sequences, options, out=out, impl=impl)
 
 
 def run(batch: CanvasBatch, *, impl, **named) -> Tensor:
     with configured(impl) as name:
-        return attend(**batch.tensors(), impl=name, check_values=True, **named)
+        return attend(**batch.tensors(), impl=name, **named)

@@ -11,7 +11,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
-from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 
@@ -27,9 +26,10 @@ class AttentionVariants(VllmJitKernel[Any]):
         """Launch each variant on a sequence without rows."""
         layer, config = compile_key.layer, compile_key.config
         spec = getattr(config.model_config, "canvas_spec", None)
-        # vLLM's own classes have canvases as free ones.
-        layout = FreeCanvas(0) if spec is None else spec.layout
-        spans = list(layout.warmed_spans(config.model_config.is_mm_prefix_lm))
+        has_images = config.model_config.is_mm_prefix_lm
+        spans = [False, True] if has_images else [False]
+        if spec is not None:
+            spans = list(spec.layout.warmed_spans(has_images))
         # vLLM's own classes say one flag a sequence, whose window follows the row.
         anchor = "query" if spec is None else plugin_settings(config).window_anchor
         layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.requests.arguments import RequestArguments
+from vllm_diffusion.requests.arguments import RequestArguments, arguments_of
+from vllm_diffusion.requests.params import constraining_fields, end_token_ids
 
 # vLLM's own bound on the end tokens of a request.
 MAX_END_TOKENS = 128
@@ -55,6 +57,27 @@ class NewRequest:
     given: Sequence[int] = ()
     end_tokens: Sequence[int] = ()
     is_constrained: bool = False
+
+    @classmethod
+    def of(cls, new_req_data: Any, spec: CanvasSpec) -> NewRequest:
+        """Read a request as vLLM hands it to its model runner.
+
+        Args:
+            new_req_data: The request. One that was preempted comes back with what it generated as
+                part of its prefill; vLLM's warm-up has no sampling parameters.
+            spec: How canvases lie and are decided.
+        """
+        params, known = new_req_data.sampling_params, new_req_data.prefill_token_ids
+        return cls(
+            arguments_of(params),
+            # The scheduler has chosen one for who brings none.
+            seed=(params and params.seed) or 0,
+            prompt_len=new_req_data.prompt_len,
+            num_generated=len(known) - new_req_data.prompt_len,
+            given=known[len(known) - spec.num_given(len(known)) :],
+            end_tokens=end_token_ids(params) if params else (),
+            is_constrained=bool(params and constraining_fields(params)),
+        )
 
 
 @dataclass(frozen=True)

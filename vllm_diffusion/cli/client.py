@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import ssl
-import urllib.request
 from collections.abc import Iterable, Mapping
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_diffusion.cli.values import is_loopback
 
 if TYPE_CHECKING:
+    import httpx
     from openai import OpenAI
     from prometheus_client.samples import Sample
 
@@ -37,8 +34,8 @@ def ask(
     api_key: str | None = None,
     timeout: float,
     is_own: bool = False,
-) -> bytes:
-    """Send one request, and return the answer's body.
+) -> httpx.Response:
+    """Send one request, and return the answer, whatever its status is.
 
     Args:
         url: The whole address. A proxy of the environment is used for other machines only.
@@ -49,28 +46,25 @@ def ask(
         is_own: Whether this process started the server, whose certificate it then takes as it is.
 
     Raises:
-        HTTPError: If the server answers with a status of 400 or more.
-        OSError: If it does not answer.
+        OSError: If there is no answer.
     """
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    data = None if body is None else json.dumps(body).encode()
-    handlers: list[urllib.request.BaseHandler] = []
-    if is_own or is_loopback(urlsplit(url).hostname or ""):
-        handlers.append(urllib.request.ProxyHandler({}))
-    if is_own:
-        context = ssl._create_unverified_context()
-        handlers.append(urllib.request.HTTPSHandler(context=context))
-    opener = urllib.request.build_opener(*handlers)
+    # Commands that ask nobody start without it.
+    import httpx
+
+    is_near = is_own or is_loopback(urlsplit(url).hostname or "")
     try:
-        with opener.open(
-            urllib.request.Request(url, data, headers, method=method), timeout=timeout
-        ) as answer:
-            content: bytes = answer.read()
-    except HTTPException as error:
-        raise OSError(f"{type(error).__name__} {error}") from error
-    return content
+        return httpx.request(
+            method,
+            url,
+            json=body,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            timeout=timeout,
+            verify=not is_own,
+            trust_env=not is_near,
+            follow_redirects=True,
+        )
+    except httpx.RequestError as error:
+        raise OSError(str(error) or type(error).__name__) from error
 
 
 def openai_client(url: str, api_key: str | None = None) -> OpenAI:
@@ -104,10 +98,12 @@ def read_metrics(url: str, *, is_own: bool = False) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        text = ask(f"{url}/metrics", timeout=_METRICS_SECONDS, is_own=is_own).decode()
+        answer = ask(f"{url}/metrics", timeout=_METRICS_SECONDS, is_own=is_own)
     except OSError as error:
         raise ServerError(f"{url}/metrics cannot be read: {error}.") from None
-    families = text_string_to_metric_families(text)
+    if not answer.is_success:
+        raise ServerError(f"{url}/metrics cannot be read: HTTP {answer.status_code}.")
+    families = text_string_to_metric_families(answer.text)
     return [sample for family in families for sample in family.samples]
 
 

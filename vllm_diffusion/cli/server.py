@@ -175,10 +175,9 @@ class Server:
 
     def _is_healthy(self) -> bool:
         try:
-            ask(f"{self.url}/health", timeout=_HEALTH_SECONDS, is_own=True)
+            return ask(f"{self.url}/health", timeout=_HEALTH_SECONDS, is_own=True).is_success
         except OSError:
             return False
-        return True
 
     def _stage(self) -> str:
         log = self.log_path.read_text(encoding="utf-8", errors="replace")

@@ -11,7 +11,6 @@ Sampled or greedy, drafted or not: the answers are the target's own, and a repla
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import stat
 import threading
@@ -19,10 +18,12 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from vllm_diffusion.weights.regular_files import open_own, why_not_file, why_not_folder
 
@@ -32,13 +33,14 @@ _NUM_SEGMENTS = 8
 _MAX_PENDING_TOKENS = 2**22
 # Seconds that a server which shuts down waits for pending writes.
 _CLOSE_SECONDS = 5.0
-# Ids that are converted to text at once: between two conversions other threads can run.
-_IDS_AT_ONCE = 4096
 # One exchange in this many is held out of training.
 _HELD_OUT_EVERY = 10
 _SUFFIX = ".jsonl"
 # Largest valid id. The target's vocabulary sets the real bound.
 _MAX_TOKEN_ID = 2**31 - 1
+_FORM = (
+    "a line has prompt_token_ids and output_token_ids, or token_ids, which are lists of token ids."
+)
 
 
 @dataclass(frozen=True)
@@ -133,37 +135,43 @@ def read_recording(path: str | Path) -> Recording:
     return Recording(exchanges, num_damaged)
 
 
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN_ID)]]
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    """A line of a file.
+
+    Attributes:
+        time: Seconds since the epoch.
+        prompt_token_ids: Tokens of the prompt; a line that has none has ``token_ids``.
+        output_token_ids: Tokens of the answer.
+        token_ids: Tokens of an answer without its prompt.
+    """
+
+    time: float = 0.0
+    prompt_token_ids: _Ids | None = None
+    output_token_ids: _Ids = []
+    token_ids: _Ids | None = None
+
+
 def _parsed(line: bytes) -> Exchange:
-    """Parse a line.
+    """Read one line.
 
     Raises:
-        ValueError: If it is no exchange.
+        ValueError: Naming what is wrong with it.
     """
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("this is no JSON object.") from None
-    if not isinstance(found, Mapping):
-        raise ValueError("this is no JSON object.")
-    if "token_ids" in found:
-        prompt, output = array("i"), _ids(found, "token_ids")
-    else:
-        prompt, output = _ids(found, "prompt_token_ids"), _ids(found, "output_token_ids")
+        found = msgspec.json.decode(line, type=_Line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{error}; {_FORM}") from None
+    prompt, output = found.prompt_token_ids, found.output_token_ids
+    if found.token_ids is not None:
+        prompt, output = [], found.token_ids
+    if prompt is None:
+        raise ValueError(f"prompt_token_ids is missing; {_FORM}")
     if not output:
         raise ValueError("there are no tokens of an answer; leave the line out.")
-    at = found.get("time", 0.0)
-    if isinstance(at, bool) or not isinstance(at, int | float):
-        raise ValueError(f"time={at!r} must be a number of seconds.")
-    return Exchange(prompt, output, float(at))
-
-
-def _ids(line: Mapping[str, Any], name: str) -> array[int]:
-    ids = line.get(name)
-    if not isinstance(ids, list) or not all(
-        type(each) is int and 0 <= each <= _MAX_TOKEN_ID for each in ids
-    ):
-        raise ValueError(f"{name} must be a list of token ids.")
-    return array("i", ids)
+    return Exchange(array("i", prompt), array("i", output), found.time)
 
 
 def wants_recording(extra_args: Mapping[str, Any] | None) -> bool:
@@ -366,19 +374,7 @@ class Recorder:
 
 
 def _line(at: float, prompt: Sequence[int], output: Sequence[int]) -> bytes:
-    return (
-        f'{{"time":{at:.3f},"prompt_token_ids":[{_joined(prompt)}],'
-        f'"output_token_ids":[{_joined(output)}]}}\n'
-    ).encode()
-
-
-def _joined(ids: Sequence[int]) -> str:
-    return ",".join(_pieces(ids))
-
-
-def _pieces(ids: Sequence[int]) -> Iterator[str]:
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        yield ",".join(map(str, ids[start : start + _IDS_AT_ONCE]))
+    return msgspec.json.encode(_Line(round(at, 3), list(prompt), list(output))) + b"\n"
 
 
 def clear_recording(folder: str | Path) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_FAMILIES = "vllm_diffusion.families."
-
 
 class Family(NamedTuple):
     """Family of block-diffusion models, by names: its registration imports none of its modules.
@@ -25,69 +23,54 @@ class Family(NamedTuple):
     config: str | None = None
 
 
+def _family(
+    architecture: str,
+    folder: str,
+    engine_config: str,
+    config: str | None = None,
+    model: str | None = None,
+) -> Family:
+    """Make a row from a folder here, the names in its ``startup.py``, and its model's where it differs."""
+    at = f"vllm_diffusion.families.{folder}."
+    return Family(
+        architecture,
+        f"{at}model:{model or architecture}",
+        f"{at}startup:{engine_config}",
+        config and f"{at}startup:{config}",
+    )
+
+
 FAMILIES = (
-    Family(
-        "DiffusionGemmaForBlockDiffusion",
-        _FAMILIES + "diffusion_gemma.model:DiffusionGemmaForBlockDiffusion",
-        _FAMILIES + "diffusion_gemma.startup:DiffusionGemmaEngineConfig",
-    ),
-    Family(
-        "SDARForCausalLM",
-        _FAMILIES + "sdar.model:SDARForCausalLM",
-        _FAMILIES + "sdar.startup:SDAREngineConfig",
-        _FAMILIES + "sdar.startup:SDARConfig",
-    ),
-    Family(
-        "SDARMoeForCausalLM",
-        _FAMILIES + "sdar.model:SDARMoeForCausalLM",
-        _FAMILIES + "sdar.startup:SDARMoeEngineConfig",
-        _FAMILIES + "sdar.startup:SDARMoeConfig",
-    ),
-    Family(
-        "LLaDA2MoeModelLM",
-        _FAMILIES + "llada2.model:LLaDA2MoeModelLM",
-        _FAMILIES + "llada2.startup:LLaDA2EngineConfig",
-        _FAMILIES + "llada2.startup:LLaDA2MoeConfig",
-    ),
-    Family(
+    _family("DiffusionGemmaForBlockDiffusion", "diffusion_gemma", "DiffusionGemmaEngineConfig"),
+    _family("SDARForCausalLM", "sdar", "SDAREngineConfig", "SDARConfig"),
+    _family("SDARMoeForCausalLM", "sdar", "SDARMoeEngineConfig", "SDARMoeConfig"),
+    _family("LLaDA2MoeModelLM", "llada2", "LLaDA2EngineConfig", "LLaDA2MoeConfig"),
+    _family(
         "NemotronLabsDiffusionModel",
-        _FAMILIES + "nemotron.model:NemotronLabsDiffusionModel",
-        _FAMILIES + "nemotron.startup:NemotronLabsDiffusionEngineConfig",
-        _FAMILIES + "nemotron.startup:NemotronLabsDiffusionConfig",
+        "nemotron",
+        "NemotronLabsDiffusionEngineConfig",
+        "NemotronLabsDiffusionConfig",
     ),
-    Family(
+    _family(
         "Fast_dLLM_QwenForCausalLM",
-        _FAMILIES + "fast_dllm.model:FastDLLMForCausalLM",
-        _FAMILIES + "fast_dllm.startup:FastDLLMEngineConfig",
-        _FAMILIES + "fast_dllm.startup:FastDLLMConfig",
+        "fast_dllm",
+        "FastDLLMEngineConfig",
+        "FastDLLMConfig",
+        "FastDLLMForCausalLM",
     ),
-    Family(
-        "StableDiffcoderForCausalLM",
-        _FAMILIES + "stable_diffcoder.model:StableDiffcoderForCausalLM",
-        _FAMILIES + "stable_diffcoder.startup:StableDiffcoderEngineConfig",
-    ),
+    _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
 )
 
-# Any class does as their model: the configuration is refused before it is made.
-_NO_MODEL = "vllm.model_executor.models.llama:LlamaForCausalLM"
+
+def _refused(architecture: str, name: str) -> Family:
+    """Make a row whose model is any class: the configuration is refused before it is made."""
+    at = f"vllm_diffusion.families.refused:{name}"
+    model = "vllm.model_executor.models.llama:LlamaForCausalLM"
+    return Family(architecture, model, f"{at}EngineConfig", f"{at}Config")
+
 
 REFUSED = (
-    Family(
-        "DreamModel",
-        _NO_MODEL,
-        _FAMILIES + "refused:DreamEngineConfig",
-        _FAMILIES + "refused:DreamConfig",
-    ),
-    Family(
-        "DreamForCausalLM",
-        _NO_MODEL,
-        _FAMILIES + "refused:DreamEngineConfig",
-        _FAMILIES + "refused:DreamConfig",
-    ),
-    Family(
-        "LLaDAModelLM",
-        _NO_MODEL,
-        _FAMILIES + "refused:LLaDAEngineConfig",
-        _FAMILIES + "refused:LLaDAConfig",
-    ),
+    _refused("DreamModel", "Dream"),
+    _refused("DreamForCausalLM", "Dream"),
+    _refused("LLaDAModelLM", "LLaDA"),
 )

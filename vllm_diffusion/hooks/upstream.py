@@ -1,8 +1,8 @@
 """Compares what this package relies on of vLLM with the vLLM that is installed.
 
 The only place that asks which engine version is running. What is relied on is in
-``upstream_signatures.json``, which ``python -m vllm_diffusion.hooks --update`` writes from a scan of this
-package's source; here it is only read.
+``upstream_signatures.json``, which ``python -m tests.support.vllm_symbols`` writes in a clone, from a scan of
+this package's source; here it is only read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Symbol:
 
     Attributes:
         path: ``module:attribute.path``.
-        use: How it is used, as :data:`vllm_diffusion.hooks.scan.USES` has it.
+        use: How it is used, replaced, assigned, overridden, kernel, private or called.
         signature: What :func:`signature_of` gave in development.
         files: Files of this package that rely on it, relative to the package.
         reason: Why it is replaced; empty for other uses.

@@ -68,7 +68,7 @@ class AlignedBlock(CanvasLayout):
             # A pass in flight of a request at its prompt does not affect its canvas.
             has_canvas = request.shares_prompt
         else:
-            has_canvas = request.shares_commit
+            has_canvas = request.shares_encode
         fits = (
             num_rows == to_encode
             and request.num_computed + num_rows + self.length <= request.max_model_len

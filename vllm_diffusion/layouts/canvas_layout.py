@@ -36,7 +36,7 @@ class ScheduledRequest(NamedTuple):
         awaits_output: True if the next canvas depends on a pass in flight.
         narrows_later: True if a pass in flight may move on to a last, narrower canvas.
         shares_prompt: True if the pass that ends the prompt may run the canvas behind it.
-        shares_commit: True if the pass that encodes a finished canvas may run the next one.
+        shares_encode: True if the pass that encodes a finished canvas may run the next one.
     """
 
     num_tokens: int
@@ -51,7 +51,7 @@ class ScheduledRequest(NamedTuple):
     awaits_output: bool
     narrows_later: bool
     shares_prompt: bool
-    shares_commit: bool
+    shares_encode: bool
 
     @property
     def room(self) -> int:
@@ -187,7 +187,7 @@ class CanvasLayout:
         is_whole = num_granted - num_uncomputed >= min(request.canvas_width, request.room)
         if num_uncomputed == 0:
             return num_granted if is_whole else 0
-        return num_granted if is_whole and request.shares_commit else num_uncomputed
+        return num_granted if is_whole and request.shares_encode else num_uncomputed
 
     # The rows of a pass.
 

@@ -23,7 +23,6 @@ class CanvasFrame:
         total: Step cap of the canvas.
         offset: Position of the canvas's start in the answer's text, in characters.
         text: Text that the canvas would add if it were committed as it is, before a chat's parsers.
-        withheld: Text before it that deltas have not sent yet, since a stop string may begin in it.
         answer_token_ids: Tokens that it would add: up to an end token, a stop string, a detected
             repetition, ``max_tokens`` or, for a verified draft, the first rejected token.
         ends_answer: True if the answer would end with them.
@@ -44,7 +43,6 @@ class CanvasFrame:
     total: int
     offset: int
     text: str
-    withheld: str
     answer_token_ids: tuple[int, ...]
     ends_answer: bool
     is_last: bool
@@ -74,6 +72,17 @@ class CanvasFrame:
 
 
 @dataclass(frozen=True)
+class StreamedFrame(CanvasFrame):
+    """Frame of an answer that is sent while it is written.
+
+    Attributes:
+        withheld: Text before it that deltas have not sent yet, since a stop string may begin in it.
+    """
+
+    withheld: str = ""
+
+
+@dataclass(frozen=True)
 class CanvasStepMap:
     """The steps that decided the tokens of a canvas that was committed.
 
@@ -96,7 +105,7 @@ class CanvasStepMap:
 
 def frame_of(
     reported: ReportedFrame, fields: tuple[str, ...], state: Any, prompt_index: int
-) -> CanvasFrame:
+) -> StreamedFrame:
     """Make a frame for the client.
 
     Args:
@@ -109,7 +118,7 @@ def frame_of(
     kept = np.frombuffer(reported.kept, np.uint8)
     entropy = np.frombuffer(reported.entropy, np.float32)
     addition = added_by(state.detokenizer, tokens[: reported.num_shown], reported.is_stopped)
-    return CanvasFrame(
+    return StreamedFrame(
         index=state.request_index,
         prompt_index=prompt_index,
         block=reported.block,

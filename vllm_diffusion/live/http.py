@@ -21,7 +21,7 @@ from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.exceptions import VLLMValidationError
 
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
-from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
+from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, StreamedFrame
 from vllm_diffusion.live.inbox import Inbox
 from vllm_diffusion.live.parsed import ParsedAnswers
 from vllm_diffusion.live.watch import items_of
@@ -314,7 +314,7 @@ class _Chunks:
         index = event.prompt_index * self._num_answers + event.index
         choice = {"index": index, **self._nothing, "logprobs": None, "finish_reason": None}
         fields = event.event_fields()
-        if self._parsed is not None and isinstance(event, CanvasFrame):
+        if self._parsed is not None and isinstance(event, StreamedFrame):
             fields |= self._parsed.shown(event, self.inbox.prompts[event.prompt_index])
         shown = {name: value for name, value in fields.items() if value is not None}
         return f"data: {json.dumps({**self._head, 'choices': [choice], **shown})}\n\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_diffusion.live.frame import CanvasFrame
+from vllm_diffusion.live.frame import StreamedFrame
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -61,7 +61,7 @@ class ParsedAnswers:
             )
             self._offsets[answer.index] += len(delta.get("content") or "")
 
-    def shown(self, frame: CanvasFrame, prompt_token_ids: list[int]) -> dict[str, Any]:
+    def shown(self, frame: StreamedFrame, prompt_token_ids: list[int]) -> dict[str, Any]:
         """Return a frame's ``offset``, ``text``, ``reasoning`` and ``tool_calls``.
 
         Args:

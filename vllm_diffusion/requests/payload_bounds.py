@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-# llguidance, which vLLM asks where xgrammar declines, unrolls arrays at the door: 100,000 items
+# llguidance, which vLLM asks where xgrammar declines, unrolls arrays as it checks them: 100,000 items
 # take it 2 s and 100 MB, 1,000,000 more than a minute, 1,000,000,000 all memory.
 MOST_ITEMS = 10_000
 _COUNTS = ("minItems", "maxItems")

@@ -30,9 +30,6 @@ from vllm_diffusion.canvas.cuda_graphs import (
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.requests.arguments import arguments_of
-from vllm_diffusion.requests.params import constraining_fields, end_token_ids
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
@@ -68,16 +65,17 @@ class BlockDiffusionModelState(ModelState):
         self.sampler: DiffusionSampler | None = None
         self.settings = plugin_settings(vllm_config)
         self.vocab_size: int = self.model_config.get_vocab_size()
-        spec: CanvasSpec | None = getattr(self.model_config, "canvas_spec", None)
-        if spec is None:
+        if not hasattr(self.model_config, "canvas_spec"):
             raise ValueError(
                 f"{type(model).__name__} has no start-up checks of vllm-diffusion, which choose its "
                 "scheduler: under another one it would be served wrongly. Register a "
                 "BlockDiffusionEngineConfig for its architecture (families/registry.py)."
             )
-        self.spec = spec
-        self.canvas_length = spec.length
-        self.slots = CanvasSlots(self.max_num_reqs, spec, self.vocab_size, device)
+        self.slots = CanvasSlots(
+            self.max_num_reqs, self.model_config.canvas_spec, self.vocab_size, device
+        )
+        self.spec = self.slots.spec
+        self.canvas_length = self.spec.length
         self._slot_of_request: dict[str, int] = {}
         self.pass_rows = PassRows(self.slots, self.max_num_tokens, launch_backend(vllm_config))
         self._spans = torch.zeros(self.max_num_tokens, 2, dtype=torch.int32, device=device)
@@ -233,23 +231,7 @@ class BlockDiffusionModelState(ModelState):
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         self._slot_of_request[new_req_data.req_id] = req_index
-        sampling_params = new_req_data.sampling_params
-        # A request that was preempted comes back with what it generated as part of its prefill.
-        known = new_req_data.prefill_token_ids
-        num_given = self.spec.num_given(len(known))
-        self.slots.add_request(
-            req_index,
-            NewRequest(
-                arguments_of(sampling_params),
-                # The scheduler has chosen one for who brings none; vLLM's warm-up has none.
-                seed=(sampling_params and sampling_params.seed) or 0,
-                prompt_len=new_req_data.prompt_len,
-                num_generated=len(known) - new_req_data.prompt_len,
-                given=known[len(known) - num_given :],
-                end_tokens=end_token_ids(sampling_params) if sampling_params else (),
-                is_constrained=bool(sampling_params and constraining_fields(sampling_params)),
-            ),
-        )
+        self.slots.add_request(req_index, NewRequest.of(new_req_data, self.spec))
 
     def remove_request(self, req_id: str) -> None:
         slot = self._slot_of_request.pop(req_id, None)

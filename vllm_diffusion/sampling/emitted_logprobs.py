@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
@@ -126,12 +127,12 @@ class EmittedLogprobs:
         self._stash.begin(drawn, row, owner, self._committed[owner])
 
 
-def _rows_of(report: LogprobsTensors, row: Tensor) -> LogprobsTensors:
+def _rows_of(report: LogprobsTensors, row: Tensor | tuple[Tensor, ...]) -> LogprobsTensors:
     """Select rows of a report.
 
     Args:
         report: Log-probabilities.
-        row: [n], int64, which rows, in their order in the result.
+        row: [n], int64, which rows, in their order in the result; a pair of them for a table.
     """
     return LogprobsTensors(
         report.logprob_token_ids[row], report.logprobs[row], report.selected_token_ranks[row]
@@ -139,17 +140,27 @@ def _rows_of(report: LogprobsTensors, row: Tensor) -> LogprobsTensors:
 
 
 def _merge(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> LogprobsTensors:
-    """Combine log-probabilities into those of the tokens that a pass leaves at its rows' positions.
+    """Take rows of one report where they are kept, and of the other elsewhere.
 
     Args:
-        held: Log-probabilities of the tokens that stood there before the pass.
-        drawn: Log-probabilities of the tokens that it drew.
-        keeps: [num_rows], bool: rows whose position the step did not write.
+        held: Log-probabilities of rows that may be kept.
+        drawn: Log-probabilities of as many other rows.
+        keeps: [num_rows], bool: rows of ``held`` that are kept.
     """
     return LogprobsTensors(
         torch.where(keeps[:, None], held.logprob_token_ids, drawn.logprob_token_ids),
         torch.where(keeps[:, None], held.logprobs, drawn.logprobs),
         torch.where(keeps, held.selected_token_ranks, drawn.selected_token_ranks),
+    )
+
+
+def _widened(report: LogprobsTensors, width: int) -> LogprobsTensors:
+    """Return a report with ``width`` columns, of which the added ones are impossible tokens."""
+    pad = (0, width - report.logprobs.shape[-1])
+    return LogprobsTensors(
+        F.pad(report.logprob_token_ids, pad),
+        F.pad(report.logprobs, pad, value=float("-inf")),
+        report.selected_token_ranks,
     )
 
 
@@ -161,27 +172,22 @@ class LogprobsStash:
     """
 
     def __init__(self, num_slots: int, canvas_length: int, device: torch.device) -> None:
-        self._shape = (num_slots, canvas_length)
-        self._device = device
-        self._width = 0
-        self._ids = torch.empty(0)
-        self._logprobs = torch.empty(0)
-        self._ranks = torch.empty(0)
-
-    def _grow(self, width: int) -> None:
-        if width <= self._width:
-            return
-        R, C = self._shape
-        ids = torch.zeros(R, C, width, dtype=torch.int64, device=self._device)
-        logprobs = torch.full(
-            (R, C, width), float("-inf"), dtype=torch.float32, device=self._device
+        shape = (num_slots, canvas_length)
+        # [num_slots, canvas_length, width] and, ranks, [num_slots, canvas_length].
+        self._table = LogprobsTensors(
+            torch.empty(*shape, 0, dtype=torch.int64, device=device),
+            torch.empty(*shape, 0, device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
         )
-        if self._width:
-            ids[..., : self._width] = self._ids
-            logprobs[..., : self._width] = self._logprobs
-        else:
-            self._ranks = torch.zeros(R, C, dtype=torch.int64, device=self._device)
-        self._ids, self._logprobs, self._width = ids, logprobs, width
+
+    @property
+    def _width(self) -> int:
+        return self._table.logprobs.shape[-1]
+
+    def _write(self, where: tuple[Tensor, Tensor], report: LogprobsTensors) -> None:
+        self._table.logprob_token_ids[where] = report.logprob_token_ids
+        self._table.logprobs[where] = report.logprobs
+        self._table.selected_token_ranks[where] = report.selected_token_ranks
 
     def exchange(
         self,
@@ -202,31 +208,13 @@ class LogprobsStash:
             emitted: [num_emitted], int64: the rows in the order in which they are emitted.
             starts: [num_reqs + 1], where each request's are among them.
         """
-        ids, logprobs, ranks = (
-            computed.logprob_token_ids,
-            computed.logprobs,
-            computed.selected_token_ranks,
-        )
-        width = ids.shape[1]
-        self._grow(width)
-        stashed_ids = self._ids[row_slots, row_positions]
-        stashed_logprobs = self._logprobs[row_slots, row_positions]
-        stashed_ranks = self._ranks[row_slots, row_positions]
-        pad = self._width - width
-        ids = torch.nn.functional.pad(ids, (0, pad))
-        logprobs = torch.nn.functional.pad(logprobs, (0, pad), value=float("-inf"))
-        ids = torch.where(is_decided[:, None], stashed_ids, ids)
-        logprobs = torch.where(is_decided[:, None], stashed_logprobs, logprobs)
-        ranks = torch.where(is_decided, stashed_ranks, ranks)
-        self._ids[row_slots, row_positions] = ids
-        self._logprobs[row_slots, row_positions] = logprobs
-        self._ranks[row_slots, row_positions] = ranks
-        return LogprobsTensors(
-            logprob_token_ids=ids[emitted],
-            logprobs=logprobs[emitted],
-            selected_token_ranks=ranks[emitted],
-            cu_num_generated_tokens=starts[:-1].tolist(),
-        )
+        where = (row_slots, row_positions)
+        if (width := computed.logprobs.shape[1]) > self._width:
+            self._table = _widened(self._table, width)
+        stashed = _rows_of(self._table, where)
+        rows = _merge(stashed, _widened(computed, self._width), is_decided)
+        self._write(where, rows)
+        return _rows_of(rows, emitted)._replace(cu_num_generated_tokens=starts[:-1].tolist())
 
     def begin(self, computed: LogprobsTensors, row: Tensor, slot: Tensor, begins: Tensor) -> None:
         """Stash the log-probabilities of first tokens of canvases.
@@ -237,10 +225,6 @@ class LogprobsStash:
             slot: [n], int64, each once.
             begins: [n], bool: slots whose canvas does begin.
         """
-        pad = self._width - computed.logprobs.shape[1]
-        ids = torch.nn.functional.pad(computed.logprob_token_ids[row], (0, pad))
-        logprobs = torch.nn.functional.pad(computed.logprobs[row], (0, pad), value=float("-inf"))
-        ranks = computed.selected_token_ranks[row]
-        self._ids[slot, 0] = torch.where(begins[:, None], ids, self._ids[slot, 0])
-        self._logprobs[slot, 0] = torch.where(begins[:, None], logprobs, self._logprobs[slot, 0])
-        self._ranks[slot, 0] = torch.where(begins, ranks, self._ranks[slot, 0])
+        where = (slot, torch.zeros_like(slot))
+        first = _widened(_rows_of(computed, row), self._width)
+        self._write(where, _merge(first, _rows_of(self._table, where), begins))

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.outputs import RequestError
-from vllm.v1.core.sched.diffusion_scheduler import (
-    DiffusionAsyncScheduler,
-    DiffusionScheduler,
-)
+from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -33,7 +30,6 @@ from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
-from vllm_diffusion.scheduling.engine_seam import end_with_threads
 from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.last_canvas import LastCanvas
@@ -42,6 +38,7 @@ from vllm_diffusion.scheduling.outlines_rollback import CanvasGrammars
 from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
 from vllm_diffusion.scheduling.read_groups import ReadGroups
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
+from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.adapters.adapter_load import AdapterLoad
 from vllm_diffusion.weights.served_weights import why_refused
@@ -61,6 +58,8 @@ class CanvasScheduling(Scheduler):
         stuck: Feature that ends requests without progress.
     """
 
+    is_async: ClassVar[bool]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The engine holds this object too.
@@ -75,7 +74,7 @@ class CanvasScheduling(Scheduler):
         self._counters = PassCounters()
         self._transfer = KVTransfer(self, spec)
         keeps_last = plugin_settings(self.vllm_config).keep_last_canvas
-        self._last_canvas = LastCanvas(self, spec, keeps_last and not self._is_async)
+        self._last_canvas = LastCanvas(self, spec, keeps_last and not self.is_async)
         self._read_groups = ReadGroups()
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
@@ -92,11 +91,6 @@ class CanvasScheduling(Scheduler):
             self.prompt_logprobs,
             CanvasReports(),
         )
-
-    @property
-    def _is_async(self) -> bool:
-        is_async: bool = self.vllm_config.scheduler_config.async_scheduling
-        return is_async
 
     def _max_steps(self, request: Request) -> int:
         """Return the request's step cap."""
@@ -144,12 +138,11 @@ class CanvasScheduling(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return the number of rows that a request runs; the stock scheduler calls it after its cuts.
+        """Return the number of rows that a request runs: the last step before blocks are allocated.
 
-        The hook is meant for something else, but it is the last step for every request, running or
-        waiting, before blocks are allocated. A slice of a canvas would be denoised as if the rest did
-        not exist, so a canvas runs whole or waits for a pass with room. The stock scheduler does
-        not count the canvas behind the end of a prompt, so the budget is kept here as well.
+        A slice of a canvas would be denoised as if the rest did not exist, so a canvas runs whole or
+        waits for a pass with room. The stock scheduler does not count the canvas behind the end of
+        a prompt, so the budget is kept here as well.
         """
         if self._last_canvas.keeps(request):
             num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
@@ -170,8 +163,7 @@ class CanvasScheduling(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> ScheduledRequest:
         """Describe a request for its layout of canvases."""
-        # Tokens of the prompt, or of an emitted canvas that has to be encoded; a pass in flight is
-        # assumed to emit its canvas.
+        # Of the prompt, or of an emitted canvas; a pass in flight is assumed to emit its canvas.
         num_uncomputed = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
         width = self._canvas_width(request)
@@ -188,17 +180,16 @@ class CanvasScheduling(Scheduler):
             awaits_output=self._awaits_output(request),
             narrows_later=request.num_output_placeholders > 0,
             shares_prompt=self._shares_prompt(request, num_computed_tokens),
-            shares_commit=self.order.fuses_encode,
+            shares_encode=self.order.fuses_encode,
         )
 
     def _awaits_output(self, request: Request) -> bool:
         """Return true if the request's next canvas depends on a pass in flight.
 
-        This happens only with pipeline stages, where several passes are in flight; the chunks of a
-        prompt do not depend on one another's output.
-        An asynchronous scheduler counts placeholders instead, and keeps the passes of a canvas apart.
+        This happens only with pipeline stages, where several passes are in flight. An asynchronous
+        scheduler counts placeholders instead, and keeps the passes of a canvas apart.
         """
-        return not self._is_async and request.num_in_flight_tokens > 0
+        return not self.is_async and request.num_in_flight_tokens > 0
 
     def _shares_prompt(self, request: Request, num_computed_tokens: int) -> bool:
         """Return true if the pass that ends the request's prompt may run its canvas too."""
@@ -224,11 +215,7 @@ class CanvasScheduling(Scheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Do nothing: the canvases that a constraint reads come with the output of their pass.
-
-        The stock code would cut them to a valid prefix, and its argument is from the last pass,
-        which with pipeline stages may hold other requests.
-        """
+        """Do nothing: the canvases that a constraint reads come with the output of their pass."""
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         return self.constraints.message(scheduler_output)
@@ -292,16 +279,14 @@ class CanvasScheduling(Scheduler):
 
         vLLM calls this before it registers computed blocks for the prefix cache.
         """
-        if is_stale:
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
-        if self.order.commits_in_place:
-            # Given tokens at the start of the canvas are computed too, but not emitted.
-            request.num_computed_tokens += self.spec.num_given(request.num_tokens)
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
         # The step that emitted them ran canvas rows, so none of them is encoded yet.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
+        if self.order.commits_in_place and not is_stale:
+            # Given tokens at the start of the canvas are computed too, but not emitted.
+            request.num_computed_tokens += self.spec.num_given(request.num_tokens)
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
-        request.num_computed_tokens = num_encoded
+        if not (self.order.commits_in_place or is_stale):
+            request.num_computed_tokens = num_encoded
         return result
 
     def make_stats(
@@ -366,7 +351,8 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
     canvas.
     """
 
-    takes_drafts = False  # for engine_seam.py: canvases are the scheduler's own
+    is_async = False
+    takes_drafts = False  # for startup/engine_process.py: canvases are the scheduler's own
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -378,8 +364,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
             if not request.is_prefill_chunk and not self._awaits_output(request):
-                width = self._canvas_width(request)
-                request.spec_token_ids = [-1] * width
+                request.spec_token_ids = [-1] * self._canvas_width(request)
         return outputs
 
 
@@ -389,6 +374,8 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
     The step that converges is not known in time, so the next pass over the same rows encodes the
     canvas and emits it: the last one too, with or without ``keep_last_canvas``.
     """
+
+    is_async = True
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         # The stock code holds back a request whose pass in flight will emit its last two tokens. A

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_diffusion.weights.adapters import door
+from vllm_diffusion.weights.adapters import early_checks
 from vllm_diffusion.weights.adapters.rules import AdapterRules, adapted_modules
 from vllm_diffusion.weights.tensor_rules import TensorRules
 
@@ -37,8 +37,8 @@ def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
         no_experts=_why_no_experts(vllm_config),
         largest=torch.finfo(_dtype(vllm_config)).max,
     )
-    door.check_command_line(rules)
-    door.install()
+    early_checks.check_command_line(rules)
+    early_checks.install()
 
 
 def _dtype(vllm_config: VllmConfig) -> torch.dtype:

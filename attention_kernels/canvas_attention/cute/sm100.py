@@ -75,6 +75,7 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
     bookkeeping = Bookkeeping(
         BlockInfo, CanvasBlockInfo, SeqlenInfoQK, CanvasSequence, AttentionMask, CanvasMask
     )
+    launch_stock = FlashAttentionForwardSm100.__call__
     load = through_canvas(FlashAttentionForwardSm100.load)
     mma = through_canvas(FlashAttentionForwardSm100.mma)
     softmax_loop = through_canvas(FlashAttentionForwardSm100.softmax_loop)
@@ -109,40 +110,3 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
             self.num_regs_softmax = 192
             self.num_regs_correction = 128
             self.num_regs_other = 96
-
-    @cute.jit
-    def __call__(
-        self,
-        query: cute.Tensor,
-        key_cache: cute.Tensor,
-        value_cache: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: cutlass.Float32,
-        query_start_loc: cute.Tensor,
-        sequences: cute.Tensor,
-        block_table: cute.Tensor,
-        window_left: cutlass.Int32 | None,
-        window_right: cutlass.Int32 | None,
-        stream,
-    ):
-        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows.
-
-        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32, and
-        ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
-        """
-        FlashAttentionForwardSm100.__call__(
-            self,
-            query,
-            key_cache,
-            value_cache,
-            out,
-            lse,
-            scale,
-            mCuSeqlensQ=query_start_loc,
-            mSeqUsedK=sequences,
-            mPageTable=block_table,
-            window_size_left=window_left,
-            window_size_right=window_right,
-            stream=stream,
-        )

@@ -125,6 +125,7 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
     bookkeeping = Bookkeeping(
         BlockInfo, CanvasBlockInfo, SeqlenInfoQK, CanvasSequence, AttentionMask, CanvasMask
     )
+    launch_stock = FlashAttentionForwardSm90.__call__
     load = through_canvas(FlashAttentionForwardSm90.load)
     mma = through_canvas(FlashAttentionForwardSm90.mma)
 
@@ -164,40 +165,3 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
             live = partial(without_dead_splits, create, sequence_of, block_info)
             args = [live if arg is create else arg for arg in args]
         return args, kwargs
-
-    @cute.jit
-    def __call__(
-        self,
-        query: cute.Tensor,
-        key_cache: cute.Tensor,
-        value_cache: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: cutlass.Float32,
-        query_start_loc: cute.Tensor,
-        sequences: cute.Tensor,
-        block_table: cute.Tensor,
-        window_left: cutlass.Int32 | None,
-        window_right: cutlass.Int32 | None,
-        stream,
-    ):
-        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows.
-
-        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32, and
-        ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
-        """
-        FlashAttentionForwardSm90.__call__(
-            self,
-            query,
-            key_cache,
-            value_cache,
-            out,
-            lse,
-            scale,
-            mCuSeqlensQ=query_start_loc,
-            mSeqUsedK=sequences,
-            mPageTable=block_table,
-            window_size_left=window_left,
-            window_size_right=window_right,
-            stream=stream,
-        )

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 
 from attention_kernels.canvas_attention.cute.visibility import Visibility
 
@@ -111,11 +112,48 @@ class CanvasKernel:
 
     bookkeeping: Bookkeeping
     canvas_anchor: bool
+    launch_stock: Callable[..., None]
 
     def exchanged(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of one of these methods, with our bookkeeping in them."""
         exchange = partial(self.bookkeeping.exchange, canvas_anchor=self.canvas_anchor)
         return [exchange(arg) for arg in args], {k: exchange(arg) for k, arg in kwargs.items()}
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key_cache: cute.Tensor,
+        value_cache: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: cutlass.Float32,
+        query_start_loc: cute.Tensor,
+        sequences: cute.Tensor,
+        block_table: cute.Tensor,
+        window_left: cutlass.Int32 | None,
+        window_right: cutlass.Int32 | None,
+        stream: Any,
+    ) -> None:
+        """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows.
+
+        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32, and
+        ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
+        """
+        self.launch_stock(
+            query,
+            key_cache,
+            value_cache,
+            out,
+            lse,
+            scale,
+            mCuSeqlensQ=query_start_loc,
+            mSeqUsedK=sequences,
+            mPageTable=block_table,
+            window_size_left=window_left,
+            window_size_right=window_right,
+            stream=stream,
+        )
 
 
 def through_canvas(stock: Callable[..., Any]) -> Callable[..., Any]:

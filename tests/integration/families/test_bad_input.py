@@ -207,15 +207,15 @@ LINEAR_SPEC: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "line
     ("values", "words"),
     [
         ({"peft_type": "IA3"}, ["peft_type='IA3' must be \"LORA\""]),
-        ({"target_modules": ["q_proj"]}, ["target_modules=['q_proj'] must be"]),
         ({"r": 0}, ["r=0 must be an integer of at least 1"]),
         ({"r": "4"}, ["r='4' must be an integer"]),
-        ({"r": 8}, ["lora_A.weight", "is F32 [4, 128], but must be", "[8, 128]"]),
+        ({"r": 8}, ["o_proj.lora_A is F32 [4, 128], but by this model", "[8, 128]"]),
         ({"lora_alpha": None}, ["lora_alpha=None must be a finite number above 0"]),
         ({"lora_alpha": float("inf")}, ["lora_alpha=inf must be a finite number above 0"]),
         ({"bias": "all"}, ["bias='all' must be \"none\""]),
         ({"use_dora": True}, ["use_dora=True must be left out"]),
-        ({"use_rslora": True}, ["use_rslora=True must be left out"]),
+        ({"rank_pattern": {"layers.0.self_attn.o_proj": "4"}}, ["rank_pattern="]),
+        ({"alpha_pattern": {"layers.0.self_attn.o_proj": 9}}, ["alpha_pattern must be left out"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save=['lm_head'] must be left out"]),
     ],
     ids=str,
@@ -236,12 +236,14 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
     folder = tiny.nemotron().save(tmp_path)
     path = folder / "linear_spec_lora" / "adapter_model.safetensors"
     tensors = load_file(path)
-    first = next(iter(tensors))
+    first = "base_model.model.encoder.layers.0.self_attn.o_proj.lora_A.weight"
+    module = "encoder.layers.0.self_attn.o_proj"
     other = first.replace("o_proj", "q_proj")
     changes: dict[str, dict[str, Any]] = {
-        first: {name: value for name, value in tensors.items() if name != first},
-        other: tensors | {other: tensors[first].clone()},
-        f"{first} in": tensors | {first: tensors[first][:, :-1].clone()},
+        f"{module} has no lora_A": {n: value for n, value in tensors.items() if n != first},
+        f"nothing for {module}": {n: value for n, value in tensors.items() if module not in n},
+        module.replace("o_proj", "q_proj"): tensors | {other: tensors[first].clone()},
+        f"{module}.lora_A is": tensors | {first: tensors[first][:, :-1].clone()},
         "not finite": tensors | {first: tensors[first] / 0},
     }
     for name, held in changes.items():

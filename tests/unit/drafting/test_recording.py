@@ -255,15 +255,18 @@ def test_file_of_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "line 1: this is no JSON object"),
-        ("[1]", "line 1: this is no JSON object"),
-        ('{"token_ids": [1]}\n{"a": 1}', "line 2: prompt_token_ids must be a list of token ids"),
-        ('{"token_ids": [-1]}', "line 1: token_ids must be a list of token ids"),
-        ('{"token_ids": [1.5]}', "token_ids must be a list"),
-        ('{"token_ids": [true]}', "token_ids must be a list"),
+        ("{", "line 1: Input data was truncated; a line has prompt_token_ids"),
+        ("[1]", "line 1: Expected `object`, got `array`; a line has prompt_token_ids"),
+        ('{"token_ids": [1]}\n{"a": 1}', "line 2: prompt_token_ids is missing; a line has"),
+        ('{"token_ids": [-1]}', r"line 1: .*token_ids\[0\]`; a line has"),
+        ('{"token_ids": [1.5]}', r"Expected `int`, got `float` - at `\$.token_ids\[0\]`"),
+        ('{"token_ids": [true]}', r"Expected `int`, got `bool` - at `\$.token_ids\[0\]`"),
         ('{"token_ids": []}', "no tokens of an answer; leave the line out"),
-        ('{"prompt_token_ids": [1], "output_token_ids": "2"}', "output_token_ids must be a list"),
-        ('{"token_ids": [1], "time": "now"}', "time='now' must be a number"),
+        (
+            '{"prompt_token_ids": [1], "output_token_ids": "2"}',
+            r"got `str` - at `\$.output_token_ids`",
+        ),
+        ('{"token_ids": [1], "time": "now"}', r"Expected `float`, got `str` - at `\$.time`"),
         ("", "holds no exchange; record some first"),
     ],
 )

@@ -16,12 +16,12 @@ from vllm_diffusion.hooks import upstream
 pytestmark = pytest.mark.engine
 
 
-def test_command_update(tmp_path: Any) -> None:
+def test_scan(tmp_path: Any) -> None:
     """A scan in a fresh process finds what the committed file holds, no more and no less."""
     path = tmp_path / "signatures.json"
     script = (
-        "import sys; from pathlib import Path; from vllm_diffusion.hooks import upstream, __main__ as m;"
-        f"upstream.SIGNATURES = Path({str(path)!r}); sys.exit(m.main(['--update']))"
+        "from pathlib import Path; from tests.support import vllm_symbols;"
+        f"vllm_symbols.write(Path({str(path)!r}))"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
@@ -29,7 +29,7 @@ def test_command_update(tmp_path: Any) -> None:
     assert run.returncode == 0, run.stderr
     found = json.loads(path.read_text(encoding="utf-8"))
     committed = json.loads(upstream.SIGNATURES.read_text(encoding="utf-8"))
-    assert found == committed, "run python -m vllm_diffusion.hooks --update"
+    assert found == committed, "run python -m tests.support.vllm_symbols"
 
 
 def test_replacements_are_explained() -> None:
@@ -69,14 +69,14 @@ def test_symbols_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 0 and a count; 1 and the difference where a symbol moved."""
-    assert command.main([]) == 0
+    assert command.main() == 0
     symbols = upstream.read_symbols()
     total = len(symbols)
     assert f"{total} of {total} symbols as known" in capsys.readouterr().out
 
     gone = dataclasses.replace(symbols[0], path="vllm.sampling_params:NoSuchThing", signature="(a)")
     monkeypatch.setattr(upstream, "read_symbols", lambda: (*symbols, gone))
-    assert command.main([]) == 1
+    assert command.main() == 1
     output = capsys.readouterr().out
     assert f"{total} of {total + 1} symbols as known" in output
     assert f"{gone.path}\n  was: (a)\n  now: missing" in output

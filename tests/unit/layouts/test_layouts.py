@@ -51,7 +51,7 @@ def requests(draw: st.DrawFn) -> ScheduledRequest:
         awaits_output=draw(st.booleans()),
         narrows_later=draw(st.booleans()),
         shares_prompt=draw(st.booleans()),
-        shares_commit=draw(st.booleans()),
+        shares_encode=draw(st.booleans()),
     )
 
 

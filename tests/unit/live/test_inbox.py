@@ -34,7 +34,6 @@ def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
         total=1000,
         offset=0,
         text="",
-        withheld="",
         answer_token_ids=(),
         ends_answer=False,
         is_last=False,

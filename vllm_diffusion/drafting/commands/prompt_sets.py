@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import AnswerError, reason
@@ -271,10 +270,8 @@ def _hub_rows(known: HubDataSet) -> Iterable[Any]:
 
     if not constants.HF_HUB_OFFLINE:
         try:
+            # Whatever it answers: what it says of a data set is asked below.
             ask(constants.ENDPOINT, method="HEAD", timeout=_HUB_SECONDS)
-        except HTTPError:
-            # It answers: what it says of a data set is asked below.
-            pass
         except OSError:
             # The library would ask six times for half a minute, and print a line each time. It copies
             # this when it is imported.

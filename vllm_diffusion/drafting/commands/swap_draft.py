@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
-import urllib.error
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,8 @@ from vllm_diffusion.drafting.accepted import LEAST, MOST
 from vllm_diffusion.drafting.swap.trial import PATH, PENDING, ROLLED_BACK
 
 if TYPE_CHECKING:
+    import httpx
+
     from vllm_diffusion.cli.checkpoint import Subcommands
 
 _SECONDS = 600.0
@@ -64,27 +64,26 @@ class DraftClient:
             answer = ask(
                 self._url, method=method, body=body, api_key=self._api_key, timeout=_SECONDS
             )
-            found: dict[str, Any] = json.loads(answer)
-        except urllib.error.HTTPError as error:
-            raise SwapError(_reason(error)) from None
+            found: dict[str, Any] = answer.json() if answer.is_success else {}
         except (OSError, ValueError) as error:
             raise SwapError(f"{self._url} does not answer: {error}") from None
+        if not answer.is_success:
+            raise SwapError(_reason(answer))
         return found
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
-    if error.code == 404:
+def _reason(answer: httpx.Response) -> str:
+    if answer.status_code == 404:
         return (
-            f"{error.url} is not there; start the server with VLLM_PLUGINS naming vllm_diffusion_draft "
+            f"{answer.url} is not there; start the server with VLLM_PLUGINS naming vllm_diffusion_draft "
             "(docs/use/drafts.md)."
         )
-    if error.code == 401:
+    if answer.status_code == 401:
         return f"The server asks for its key: --api-key, or {KEY_VARIABLE}."
     try:
-        content = json.load(error)
-        return str(content["error"]["message"])
+        return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{error.url}: {error}"
+        return f"{answer.url}: HTTP {answer.status_code} {answer.reason_phrase}"
 
 
 def add_parser(subcommands: Subcommands) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from vllm_diffusion.cpu.launches import Functions
 from vllm_diffusion.cpu.sampling_kernels import Floats, block_argmax, in_blocks, noised
+from vllm_diffusion.drafting.cpu.verified_laws import ZERO, Draft, Joint, Target, draft_row, number
 
 _SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode."
 _VERIFY = _SPEC_DECODE + "rejection_sampler_utils."
 
 _LEAST_UNIFORM = np.float32(4.6566127342e-10)
-_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def _uniform(seed: int, offset: int) -> np.float32:
@@ -34,10 +34,6 @@ def _uniform(seed: int, offset: int) -> np.float32:
     # The complement of what is negative as a signed integer.
     positive = c0 ^ 0xFFFFFFFF if c0 >> 31 else c0
     return max(np.float32(positive) * _LEAST_UNIFORM, _LEAST_UNIFORM)
-
-
-def _number(element: Tensor) -> np.float32:
-    return np.float32(element.item())
 
 
 def gather_draft_sampled(
@@ -75,19 +71,11 @@ def num_sampled_and_rejected(
     num_rejected[:count] = (num_logits - num_sampled[:count]).masked_fill(is_prompt, 0)
 
 
-def _draft_row(
-    draft_logits: Tensor, request: int, step: int, vocab_size: int, temp: np.float32
-) -> Floats:
-    """Return the logits that a draft was drawn from, [vocab_size], divided by the temperature."""
-    row: Floats = draft_logits[request, step, :vocab_size].float().numpy()
-    return row / temp
-
-
 def _max_and_sumexp(row: Floats, block_size: int) -> tuple[Floats, Floats]:
     """Return each block's maximum, and its sum of exponentials relative to it, [num_blocks] each."""
     blocks = in_blocks(row[None], block_size, -np.inf)[0]
     largest = blocks.max(axis=-1)
-    base = np.where(np.isneginf(largest), _ZERO, largest)
+    base = np.where(np.isneginf(largest), ZERO, largest)
     return largest, np.exp(blocks - base[:, None]).sum(axis=-1)
 
 
@@ -112,7 +100,7 @@ def logits_stats(
         if row + 1 == num_logits or steps[row + 1] == 0:
             continue
         logits = target_logits[row, :vocab_size].float().numpy()
-        temperature = _number(temp[request])
+        temperature = number(temp[request])
         if temperature == 0:
             tokens, values = block_argmax(logits[None], BLOCK_SIZE)
             target_local_argmax.numpy()[row] = tokens[0]
@@ -121,83 +109,9 @@ def logits_stats(
         largest, sumexp = _max_and_sumexp(logits, BLOCK_SIZE)
         target_local_max.numpy()[row], target_local_sumexp.numpy()[row] = largest, sumexp
         if draft_logits is not None:
-            drawn_from = _draft_row(draft_logits, request, steps[row], vocab_size, temperature)
+            drawn_from = draft_row(draft_logits, request, steps[row], vocab_size, temperature)
             largest, sumexp = _max_and_sumexp(drawn_from, BLOCK_SIZE)
             draft_local_max.numpy()[row], draft_local_sumexp.numpy()[row] = largest, sumexp
-
-
-def _log_sum(maxima: Floats, sums: Floats, padded: int) -> np.float32:
-    """Return the log of a row's whole sum of exponentials, from its blocks' sums."""
-    largest = maxima.max()
-    parts = np.zeros(padded, np.float32)
-    parts[: len(sums)] = sums * np.exp(maxima - largest)
-    total: np.float32 = largest + np.log(parts.sum())
-    return total
-
-
-@dataclass(frozen=True)
-class Target:
-    """Logits of the target at each row.
-
-    Attributes:
-        target_logits: [num_rows, vocab_size].
-        target_local_max: [num_rows, num_blocks], each block's maximum.
-        target_local_sumexp: [num_rows, num_blocks], each block's sum of exponentials relative to it.
-        PADDED_VOCAB_NUM_BLOCKS: Number of blocks that the kernel adds, the last ones empty.
-    """
-
-    target_logits: Tensor
-    target_local_max: Tensor
-    target_local_sumexp: Tensor
-    PADDED_VOCAB_NUM_BLOCKS: int
-
-    def log_sum(self, row: int) -> np.float32:
-        """Return the log of the sum of exponentials of a row."""
-        maxima, sums = self.target_local_max[row].numpy(), self.target_local_sumexp[row].numpy()
-        return _log_sum(maxima, sums, self.PADDED_VOCAB_NUM_BLOCKS)
-
-    def log_prob(self, row: int, token: int) -> np.float32:
-        """Return the log of a token's probability."""
-        return _number(self.target_logits[row, token]) - self.log_sum(row)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Proposals at each row, and the logits that they were drawn from.
-
-    Attributes:
-        draft_sampled: [num_rows], the proposals, each at the row after the one that verifies it; -1 if
-            there is none.
-        draft_logits: [num_slots, num_steps, vocab_size]; ``None`` if proposals are likeliest tokens.
-        draft_local_max: As the target's.
-        draft_local_sumexp: As the target's.
-        PADDED_VOCAB_NUM_BLOCKS: As the target's.
-    """
-
-    draft_sampled: Tensor
-    draft_logits: Tensor | None
-    draft_local_max: Tensor
-    draft_local_sumexp: Tensor
-    PADDED_VOCAB_NUM_BLOCKS: int
-
-    def token(self, row: int) -> int:
-        """Return the proposal that a row verifies; -1 if there is none."""
-        return int(self.draft_sampled[row + 1])
-
-    def log_sum(self, row: int) -> np.float32:
-        """Return the log of the sum of exponentials of a row; 0 without logits."""
-        if self.draft_logits is None:
-            return _ZERO
-        maxima, sums = self.draft_local_max[row].numpy(), self.draft_local_sumexp[row].numpy()
-        return _log_sum(maxima, sums, self.PADDED_VOCAB_NUM_BLOCKS)
-
-    def log_prob(
-        self, row: int, request: int, step: int, token: int, temp: np.float32
-    ) -> np.float32:
-        """Return the log of a token's probability; 0 without logits."""
-        if self.draft_logits is None:
-            return _ZERO
-        return _number(self.draft_logits[request, step, token]) / temp - self.log_sum(row)
 
 
 def cumulative_log_p(
@@ -211,16 +125,16 @@ def cumulative_log_p(
     """Compute the log of the running joint ratio up to each draft (block verification)."""
     bounds = cu_num_logits.tolist()
     for req, request in enumerate(idx_mapping.tolist()):
-        temperature = _number(temp[request])
+        temperature = number(temp[request])
         if temperature == 0:
             continue
-        log_p = _ZERO
+        log_p = ZERO
         for step, row in enumerate(range(bounds[req], bounds[req + 1] - 1)):
             token = draft.token(row)
             if token >= 0:
                 ratio = target.log_prob(row, token)
                 ratio = ratio - draft.log_prob(row, request, step, token, temperature)
-                log_p = min(log_p + ratio, _ZERO)
+                log_p = min(log_p + ratio, ZERO)
             cumulative_log_p[row] = float(log_p)
 
 
@@ -240,54 +154,17 @@ def residual_mass(
     assert draft.draft_logits is not None
     steps = expanded_local_pos.tolist()
     for row, request in enumerate(expanded_idx_mapping.tolist()):
-        step, temperature = steps[row], _number(temp[request])
+        step, temperature = steps[row], number(temp[request])
         is_last = row + 1 == num_logits or steps[row + 1] == 0
         if step == 0 or is_last or temperature == 0 or draft.token(row) < 0:
             continue
         logits = target.target_logits[row, :vocab_size].float().numpy() - target.log_sum(row)
-        drawn_from = _draft_row(draft.draft_logits, request, step, vocab_size, temperature)
+        drawn_from = draft_row(draft.draft_logits, request, step, vocab_size, temperature)
         drawn_from = drawn_from - draft.log_sum(row)
-        joint = np.exp(_number(cumulative_log_p[row - 1]))
-        left = np.maximum(joint * np.exp(logits) - np.exp(drawn_from), _ZERO)
+        joint = np.exp(number(cumulative_log_p[row - 1]))
+        left = np.maximum(joint * np.exp(logits) - np.exp(drawn_from), ZERO)
         sums = in_blocks(left[None], BLOCK_SIZE, 0.0)[0].sum(axis=-1)
         local_residual_mass.numpy()[row] = sums
-
-
-@dataclass(frozen=True)
-class Joint:
-    """Ratios of block verification.
-
-    Attributes:
-        cumulative_log_p: [num_rows], of :func:`cumulative_log_p`; ``None`` if each draft is verified by itself.
-        local_residual_mass: [num_rows, num_blocks], of :func:`residual_mass`; ``None`` if proposals are
-            likeliest tokens.
-        vocab_num_blocks: Number of blocks.
-    """
-
-    cumulative_log_p: Tensor | None
-    local_residual_mass: Tensor | None
-    vocab_num_blocks: int
-
-    def threshold(self, row: int, following: int, target: Target) -> np.float32:
-        """Return the bound below which a uniform number accepts all drafts up to a row's.
-
-        Args:
-            row: The row that verifies the last of them.
-            following: The draft behind it; -1 if there is none.
-            target: What the target says.
-        """
-        assert self.cumulative_log_p is not None
-        joint: np.float32 = np.exp(_number(self.cumulative_log_p[row]))
-        if following < 0:
-            return joint
-        if self.local_residual_mass is not None:
-            parts = np.zeros(target.PADDED_VOCAB_NUM_BLOCKS, np.float32)
-            parts[: self.vocab_num_blocks] = self.local_residual_mass[row + 1].numpy()
-            mass = parts.sum()
-        else:
-            mass = joint * (_ONE - np.exp(target.log_prob(row + 1, following)))
-        whole = mass + _ONE - joint
-        return mass / whole if whole > 0 else _ONE
 
 
 @dataclass(frozen=True)
@@ -327,7 +204,7 @@ def rejection(
     bounds = cu_num_logits.tolist()
     for req, request in enumerate(idx_mapping.tolist()):
         first, num_drafts = bounds[req], bounds[req + 1] - bounds[req] - 1
-        temperature, key = _number(temp[request]), int(seed[request])
+        temperature, key = number(temp[request]), int(seed[request])
         is_greedy = temperature == 0
         accepted, last_row = 0, -1
         for step in range(num_drafts):
@@ -355,7 +232,7 @@ def rejection(
                 drawn = draft.log_prob(row, request, step, token, temperature)
                 is_accepted = bool(target.log_prob(row, token) > np.log(u) + drawn)
             if synthetic_conditional_rates is not None:
-                is_accepted = bool(u < _number(synthetic_conditional_rates[step]))
+                is_accepted = bool(u < number(synthetic_conditional_rates[step]))
             is_accepted &= is_valid
             verified.sampled[req, step] = token if is_accepted else said
             if not is_accepted:
@@ -404,12 +281,12 @@ def resample(
         logits = target_logits[row, :vocab_size].float().numpy()
         rejected = -1 if is_bonus else int(draft_sampled[row + 1])
         if rejected >= 0 and draft_logits is not None:
-            target = logits - _number(target_rejected_logsumexp[req])
+            target = logits - number(target_rejected_logsumexp[req])
             if USE_BLOCK_VERIFICATION and step > 0:
                 assert cumulative_log_p is not None
-                target = target + _number(cumulative_log_p[row - 1])
-            drawn_from = _draft_row(draft_logits, request, step, vocab_size, temperature[0])
-            drawn_from = drawn_from - _number(draft_rejected_logsumexp[req])
+                target = target + number(cumulative_log_p[row - 1])
+            drawn_from = draft_row(draft_logits, request, step, vocab_size, temperature[0])
+            drawn_from = drawn_from - number(draft_rejected_logsumexp[req])
             # Two zero probabilities make a NaN, which is not below 1; larger ratios are not kept.
             with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
                 ratio = np.exp(drawn_from - target)

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.scheduling.adaptive_drafts import AdaptiveDraftsMixin
 from vllm_diffusion.drafting.scheduling.recorded_requests import RecordingMixin
-from vllm_diffusion.scheduling.engine_seam import end_with_threads
+from vllm_diffusion.startup.engine_process import end_with_threads
 
 
 def draft_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:

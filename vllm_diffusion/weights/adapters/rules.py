@@ -26,7 +26,7 @@ from vllm_diffusion.weights.weight_files import (
     stored_tensors,
 )
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight$")
 _GIVE = "give the folder that PEFT's save_pretrained wrote"
@@ -152,7 +152,7 @@ class AdapterRules:
             ValueError: Naming the folder, what is wrong with it and what to do.
         """
         folder = self._folder(path)
-        now = [_signature(folder / name) for name in (_CONFIG, _WEIGHTS)]
+        now = [_signature(folder / name) for name in (CONFIG, WEIGHTS)]
         then, problem = self._seen.get(folder, (None, None))
         if then != now:
             problem = self._problem(folder)
@@ -171,8 +171,8 @@ class AdapterRules:
 
     def _problem(self, folder: Path) -> str | None:
         try:
-            config = _read_config(folder)
-            pairs = _read_pairs(folder)
+            config = read_config(folder)
+            pairs = read_pairs(folder)
             self._check_names(pairs)
             for name, pair in pairs.items():
                 self._check_pair(name, pair, config)
@@ -236,7 +236,7 @@ class AdapterRules:
             if tensor.shape != shape or tensor.dtype not in _FLOATS:
                 raise _MisfitError(
                     f"{name}.lora_{half} is {tensor.dtype} {list(tensor.shape)}, but by this model "
-                    f"and {_CONFIG} it must be {' or '.join(_FLOATS)} {list(shape)}; serve it with "
+                    f"and {CONFIG} it must be {' or '.join(_FLOATS)} {list(shape)}; serve it with "
                     "the model that it was trained on"
                 )
             # vLLM multiplies the second matrix by the scaling.
@@ -308,7 +308,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
     """Check an adapter's configuration and read it with vLLM."""
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -316,17 +316,17 @@ def _read_config(folder: Path) -> Any:
         raise _MisfitError(f"there is no such folder; {_GIVE}")
     if problem := why_not_folder(folder):
         raise _MisfitError(f"it {problem}; {_GIVE}")
-    path = folder / _CONFIG
+    path = folder / CONFIG
     if not path.is_file():
-        raise _MisfitError(f"it has no {_CONFIG}; {_GIVE}")
+        raise _MisfitError(f"it has no {CONFIG}; {_GIVE}")
     try:
         config = json_object(path)
     except ValueError as error:
-        raise _MisfitError(f"{_CONFIG} {error}; {_AGAIN}") from None
+        raise _MisfitError(f"{CONFIG} {error}; {_AGAIN}") from None
 
     def check(key: str, fits: bool, what: str) -> None:
         if not fits:
-            raise _MisfitError(f"{_CONFIG}: {key}={config.get(key)!r} must be {what}")
+            raise _MisfitError(f"{CONFIG}: {key}={config.get(key)!r} must be {what}")
 
     def is_positive(value: Any, *kinds: type) -> bool:
         # JSON's 1e400 is read as infinity.
@@ -356,26 +356,26 @@ def _read_config(folder: Path) -> Any:
     return PEFTHelper.from_dict({"target_modules": [], **config})
 
 
-def _read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
+def read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
     """Read the adapter's tensors ``"A"`` and ``"B"`` of each module."""
-    path = folder / _WEIGHTS
+    path = folder / WEIGHTS
     if not path.is_file():
-        raise _MisfitError(f"it has no {_WEIGHTS}; {_GIVE}")
+        raise _MisfitError(f"it has no {WEIGHTS}; {_GIVE}")
     if problem := file_problem(path):
-        raise _MisfitError(f"{_WEIGHTS} {problem}; {_AGAIN}")
+        raise _MisfitError(f"{WEIGHTS} {problem}; {_AGAIN}")
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for tensor in stored_tensors([path]):
         if not tensor.name.isprintable():
-            raise _MisfitError(f"{_WEIGHTS} holds a tensor named {tensor.name!r}; {_AGAIN}")
+            raise _MisfitError(f"{WEIGHTS} holds a tensor named {tensor.name!r}; {_AGAIN}")
         match = _TENSOR.match(tensor.name)
         if match is None:
             raise _MisfitError(
-                f"{_WEIGHTS} holds {tensor.name}, which is no matrix of a LoRA adapter; train it "
+                f"{WEIGHTS} holds {tensor.name}, which is no matrix of a LoRA adapter; train it "
                 "without modules_to_save, embeddings, biases and DoRA"
             )
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
-        raise _MisfitError(f"{_WEIGHTS} holds no tensors; {_AGAIN}")
+        raise _MisfitError(f"{WEIGHTS} holds no tensors; {_AGAIN}")
     return pairs
 
 

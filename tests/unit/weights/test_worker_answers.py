@@ -25,9 +25,9 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: str = "model
     """As much of vLLM's executor as a call to its workers needs."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-    from vllm_diffusion.scheduling import engine_seam
+    from vllm_diffusion.weights import worker_answers
 
-    engine_seam.hear_all_workers()
+    worker_answers.collect_all_answers()
     status = WorkerProc.ResponseStatus
     queues = [
         Worker([(status.FAILURE if a == "refused" else status.SUCCESS, a) for a in answers])

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from vllm_diffusion.weights.adapters import door
-from vllm_diffusion.weights.adapters.door import _checked_before_queueing
+from vllm_diffusion.weights.adapters import early_checks
+from vllm_diffusion.weights.adapters.early_checks import _checked_before_queueing
 
 pytestmark = pytest.mark.engine
 
@@ -61,11 +61,11 @@ def test_loading() -> None:
 
 def test_command_line_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON may say anything."""
-    monkeypatch.setattr(door, "_named", [("poet", 3)])
+    monkeypatch.setattr(early_checks, "_named", [("poet", 3)])
     with pytest.raises(
         ValueError, match="--lora-modules: name='poet' and path=3 must both be strings; give"
     ):
-        door.check_command_line(Rules())
+        early_checks.check_command_line(Rules())
 
 
 def test_several_api_servers() -> None:

@@ -1,4 +1,7 @@
-"""Finds what this package relies on of vLLM, in its own source. Runs in development and in tests only.
+"""Finds what the package relies on of vLLM, in its source; ``python -m tests.support.vllm_symbols`` records it.
+
+What is recorded, in ``vllm_diffusion/hooks/upstream_signatures.json``, is compared with the installed vLLM
+at each start (:mod:`vllm_diffusion.hooks.upstream`).
 
 The package's files are parsed, and its modules imported for what a syntax tree does not say: which method
 of vLLM's a method of ours overrides, and which of vLLM's classes has a field. Nothing is written by hand
@@ -13,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import types
 from collections.abc import Iterator
@@ -20,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_diffusion.hooks import upstream
 from vllm_diffusion.hooks.upstream import is_private
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(upstream.__file__).resolve().parents[1]
 ENGINE = "vllm"
 # From the one that says most of a symbol to the one that says least.
 USES = ("replaced", "assigned", "overridden", "kernel", "private", "called")
@@ -364,3 +369,30 @@ def _engine_classes() -> tuple[type, ...]:
         if isinstance(value, type) and _is_named(value)
     }
     return tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
+
+
+def signatures() -> dict[str, dict[str, object]]:
+    """Content of the file, by symbol."""
+    rows: dict[str, dict[str, object]] = {}
+    for path, found in scan().items():
+        row: dict[str, object] = {
+            "use": found.use,
+            "signature": upstream.signature_of(path),
+            "files": sorted(found.files),
+        }
+        if found.reason:
+            row |= {"reason": found.reason, "until": found.until}
+        rows[path] = row
+    return rows
+
+
+def write(file: Path) -> None:
+    """Write one symbol a line."""
+    rows = signatures()
+    lines = [f" {json.dumps(path)}: {json.dumps(row)}" for path, row in rows.items()]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(f"wrote {len(rows)} symbols of vLLM {upstream.installed_version()}")
+
+
+if __name__ == "__main__":
+    write(upstream.SIGNATURES)
