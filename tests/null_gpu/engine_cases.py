@@ -251,7 +251,7 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
             "weights": runner.model_memory_usage,
             "largest pass": worker.peak_activation_memory - worker.cudagraph_memory_estimate,
             "graphs": worker.cudagraph_memory_estimate,
-            "kv cache": sum(tensor.size for tensor in runner.kv_cache_config.kv_cache_tensors),
+            "kv cache": int(worker.available_kv_cache_memory_bytes),
             "free": torch.cuda.mem_get_info()[0],
         },
         "kv_cache_tokens": config.cache_config.kv_cache_size_tokens,

@@ -179,7 +179,11 @@ def published_shape() -> Iterator[Case]:
             name = f"26B, {weights}, {capability}"
             gib = 80 if capability == "8.0" else 180
             # Eight requests: graphs for the 48 of vLLM's default take most of the time of a start.
-            yield _shape(name, weights, capability, gib, max_num_seqs=8)
+            options: dict[str, Any] = {"max_num_seqs": 8}
+            if weights == "nvfp4" and capability in ("10.0", "12.0"):
+                # vLLM's own kernels. FlashInfer's, which it takes by itself, are downloaded or compiled first.
+                options |= {"moe_backend": "cutlass", "linear_backend": "cutlass"}
+            yield _shape(name, weights, capability, gib, **options)
 
 
 def small_gpus() -> Iterator[Case]:
