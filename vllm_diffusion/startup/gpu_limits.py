@@ -62,15 +62,16 @@ def check_room(vllm_config: VllmConfig, rules: TensorRules) -> None:
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if parallel.enable_expert_parallel:
         ranks *= parallel.data_parallel_size
-    share = vllm_config.cache_config.gpu_memory_utilization
+    cache_config = vllm_config.cache_config
     memory = current_platform.get_device_total_memory()
+    # With a cache of a given size, vLLM counts no share.
+    share = 1.0 if cache_config.kv_cache_memory_bytes else cache_config.gpu_memory_utilization
     if needed / ranks > memory * share:
         raise ValueError(
             f"The weights take {needed / ranks / 2**30:.1f} GiB of each GPU, and this one "
-            f"({current_platform.get_device_name()}) has {memory / 2**30:.1f} GiB, of which "
-            f"--gpu-memory-utilization {share:g} leaves {memory * share / 2**30:.1f}: serve a checkpoint "
-            "in a smaller format (docs/operate/small-gpus.md), on a larger GPU, or on several with "
-            "--tensor-parallel-size."
+            f"({current_platform.get_device_name()}) has {memory / 2**30:.1f} GiB, of which vLLM may take "
+            f"{memory * share / 2**30:.1f} (--gpu-memory-utilization): serve a checkpoint in a smaller format "
+            "(docs/operate/small-gpus.md), on a larger GPU, or on several with --tensor-parallel-size."
         )
 
 

@@ -55,7 +55,7 @@ def published(weights: str, **parallel: Any) -> Any:
             model_arch_config=SimpleNamespace(quantization_config=quantization),
         ),
         parallel_config=SimpleNamespace(**(ranks | parallel)),
-        cache_config=SimpleNamespace(gpu_memory_utilization=0.92),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.92, kv_cache_memory_bytes=None),
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
         ),
@@ -84,7 +84,7 @@ def test_an_unknown_format_counts_nothing():
 
 def test_weights_that_do_not_fit(gpu):
     with pytest.raises(
-        ValueError, match=r"weights take 24\.3 GiB .* 23\.5 GiB, of which .* 21\.6: "
+        ValueError, match=r"weights take 24\.3 GiB .* 23\.5 GiB, of which .* 21\.6 "
     ):
         check_room(published("fp8-dynamic"), RULES)
 
@@ -99,6 +99,16 @@ def test_weights_that_do_not_fit(gpu):
 )
 def test_weights_that_fit(gpu, serves):
     check_room(serves, RULES)
+
+
+def test_a_share_that_does_not_count(gpu):
+    """24.3 GiB of weights on a GPU of 25, with a cache of a given size."""
+    gpu.get_device_total_memory = lambda: 25 * GIB
+    config = published("fp8-dynamic")
+    with pytest.raises(ValueError, match=r"has 25\.0 GiB, of which vLLM may take 23\.0"):
+        check_room(config, RULES)
+    config.cache_config.kv_cache_memory_bytes = GIB // 4
+    check_room(config, RULES)
 
 
 def test_weights_that_move_to_the_host(gpu):
