@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Measured figures, as tables of this file.
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results.toml"
+# What starts on the null GPU chose, took and asked of the driver, by case.
+REHEARSAL = Path(__file__).resolve().parents[1] / "tests/null_gpu/rehearsal.json"
 # Name of sampling without any parameter.
 PLAIN = "temperature 1, no filters"
 
@@ -205,6 +207,70 @@ def measured(name: str) -> str:
     return f"{head}{asked}\n\n" + _table(result["columns"], result["rows"])
 
 
+def _rehearsed(pattern: str) -> list[tuple[re.Match[str], dict[str, Any]]]:
+    """Return the rehearsal's cases whose whole names match, each with its data."""
+    cases = json.loads(REHEARSAL.read_text(encoding="utf-8"))
+    matches = ((re.fullmatch(pattern, name), found) for name, found in cases.items())
+    return [(match, found) for match, found in matches if match is not None]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def published_shape() -> str:
+    """List what the 26B shape chose, took and asked of the driver on the null GPU, by capability and format."""
+    rows = []
+    for match, found in _rehearsed(r"26B, ([\w-]+), (\d+\.\d)"):
+        weights, capability = match.groups()
+        if not found["starts"]:
+            rows.append([capability, weights, found["error"], *[""] * 12])
+            continue
+        sizes, asked = found["bytes"], found["steady"]["plain"]
+        rows.append(
+            [
+                *(capability, weights, *_kernels(found["kernels"])),
+                *(_gib(sizes[part]) for part in ("weights", "largest pass", "graphs", "kv cache")),
+                *(f"{found['kv_cache_tokens']:,}", str(found["max_num_seqs"])),
+                *(str(asked[what]) for what in ("graphs", "kernels_in_graphs", "kernels")),
+                *(str(asked[what]) for what in ("copies", "waits_for_events")),
+            ]
+        )
+    rows.sort(key=lambda row: (float(row[0]), row[1]))
+    head = ["capability", "weights", "products", "experts"]
+    head += ["weights, GiB", "largest pass", "graphs", "KV cache", "tokens of it", "requests"]
+    return _table([*head, "replays", "kernels in them", "other kernels", "copies", "waits"], rows)
+
+
+def _kernels(logged: Iterable[str]) -> tuple[str, str]:
+    """Return the kernels of quantised products and of experts in what vLLM logs of its choices."""
+    text = "\n".join(logged)
+    products = re.findall(r"^Selected (\w+) for|^Using (\w+) for NVFP4 GEMM", text, re.MULTILINE)
+    experts = re.findall(r"^Using '?(\w+)'? \w+ MoE backend", text, re.MULTILINE)
+    return ", ".join(a or b for a, b in products) or "cuBLAS", ", ".join(experts)
+
+
+def small_gpus() -> str:
+    """List what GPUs of 24 and 32 GiB have room for, by the starts of the null GPU."""
+    rows = []
+    for match, found in _rehearsed(r"26B, ([\w-]+), a (\w+)(?:, canvases of (\d+))?"):
+        weights, gpu, canvas = match.groups(default="256")
+        if not found["starts"]:
+            rows.append([gpu, weights, "", "is refused", *[""] * 6])
+            continue
+        sizes, tokens = found["bytes"], found["kv_cache_tokens"]
+        rows.append(
+            [
+                *(gpu, weights, canvas),
+                *(_gib(sizes[part]) for part in ("device", "weights", "largest pass", "graphs")),
+                *(_gib(sizes["kv cache"]), f"{tokens:,}"),
+                f"{tokens / found['max_model_len']:.1f} of {found['max_model_len']:,}",
+            ]
+        )
+    head = ["GPU", "weights", "canvas", "memory, GiB", "weights", "largest pass", "graphs"]
+    return _table([*head, "KV cache", "tokens of it", "whole requests"], sorted(rows))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "replaced": replaced,
     "symbols": symbols,
@@ -214,6 +280,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": rules,
     **{name: partial(measured, name) for name in _read_results()},
     "machines": machines,
+    "published_shape": published_shape,
+    "small_gpus": small_gpus,
 }
 _MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 

@@ -109,9 +109,13 @@ def decide_outcomes() -> None:
     AsyncOutput.get_output = get_output
 
 
-def runner_of(llm: Any) -> Any:
+def worker_of(llm: Any) -> Any:
     core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner
+    return core.model_executor.driver_worker.worker
+
+
+def runner_of(llm: Any) -> Any:
+    return worker_of(llm).model_runner
 
 
 def attention_layers(compilation: Any) -> list[Any]:
@@ -230,22 +234,27 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
     unset = {"max_num_batched_tokens": None, "max_num_seqs": None}
     llm = start(model, **(defaults | unset | options))
-    runner = runner_of(llm)
+    worker = worker_of(llm)
+    runner = worker.model_runner
     config = runner.vllm_config
-    caches = runner.kv_cache_config
     attention = Counter(
         type(layer).__name__ for layer in attention_layers(config.compilation_config)
     )
     return {
         "attention": dict(attention),
+        "max_model_len": config.model_config.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "capture_sizes": list(config.compilation_config.cudagraph_capture_sizes),
         "bytes": {
+            "device": torch.cuda.mem_get_info()[1],
             "weights": runner.model_memory_usage,
+            "largest pass": worker.peak_activation_memory - worker.cudagraph_memory_estimate,
+            "graphs": worker.cudagraph_memory_estimate,
+            "kv cache": int(worker.available_kv_cache_memory_bytes),
             "free": torch.cuda.mem_get_info()[0],
         },
-        "kv_cache_blocks": caches.num_blocks,
+        "kv_cache_tokens": config.cache_config.kv_cache_size_tokens,
         "steady": {"plain": steady_pass(llm, "plain")},
     }
 

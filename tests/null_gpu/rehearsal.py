@@ -82,14 +82,19 @@ def kernels_in(log: str) -> list[str]:
 
 
 def found_by(outcome: Outcome) -> dict[str, Any]:
-    """What is kept of a case: its facts, or the last line of what refused it."""
+    """What is kept of a case: its facts, or the line that refused it."""
     if outcome.error is None:
         found = {"starts": True, "kernels": kernels_in(outcome.text()), **outcome.value}
         if "requests" in found:
             # How many passes they took means nothing where no canvas can converge.
             found["requests"] = sorted(found["requests"])
         return found
-    return {"starts": False, "error": outcome.error.strip().splitlines()[0][:300]}
+    # What a check of vLLM's configuration raises is wrapped.
+    refusal = re.search(r"Value error, (.*) \[type=", outcome.error)
+    return {
+        "starts": False,
+        "error": refusal[1] if refusal else outcome.error.splitlines()[0][:300],
+    }
 
 
 def main() -> int:
@@ -121,22 +126,24 @@ def main() -> int:
         print("\n".join(case.name for case in waiting))
         return 0
     failed = 0
-    with contextlib.ExitStack() as processes:
-        gpus: dict[str, NullGpu] = {}
+    capability = ""
+    with contextlib.ExitStack() as process:
         for case in waiting:
-            if case.capability not in gpus:
-                folder = arguments.state / case.capability
+            if case.capability != capability:
+                # One at a time: each holds all that vLLM imports.
+                process.close()
+                capability = case.capability
+                folder = arguments.state / capability
                 folder.mkdir(exist_ok=True)
-                gpus[case.capability] = processes.enter_context(
-                    NullGpu(
-                        folder,
-                        imports="vllm",
-                        caches=arguments.state / "caches",
-                        capability=case.capability,
-                    )
+                gpu = NullGpu(
+                    folder,
+                    imports="vllm",
+                    caches=arguments.state / "caches",
+                    capability=capability,
                 )
+                process.enter_context(gpu)
             started = time.monotonic()
-            outcome = run_case(gpus[case.capability], case)
+            outcome = run_case(gpu, case)
             found = found_by(outcome)
             data = read_json(DATA)
             refused = case.refusal is not None and case.refusal in found.get("error", "")

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.null_gpu.engine_cases import KINDS
 from tests.support.checkpoints import SHIPPED
 from tests.support.families.cases import CASES as FAMILIES
 from tests.support.families.cases import checkpoint_of
+from tests.support.null_gpu.processes import ROOT
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 
 ENGINES = "tests.null_gpu.engine_cases"
 # Without Inductor: Dynamo, the split of its graph and the captures are those of a compiled start.
 CAPTURED: dict[str, Any] = {"compilation_config": {"backend": "eager"}}
 DIFFUSION = "diffusion"
-# Memory of the GPUs that people have at home, and a chip of each capability with the memory that it is sold with.
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-SMALL_GPUS = {"3090": ("8.6", 24), "4090": ("8.9", 24), "5090": ("12.0", 32)}
+# GPUs that people have at home: capability, the GiB that torch finds there less half of one, for the context that
+# CUDA makes in each process and for a screen, and the file in ``examples/small-gpus`` that serves on it.
+SMALL_GPUS = {
+    "3090": ("8.6", 23.0, "24-gib"),
+    "4090": ("8.9", 23.0, "24-gib"),
+    "5090": ("12.0", 30.8, "32-gib"),
+}
+PRESETS = ROOT / "examples/small-gpus"
+# What only a server has, which answers over HTTP.
+SERVER_OPTIONS = ("model", "reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,7 @@ def features() -> Iterator[Case]:
     yield gemma("attention: reference", every, **settings(attention="reference"))
     yield gemma("attention: TRITON_ATTN", every, attention_backend="TRITON_ATTN")
     yield gemma("FP8 cache", every, kv_cache_dtype="fp8")
+    yield replace(gemma("FP8 cache, 8.6", kv_cache_dtype="fp8"), capability="8.6")
     yield Case("LoRA", f"{ENGINES}:serve", _adapted)
     sleeping = {"model": str(SHIPPED), "options": CAPTURED | {"enable_sleep_mode": True}}
     yield Case("sleep, with graphs", f"{ENGINES}:sleep", lambda folder: sleeping)
@@ -162,24 +174,44 @@ def _adapted(folder: Path) -> dict[str, Any]:
 
 def published_shape() -> Iterator[Case]:
     """The 26B shape with dummy weights: whether it starts, with which kernels, in how much memory."""
-    for weights in ("bf16", "fp8-dynamic", "nvfp4"):
-        for capability in CAPABILITIES:
+    for capability in CAPABILITIES:
+        for weights in ("bf16", "fp8-dynamic", "nvfp4"):
             name = f"26B, {weights}, {capability}"
-            yield _shape(name, weights, capability, gib=80 if capability == "8.0" else 180)
+            gib = 80 if capability == "8.0" else 180
+            # Eight requests, and graphs of whole passes alone: Dynamo, and the graphs of 48 requests in pieces, take
+            # most of the time of a start, and the small GPUs have them.
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            options: dict[str, Any] = {"max_num_seqs": 8, "compilation_config": graphs}
+            if weights == "nvfp4" and capability in ("10.0", "12.0"):
+                # vLLM's own kernels. FlashInfer's, which it takes by itself, are downloaded or compiled first.
+                options |= {"moe_backend": "cutlass", "linear_backend": "cutlass"}
+            yield _shape(name, weights, capability, gib, **options)
 
 
 def small_gpus() -> Iterator[Case]:
-    """What a GPU of 24 or 32 GiB has room for."""
-    for gpu, (capability, gib) in SMALL_GPUS.items():
+    """What a GPU of 24 or 32 GiB has room for with the options of its file, and what it is refused."""
+    for gpu, (capability, gib, preset) in SMALL_GPUS.items():
         for canvas in (256, 64):
-            options = {
-                "max_model_len": 16384,
-                "max_num_seqs": 4,
-                "diffusion_config": {"canvas_length": canvas},
-            }
+            options = preset_options(preset) | {"diffusion_config": {"canvas_length": canvas}}
             name = f"26B, nvfp4-modelopt, a {gpu}, canvases of {canvas}"
-            # What the driver and a desktop leave of it.
-            yield _shape(name, "nvfp4-modelopt", capability, gib - 0.5, **options)
+            yield _shape(name, "nvfp4-modelopt", capability, gib, **options)
+        yield _refused(f"26B, bf16, a {gpu}", "bf16", capability, gib, "The weights take 47.0 GiB")
+    yield _shape(
+        "26B, fp8-dynamic, a 5090", "fp8-dynamic", "12.0", 30.8, **preset_options("32-gib")
+    )
+    yield _refused("26B, fp8-dynamic, a 4090", "fp8-dynamic", "8.9", 23.0, "The weights take 24.3")
+    yield _refused("26B, nvfp4, a T4", "nvfp4", "7.5", 0, "compute capability 7.5")
+
+
+def preset_options(name: str) -> dict[str, Any]:
+    """The options of a file of ``examples/small-gpus``, as ``vllm.LLM`` has them."""
+    given = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    options = {key.replace("-", "_"): value for key, value in given.items()}
+    return {key: value for key, value in options.items() if key not in SERVER_OPTIONS}
+
+
+def _refused(name: str, weights: str, capability: str, gib: float, refusal: str) -> Case:
+    return replace(_shape(name, weights, capability, gib), refusal=refusal)
 
 
 def _shape(name: str, weights: str, capability: str, gib: float, **options: Any) -> Case:

@@ -361,6 +361,27 @@ def takes_what_there_is() -> list[int]:
     return [number >> 20 for number in free]
 
 
+def copies_what_nothing_has_filled() -> dict[str, Any]:
+    """MiB of this machine that a copy of untouched memory takes, and whether one of filled memory is exact."""
+    source, target = (torch.empty(256 * N, dtype=torch.uint8, device="cuda") for _ in range(2))
+    before = _resident_mib()
+    target.copy_(source)
+    grown = _resident_mib() - before
+    size = 3 * N + 17
+    on_host = torch.zeros(size, dtype=torch.uint8)
+    # Within pages and over their ends, with whole pages of zeros between.
+    on_host[5:N], on_host[2 * N - 3 : 2 * N + 4], on_host[-1] = 1, 2, 3
+    target[9 : 9 + size].copy_(torch.full((size,), 7, dtype=torch.uint8))
+    source[3 : 3 + size].copy_(on_host)
+    target[9 : 9 + size].copy_(source[3 : 3 + size])
+    return {"grown": grown, "exact": torch.equal(target[9 : 9 + size].cpu(), on_host)}
+
+
+def _resident_mib() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
 # ---- waits and copies that are counted
 
 

@@ -115,6 +115,13 @@ def test_memory(torch_alone):
     assert (before, taken, after) == (2048, 1024, 2048)
 
 
+def test_copies_of_untouched_memory(torch_alone):
+    """They take no memory of this machine, which has less than a GPU; other copies are exact."""
+    found = torch_alone.run(f"{BREAKS}:copies_what_nothing_has_filled").checked()
+    assert found["exact"]
+    assert found["grown"] < 32
+
+
 @pytest.mark.parametrize(
     ("call", "counts"),
     [

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm._custom_ops import reshape_and_cache_flash
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -84,6 +85,11 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         # A model's sliding window counts the query itself; ours count the keys beside it.
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.is_fp8 = kv_cache_dtype in FP8_CACHE_DTYPES
+        # Below compute capability 8.9 Triton has no FP8, and vLLM's compiled kernel writes such a cache.
+        is_compiled = self.is_fp8 and not current_platform.has_device_capability(89)
+        self.write_cache = (
+            reshape_and_cache_flash if is_compiled else triton_reshape_and_cache_flash
+        )
         config = get_current_vllm_config()
         self.impl: Impl = plugin_settings(config).attention  # type: ignore[assignment]
         if self.impl == "cute":
@@ -215,8 +221,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         """Write this step's keys and values; a slot of -1 is padding and is not written."""
         key_cache, value_cache = self._split(kv_cache)
         if not kv_cache.is_cpu:
-            # vLLM's kernel tests each slot on the device, so a captured graph can replay it.
-            triton_reshape_and_cache_flash(
+            # vLLM's kernels test each slot on the device, so a captured graph can replay them.
+            self.write_cache(
                 key,
                 value,
                 key_cache,

@@ -23,6 +23,7 @@ from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.attention import check_layout, choose_attention
 from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
 from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
+from vllm_diffusion.startup.gpu_limits import check_capability, check_room
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.media_budget import choose_media
 from vllm_diffusion.startup.pass_order import choose_order
@@ -183,6 +184,7 @@ class BlockDiffusionEngineConfig:
             _serve_autoregressively(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())
             return
+        check_capability()
         cls.check_model(vllm_config.model_config)
         choose_attention(vllm_config)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
@@ -198,6 +200,7 @@ class BlockDiffusionEngineConfig:
         check_kv_connectors(vllm_config)
         choose_media(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
+        check_room(vllm_config, cls.tensor_rules())
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
         if not current_platform.is_cpu():

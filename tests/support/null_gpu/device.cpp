@@ -30,6 +30,7 @@ struct Chip {
   unsigned l2_cache_mib;
 };
 constexpr Chip CHIPS[] = {
+    {"7.5", "Tesla T4 (null)", 14.56, 40, 1024, 16, 65536, 4},
     {"8.0", "NVIDIA A100 (null)", 79.25, 108, 2048, 32, 166912, 40},
     {"8.6", "NVIDIA GeForce RTX 3090 (null)", 23.68, 82, 1536, 16, 101376, 6},
     {"8.9", "NVIDIA GeForce RTX 4090 (null)", 23.52, 128, 1536, 24, 101376, 72},

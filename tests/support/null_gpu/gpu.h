@@ -49,6 +49,8 @@ bool take_memory(size_t size);
 void give_memory(size_t size);
 // Does what a memset says, without touching pages that are zero already.
 void set_memory(void* pointer, int value, size_t size);
+// Copies, and leaves pages of the device untouched where the source is zero.
+void copy_memory(void* target, const void* source, size_t size);
 
 // ---- streams.cpp
 struct Node {

@@ -112,6 +112,30 @@ void set_memory(void* pointer, int value, size_t size) {
   }
 }
 
+void copy_memory(void* target, const void* source, size_t size) {
+  constexpr size_t PAGE = 4096, LARGE = 1u << 20;
+  static const char zeros[PAGE] = {};
+  if (size <= LARGE || place_of(target, size) != Place::DEVICE) {
+    memmove(target, source, size);
+    return;
+  }
+  char *begin = (char*)target, *end = begin + size;
+  auto from = [&](char* to) { return (const char*)source + (to - begin); };
+  char* first = (char*)(((size_t)begin + PAGE - 1) & ~(PAGE - 1));
+  char* last = (char*)((size_t)end & ~(PAGE - 1));
+  memcpy(begin, source, first - begin);
+  // Weights that nothing has filled are copied too, by gigabytes.
+  char* zero = first;
+  for (char* page = first; page < last; page += PAGE) {
+    if (!memcmp(from(page), zeros, PAGE)) continue;
+    if (zero < page) madvise(zero, page - zero, MADV_DONTNEED);
+    memcpy(page, from(page), PAGE);
+    zero = page + PAGE;
+  }
+  if (zero < last) madvise(zero, last - zero, MADV_DONTNEED);
+  memcpy(last, from(last), end - last);
+}
+
 }  // namespace null_gpu
 
 using namespace null_gpu;

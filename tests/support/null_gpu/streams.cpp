@@ -65,7 +65,7 @@ cudaError_t perform(const Node& node, const char* prefix) {
   gone = gone || (node.kind == Node::COPY && place_of(node.source, node.size) == Place::INVALID);
   if (gone) return fail(cudaErrorIllegalAddress, node.name + " of memory that was freed since its capture");
   count(prefix + node.name);
-  if (node.kind == Node::COPY) memmove(node.target, node.source, node.size);
+  if (node.kind == Node::COPY) copy_memory(node.target, node.source, node.size);
   if (node.kind == Node::SET) set_memory(node.target, node.value, node.size);
   if (node.kind == Node::HOST) node.function((void*)node.source);
   return cudaSuccess;

@@ -19,6 +19,7 @@ from attention_kernels.canvas_attention import (
     canvas_attention,
     plan_canvas_attention,
 )
+from vllm_diffusion.attention import backend
 from vllm_diffusion.attention.backend import (
     CanvasAttentionBackend,
     CanvasAttentionImpl,
@@ -268,8 +269,20 @@ def capability(request, monkeypatch):
     from vllm.platforms import current_platform
 
     found = DeviceCapability(*request.param)
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: found)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: found)
     return found
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_cache_dtype", "is_compiled"),
+    [((8, 6), "fp8", True), ((8, 9), "fp8", False), ((8, 6), "auto", False)],
+    indirect=["capability"],
+)
+@pytest.mark.usefixtures("capability")
+def test_a_gpu_without_fp8_in_triton(kv_cache_dtype, is_compiled):
+    """vLLM's Triton kernel ends with an assertion there, when the weights have been loaded."""
+    writers = (backend.triton_reshape_and_cache_flash, backend.reshape_and_cache_flash)
+    assert make_impl(kv_cache_dtype).write_cache is writers[is_compiled]
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -1,0 +1,33 @@
+"""A GPU that cannot serve a model is refused by the command line in one line, before anything is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.null_gpu.processes import environment
+from vllm_diffusion.cli.server import VLLM_SERVE
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ({"NULL_GPU_CAPABILITY": "7.5"}, "has compute capability 7.5"),
+        # The shipped checkpoint has three million bytes of weights in bfloat16.
+        ({"NULL_GPU_CAPABILITY": "8.6", "NULL_GPU_GIB": "0.002"}, "The weights take 0.0 GiB"),
+    ],
+)
+def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
+    command = [*VLLM_SERVE, str(SHIPPED), "--port", "1"]
+    variables = environment(tmp_path, **device)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm-diffusion: ")
+    assert sentence in last
+    assert "Traceback" not in done.stdout + done.stderr
