@@ -1,0 +1,55 @@
+"""Rows that DiffusionGemma runs for each token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from bench_passes import load, params
+
+from tests.support import baselines
+from tests.support.checkpoints import SHIPPED
+from tests.support.engine import TracedEngine
+from tests.support.row_counts import RowCounter, RowCounts, serve
+
+pytestmark = pytest.mark.engine
+
+AT_ONCE = 8
+NUM_REQUESTS = 16
+
+
+@pytest.fixture(scope="module")
+def engine(order):
+    engine = TracedEngine(
+        SHIPPED,
+        max_num_seqs=AT_ONCE,
+        async_scheduling=order == "asynchronous",
+        enable_prefix_caching=False,
+        additional_config={"diffusion": {"fused_encode": False} if order == "separate" else {}},
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def counter(engine):
+    return RowCounter(engine.llm)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine):
+    return load(engine.llm.get_tokenizer())[:NUM_REQUESTS]
+
+
+def test_rows_of_a_load(engine, counter, prompts, order):
+    """A token takes no more rows than it did, whoever shares its passes; its canvases are the same."""
+    requests = [(prompt, params(order, seed)) for seed, prompt in enumerate(prompts)]
+    counts, answers = {}, {}
+    for at_once in (1, AT_ONCE):
+        counter.counts = RowCounts()
+        outputs = serve(engine.llm, requests, at_once)
+        answers[at_once] = [output.token_ids for output in outputs]
+        num_tokens = sum(map(len, answers[at_once]))
+        counts[f"{at_once} at once"] = {"tokens": num_tokens, **asdict(counter.counts)}
+    assert answers[1] == answers[AT_ONCE]
+    baselines.check(f"rows of a load, {order}", counts)
