@@ -2,10 +2,14 @@
 
     python benchmarks/bench_passes.py
     python benchmarks/bench_passes.py --checkpoint PATH --rounds 5
+    python benchmarks/bench_passes.py --load
 
 Each order serves the same held-out prompts of the shipped checkpoint in a process of its own:
 answers of one canvas and of several, alone and in a batch. A pass is counted whenever the engine
 schedules one. Stock's own class runs on the same platform, and draws its own noise.
+
+With ``--load`` the same 64 prompts are served 1, 8 and 32 at a time, and rows are counted for each
+token of the answers (``tests/support/row_counts.py``). Padding is what the graphs of a GPU would add.
 """
 
 from __future__ import annotations
@@ -18,12 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from data_file import DataFile
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.row_counts import RowCounter, RowCounts
+from tests.support.row_counts import serve as served_at_once
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.startup.capture_sizes import capture_sizes
 
 # First: a package of the same name as one of the examples may be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "checkpoints"))
@@ -38,6 +48,9 @@ ORDERS: dict[str, dict[str, Any]] = {
 STOCK_PLUGINS = "vllm_diffusion_cpu"
 BATCH = 4
 MAX_TOKENS = 192
+# Requests at once, of all prompts of a load.
+AT_ONCE = (1, 8, 32)
+NUM_PROMPTS = 64
 
 
 def workloads(tokenizer: Any) -> dict[str, list[list[int]]]:
@@ -58,48 +71,74 @@ def workloads(tokenizer: Any) -> dict[str, list[list[int]]]:
     }
 
 
-def serve(order: str, checkpoint: str, rounds: int) -> list[dict[str, Any]]:
-    """Counts and times of one order; runs in a process of its own."""
-    from vllm import LLM, SamplingParams
+def load(tokenizer: Any) -> list[list[int]]:
+    """Prompts of all families and many lengths, as token ids."""
+    from evaluate import prompt_token_ids
+    from tiny_tasks import FAMILIES, evaluation_set
 
-    llm = LLM(
+    examples = zip(*(evaluation_set(family, NUM_PROMPTS) for family in FAMILIES), strict=True)
+    mixed = [example for group in examples for example in group]
+    return [prompt_token_ids(tokenizer, example) for example in mixed[:NUM_PROMPTS]]
+
+
+def serve_load(order: str, checkpoint: str) -> list[dict[str, Any]]:
+    """Row counts of one order at each number of requests; runs in a process of its own."""
+    llm = engine(order, checkpoint, max(AT_ONCE))
+    config = llm.llm_engine.vllm_config
+    scheduler = config.scheduler_config
+    sizes = capture_sizes(
+        config.diffusion_config.canvas_length,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+    )
+    counter = RowCounter(llm, sizes)
+    requests = [(prompt, params(order, i)) for i, prompt in enumerate(load(llm.get_tokenizer()))]
+    rows = []
+    for at_once in AT_ONCE:
+        counter.counts = RowCounts()
+        outputs = served_at_once(llm, requests, at_once)
+        tokens = [list(output.token_ids) for output in outputs]
+        rows.append({"at_once": at_once, "tokens": tokens, "counts": asdict(counter.counts)})
+    return rows
+
+
+def engine(order: str, checkpoint: str, max_num_seqs: int) -> Any:
+    """Start an engine with an order of passes."""
+    from vllm import LLM
+
+    return LLM(
         checkpoint,
         max_model_len=1024,
-        max_num_seqs=BATCH,
+        max_num_seqs=max_num_seqs,
         limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
         enable_prefix_caching=False,
         **ORDERS[order],
     )
-    core = llm.llm_engine.engine_core.engine_core
-    num_passes = 0
-    schedule = core.scheduler.schedule
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_passes
-        output = schedule(*args, **kwargs)
-        num_passes += output.total_num_scheduled_tokens > 0
-        return output
 
-    core.scheduler.schedule = counting
+def params(order: str, seed: int) -> Any:
+    """Sampling parameters of a request; stock takes no seed."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=MAX_TOKENS, seed=None if order.startswith("stock") else seed)
+
+
+def serve(order: str, checkpoint: str, rounds: int) -> list[dict[str, Any]]:
+    """Counts and times of one order; runs in a process of its own."""
+    llm = engine(order, checkpoint, BATCH)
+    counter = RowCounter(llm)
     rows = []
     for name, prompts in workloads(llm.get_tokenizer()).items():
-        # Stock takes no seed.
-        params = [
-            SamplingParams(max_tokens=MAX_TOKENS, seed=None if order.startswith("stock") else i)
-            for i in range(len(prompts))
-        ]
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        requests = [(prompt, params(order, i)) for i, prompt in enumerate(prompts)]
         times = []
         for _ in range(rounds + 1):
-            num_passes, start = 0, time.perf_counter()
-            outputs = [
-                output.outputs[0] for output in llm.generate(requests, params, use_tqdm=False)
-            ]
+            counter.counts, start = RowCounts(), time.perf_counter()
+            outputs = served_at_once(llm, requests, len(requests))
             times.append(time.perf_counter() - start)
         rows.append(
             {
                 "workload": name,
-                "passes": num_passes,
+                "passes": counter.counts.passes,
                 # The first round compiled what it needed.
                 "seconds": statistics.median(times[1:]),
                 "tokens": [list(output.token_ids) for output in outputs],
@@ -123,13 +162,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed repetitions")
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS))
     parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
+    parser.add_argument("--load", action="store_true", help="count rows at 1, 8 and 32 requests")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.checkpoint is None:
         args.checkpoint = str(shipped_checkpoint())
     if args.serve:
-        args.out.write_text(json.dumps(serve(args.serve, args.checkpoint, args.rounds)))
+        found = (
+            serve_load(args.serve, args.checkpoint)
+            if args.load
+            else serve(args.serve, args.checkpoint, args.rounds)
+        )
+        args.out.write_text(json.dumps(found))
         return
 
     data = DataFile(args.data)
@@ -146,9 +191,39 @@ def main() -> None:
             out = Path(folder) / "rows.json"
             command = [sys.executable, __file__, "--serve", order, "--out", str(out)]
             command += ["--checkpoint", args.checkpoint, "--rounds", str(args.rounds)]
+            command += ["--load"] * args.load
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
             results[order] = json.loads(out.read_text())
+    if args.load:
+        print_load(results, data)
+    else:
+        print_passes(results, data)
 
+
+def print_load(results: dict[str, list[dict[str, Any]]], data: DataFile) -> None:
+    """Print rows for each token, with the tokens of the first order and load as the reference."""
+    names = [field.name for field in fields(RowCounts)]
+    print(f"{'order':13} requests  tokens " + " ".join(f"{name:>9}" for name in names))
+    reference = next(iter(results.values()))[0]["tokens"]
+    for order, rows in results.items():
+        for row in rows:
+            num_tokens = sum(map(len, row["tokens"]))
+            cells = {name: row["counts"][name] / num_tokens for name in names}
+            same = (
+                "" if row["tokens"] == reference or order.startswith("stock") else "  OTHER TOKENS"
+            )
+            print(
+                f"{order:13} {row['at_once']:8} {num_tokens:7} "
+                + " ".join(f"{cell:9.3f}" for cell in cells.values())
+                + same
+            )
+            data.add(
+                "rows", order=order, at_once=row["at_once"], tokens=num_tokens, **row["counts"]
+            )
+
+
+def print_passes(results: dict[str, list[dict[str, Any]]], data: DataFile) -> None:
+    """Print passes and times of each workload."""
     print(f"{'workload':36} {'order':13} passes  denoise steps   ms a pass   tokens/s")
     reference = results.get("fused")
     for idx, row in enumerate(next(iter(results.values()))):

@@ -7,9 +7,12 @@ the host reads how many tokens a request emits, the cases say it: memory that no
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from tests.support.null_gpu.counts import counts_of, summary
 
@@ -20,6 +23,10 @@ PASSES_A_CANVAS = 4
 UNDECIDED = ("constrained", "steady")
 # What never emits is aborted after as many passes.
 MOST_PASSES = 40
+# Steps of the canvases, tokens of the prompts and loads with which rows are counted.
+STEPS = (12, 16, 20)
+PROMPT_LENGTHS = (100, 700, 2048, 4096)
+REQUESTS_AT_ONCE = (1, 8, 32)
 # Of requests, by a name.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -257,6 +264,62 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_tokens": config.cache_config.kv_cache_size_tokens,
         "steady": {"plain": steady_pass(llm, "plain")},
     }
+
+
+def count_rows(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Rows, and products with the vocabulary, for each token of a shape with dummy weights at several loads."""
+    from tests.support.row_counts import RowCounter, RowCounts, serve
+
+    llm = start(model, load_format="dummy", skip_tokenizer_init=True, **options)
+    _decide_by_steps(runner_of(llm))
+    counter = RowCounter(llm)
+    found = {}
+    for at_once in REQUESTS_AT_ONCE:
+        counter.counts = RowCounts()
+        requests = [
+            (
+                [7] * PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)],
+                params_of("plain", max_tokens=512, seed=i),
+            )
+            for i in range(max(2 * at_once, len(PROMPT_LENGTHS)))
+        ]
+        num_tokens = sum(len(output.token_ids) for output in serve(llm, requests, at_once))
+        found[f"{at_once} at once"] = {"tokens": num_tokens, **asdict(counter.counts)}
+    return found
+
+
+def _decide_by_steps(runner: Any) -> None:
+    """Have the canvases of each request converge after other numbers of steps, and be emitted in the order's own pass."""
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    stock, prepare = AsyncOutput.get_output, runner.model_state.prepare_attn
+    extra = int(runner.vllm_config.scheduler_config.async_scheduling)
+    # Of each pass on its way, the requests that have a canvas in it.
+    on_their_way: deque[set[str]] = deque()
+    passes: Counter[str] = Counter()
+    canvases: Counter[str] = Counter()
+
+    def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        num_canvas = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
+        named = zip(input_batch.req_ids, num_canvas, strict=True)
+        on_their_way.append({request_id for request_id, num_rows in named if num_rows})
+        return prepare(input_batch, *args, **kwargs)
+
+    def get_output(self: Any) -> Any:
+        has_canvas = on_their_way.popleft()
+        for row, request_id in enumerate(self.model_runner_output.req_ids):
+            passes[request_id] += request_id in has_canvas
+            index = int(request_id.split()[1].partition("-")[0]) + canvases[request_id]
+            emits = passes[request_id] == STEPS[index % len(STEPS)] + extra
+            self.num_sampled_tokens_np[row] = self.sampled_token_ids.shape[1] if emits else 0
+            if emits:
+                passes[request_id] = 0
+                canvases[request_id] += 1
+        self.sampled_token_ids[:] = 0
+        return stock(self)
+
+    runner.model_state.prepare_attn = prepare_attn
+    AsyncOutput.get_output = get_output
 
 
 def _give_scales() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -226,7 +227,44 @@ def _shape(name: str, weights: str, capability: str, gib: float, **options: Any)
     return Case(name, f"{ENGINES}:serve_shape", arguments, capability, gib)
 
 
+def loads() -> Iterator[Case]:
+    """Rows for each token of two layers of the 26B: its canvases and vocabulary, at 1, 8 and 32 requests."""
+    yield _rows("rows a token, asynchronous", async_scheduling=True)
+    yield _rows("rows a token, fused", async_scheduling=False)
+
+
+def _rows(name: str, **order: Any) -> Case:
+    def arguments(folder: Path) -> dict[str, Any]:
+        from bench_formats import write_checkpoint
+
+        model = write_checkpoint(folder / "26b", "26b", "bf16")
+        config = json.loads((model / "config.json").read_text())
+        text = config["text_config"]
+        # A sliding layer and a full one.
+        text |= {"num_hidden_layers": 2, "layer_types": text["layer_types"][4:6]}
+        (model / "config.json").write_text(json.dumps(config))
+        options = {
+            "max_model_len": 8192,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 16384,
+            "gpu_memory_utilization": 0.9,
+            "enable_prefix_caching": False,
+        }
+        return {"model": str(model), "options": options | CAPTURED | order}
+
+    return Case(name, f"{ENGINES}:count_rows", arguments)
+
+
 def cases() -> list[Case]:
     """In the order in which they run."""
-    groups = (orders, process_starts, families, drafts, features, published_shape, small_gpus)
+    groups = (
+        orders,
+        process_starts,
+        families,
+        drafts,
+        features,
+        published_shape,
+        small_gpus,
+        loads,
+    )
     return [case for group in groups for case in group()]

@@ -9,15 +9,19 @@ if TYPE_CHECKING:
 
 # Beyond this many canvases a launch costs nothing beside the work it starts.
 MAX_CANVASES = 64
-# Up to here every count has a graph of the backbone; above, every fourth, and the runner pads.
-MAX_EXACT = 8
+# Up to here every count has a graph of the backbone; above, every second, and the runner pads: by one
+# canvas in 17 at most.
+MAX_EXACT = 16
+# Rows of a tile of a matrix product, which takes as long with fewer. Passes of short canvases are
+# padded to whole ones.
+TILE_ROWS = 128
 
 
-def canvas_counts(most: int) -> list[int]:
+def canvas_counts(canvas_length: int, most: int) -> list[int]:
     """Numbers of canvases that get a graph of the backbone, ascending, up to ``most``."""
     most = min(most, MAX_CANVASES)
-    counts = {*range(1, min(most, MAX_EXACT) + 1), *range(MAX_EXACT, most + 1, 4), most}
-    return sorted(counts)
+    step = max(2, TILE_ROWS // canvas_length)
+    return sorted({*range(1, min(most, MAX_EXACT) + 1), *range(step, most + 1, step), most})
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
@@ -31,7 +35,7 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Rows of the largest pass.
     """
-    counts = canvas_counts(2 * max_num_seqs)
+    counts = canvas_counts(canvas_length, 2 * max_num_seqs)
     return [n * canvas_length for n in counts if n * canvas_length <= max_num_batched_tokens]
 
 
