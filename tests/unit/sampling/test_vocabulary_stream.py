@@ -296,9 +296,11 @@ def test_skipping_the_unlikely_is_bounded(borders, dtype, monkeypatch):
             replace(head, kernels=KernelChoices(skip_unlikely=True)), rows, requests, vocab, 128
         )
 
-    def counting(product: Any, weights: Any, embedding: Any, occupied: torch.Tensor) -> None:
+    def counting(
+        product: Any, weights: Any, embedding: Any, occupied: torch.Tensor, *, impl: Any
+    ) -> None:
         skipped.append((occupied == 0).float().mean())
-        api.add_product(product, weights, embedding, occupied)
+        api.add_product(product, weights, embedding, occupied, impl=impl)
 
     # Not by each rank, which is a thread: one would take another's for what was there before.
     monkeypatch.setattr(vocabulary_stream, "add_product", counting)
