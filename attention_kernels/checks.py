@@ -152,7 +152,7 @@ def check_attention(shape: AttentionShape, impl: AttentionImpl, device: torch.de
     """
     batch, options = shape.batch(device), shape.options()
     # On the device, as serving has them.
-    scales = tuple(torch.tensor(scale, device=device) for scale in (0.5, 2.0) if shape.is_fp8)
+    scales = _scales(device) if shape.is_fp8 else ()
     arguments = batch.arguments(options, scales=scales)
     got = canvas_attention(*arguments, impl=impl)
     same = canvas_attention(*arguments, impl="reference")
@@ -170,6 +170,11 @@ def check_attention(shape: AttentionShape, impl: AttentionImpl, device: torch.de
     return Checked(
         difference, lambda: canvas_attention(*arguments, out=got, impl=impl), *shape.counts()
     )
+
+
+def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the scales of an FP8 cache's keys and values."""
+    return torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
 
 
 @dataclass(frozen=True)
@@ -398,11 +403,15 @@ def check_noise(device: torch.device) -> Checked:
         AssertionError: If a word differs.
     """
     draws = make_draws(16, torch.Generator().manual_seed(1))
-    keys = (draws.seed, draws.canvas_idx, draws.step, draws.position)
-    there = [key.to(device) for key in keys]
-    words = random_words(*there, 4096)
-    assert torch.equal(random_words(*keys, 4096), words.cpu()), "other words than on the host"
-    return Checked(0.0, lambda: random_words(*there, 4096), words.nbytes, 0)
+
+    def words_on(device: torch.device) -> Tensor:
+        keys = (draws.seed, draws.canvas_idx, draws.step, draws.position)
+        seed, canvas_idx, step, position = (key.to(device) for key in keys)
+        return random_words(seed, canvas_idx, step, position, 4096)
+
+    words = words_on(device)
+    assert torch.equal(words_on(torch.device("cpu")), words.cpu()), "other words than on the host"
+    return Checked(0.0, lambda: words_on(device), words.nbytes, 0)
 
 
 def check_device(device: torch.device) -> Checked:

@@ -114,13 +114,13 @@ class KernelChoices:
         return self.attention.get(kind.name, {}).get(phase, self.default_attention)
 
 
-DEFAULT_KERNELS = KernelChoices()
-
-
 def _check_names(served: Mapping[str, str], known: tuple[str, ...]) -> None:
     for name, impl in served.items():
         if impl not in known:
             raise ValueError(f"{name}={impl!r} is not one of {', '.join(known)}.")
+
+
+DEFAULT_KERNELS = KernelChoices()
 
 
 def kernel_choices(vllm_config: VllmConfig) -> KernelChoices:
