@@ -1,6 +1,6 @@
 """The process that runs cases: ``python -m vllm_diffusion.kernel_choice.child DEVICE``.
 
-It reads a case as a line of base64, and answers with its outcome as a line of JSON.
+It reads a case as a line of JSON, and answers with its outcome as another.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
         torch.accelerator.synchronize()
     except AssertionError as error:
         return {"state": "wrong", "why": _one_line(error), "goes_on": True}
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
+        # Refusals of an implementation, before anything is launched.
         return {"state": "wrong", "why": f"cannot run here: {_one_line(error)}", "goes_on": True}
     except torch.OutOfMemoryError:
         return {"state": "unknown", "why": "out of memory"}
@@ -99,7 +100,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def serve(check: Callable[[KernelCase, torch.device], Checked] = run_case) -> None:
+def serve() -> None:
     """Answer cases until no more come, or one may have broken the device's context."""
     # What libraries print goes to the log, and answers alone to the one who asked.
     answers = os.fdopen(os.dup(1), "w")
@@ -116,10 +117,11 @@ def serve(check: Callable[[KernelCase, torch.device], Checked] = run_case) -> No
         return
     answer({"state": "right", "goes_on": True})
     for line in sys.stdin:
-        case, seconds, measures = pickle.loads(base64.b64decode(line))
+        request = json.loads(line)
+        case = pickle.loads(base64.b64decode(request["case"]))
         # Where the one who asked is gone, nobody else ends what hangs.
-        faulthandler.dump_traceback_later(seconds + 10, exit=True)
-        outcome = outcome_of(functools.partial(check, case, device), measures)
+        faulthandler.dump_traceback_later(request["seconds"] + 10, exit=True)
+        outcome = outcome_of(functools.partial(run_case, case, device), request["measures"])
         faulthandler.cancel_dump_traceback_later()
         answer(outcome)
         if not outcome.get("goes_on"):

@@ -118,10 +118,15 @@ class CheckProcess:
             return Outcome("unknown", "no time was left")
         child = self._started()
         seconds = min(CASE_SECONDS, self._deadline - time.monotonic())
-        message = base64.b64encode(pickle.dumps((case, seconds, self._measures)))
+        request = {
+            "name": case.name,
+            "seconds": seconds,
+            "measures": self._measures,
+            "case": base64.b64encode(pickle.dumps(case)).decode(),
+        }
         assert child.stdin is not None
         try:
-            child.stdin.write(message + b"\n")
+            child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.flush()
             line = self._read_line(seconds)
         except BrokenPipeError:
