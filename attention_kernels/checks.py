@@ -364,7 +364,8 @@ def check_kept_rows(shape: RowsShape, impl: Impl, device: torch.device) -> Check
         off = ((sweep(by_mass, impl) - plain).abs() / plain.clamp(min=1.0)).max().item()
         assert off <= 1e-3, f"weights by_mass={by_mass}: off by {off:.1e}"
     wanted = torch.full_like(maximum, 5, dtype=torch.int64)
-    found = _as_float(_largest_key(rows, divisor, maximum, wanted, impl))
+    # Below its own maximum: another kernel's may differ in a bit, and leave an id out.
+    found = _as_float(_largest_key(rows, divisor, ours, wanted, impl))
     torch.testing.assert_close(found, expected.topk(5).values[:, 4], rtol=1e-5, atol=1e-4)
     keys = torch.full_like(wanted, LEAST_KEY)
     drawn, plain_drawn = (

@@ -105,18 +105,10 @@ EXPERIMENTS = (
     ),
     Experiment(
         "kernels",
-        "whether the kernels, executed, compute what the references do",
-        "gpu/check_kernels.py",
-        "gpu/check_kernels.py --toy",
+        "whether kernels and their graphs, executed, compute what the references do eagerly",
+        "gpu/check_gpu.py",
+        "gpu/check_gpu.py --toy",
         expected=2,
-        limit=5,
-    ),
-    Experiment(
-        "graphs",
-        "whether a captured step, replayed, is bit for bit the eager one",
-        "gpu/check_graphs.py",
-        "gpu/check_graphs.py --toy",
-        expected=1.5,
         limit=5,
     ),
     Experiment(

@@ -195,14 +195,8 @@ def _serving() -> Iterator[Figure]:
 
 FIGURES = (
     Figure(
-        "attention, statistics and noise of the Triton kernels, executed: wrong ones",
+        "kernels and their graphs, executed: those that are not as the reference, or as the eager call",
         "kernels",
-        wrong("right"),
-        most=0,
-    ),
-    Figure(
-        "steps and attention as graphs: replays that differ from the eager call in a bit",
-        "graphs",
         wrong("right"),
         most=0,
     ),

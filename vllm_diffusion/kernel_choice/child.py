@@ -66,7 +66,7 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
     """
     try:
         found = check()
-        torch.accelerator.synchronize()
+        _wait()
     except AssertionError as error:
         return {"state": "wrong", "why": _one_line(error), "goes_on": True}
     except (NotImplementedError, ValueError) as error:
@@ -88,12 +88,18 @@ def seconds_of(call: Callable[[], object]) -> float:
     """Return the mean time of a call, of several that follow each other."""
     for _ in range(3):
         call()
-    torch.accelerator.synchronize()
+    _wait()
     began = time.perf_counter()
     for _ in range(REPEATS):
         call()
-    torch.accelerator.synchronize()
+    _wait()
     return (time.perf_counter() - began) / REPEATS
+
+
+def _wait() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _one_line(error: Exception) -> str:
