@@ -21,7 +21,7 @@ from vllm_diffusion.canvas.cuda_graphs import Capture, cuda_capture
 from vllm_diffusion.kernel_choice import graphs
 from vllm_diffusion.kernel_choice.cases import MAX_IDS, SLOTS, KernelCase, Served
 from vllm_diffusion.kernel_choice.child import run_case
-from vllm_diffusion.kernel_choice.plain_step import StepShape, free_canvas
+from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
 DEVICE = device()

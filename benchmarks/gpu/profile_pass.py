@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.testing import make_canvas_batch
-from vllm_diffusion.kernel_choice.plain_step import StepServer, StepShape, free_canvas
+from vllm_diffusion.kernel_choice.plain_step import StepServer
+from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 
 # What it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))

@@ -14,10 +14,10 @@ from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.console import fail, say, table
 from vllm_diffusion.kernel_choice.cases import MAX_IDS, SLOTS, KernelCase, Served
 from vllm_diffusion.kernel_choice.on_ranks import gpu_name
-from vllm_diffusion.kernel_choice.plain_step import StepShape
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
 from vllm_diffusion.kernel_choice.record import facts_of
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, choose
+from vllm_diffusion.kernel_choice.step_shape import StepShape
 from vllm_diffusion.startup import accelerators
 from vllm_diffusion.startup.kernel_choices import LayerKind, kernel_choices
 

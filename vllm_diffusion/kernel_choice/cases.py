@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
-from vllm_diffusion.kernel_choice.plain_step import StepShape
+from vllm_diffusion.kernel_choice.step_shape import StepShape
 from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices, LayerKind, Phase
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 

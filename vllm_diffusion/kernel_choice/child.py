@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import faulthandler
 import functools
+import importlib
 import json
 import os
 import pickle
@@ -24,15 +25,30 @@ from vllm_diffusion.kernel_choice.cases import KernelCase
 from vllm_diffusion.kernel_choice.limits import share_of_limits
 
 REPEATS = 20
+# Answered before each shape of a case: its time begins.
+BEGINS = {"state": "begins"}
 
 
-def run_case(case: KernelCase, device: torch.device) -> Checked:
+def run_case(
+    case: KernelCase, device: torch.device, begins: Callable[[], None] = lambda: None
+) -> Checked:
     """Check every shape of a case.
+
+    Args:
+        case: What is checked.
+        device: Where it runs.
+        begins: Called before each shape.
 
     Returns:
         The last shape's, with the largest difference of all.
     """
-    found = [_check(case, shape, device) for shape in case.shapes or (None,)]
+    if "graph" in case.kernel:
+        # Imports vLLM, which takes some seconds.
+        importlib.import_module("vllm_diffusion.kernel_choice.graphs")
+    found = []
+    for shape in case.shapes or (None,):
+        begins()
+        found.append(_check(case, shape, device))
     return found[-1]._replace(difference=max(each.difference for each in found))
 
 
@@ -115,8 +131,8 @@ def serve() -> None:
     def answer(outcome: dict[str, Any]) -> None:
         print(json.dumps(outcome), file=answers, flush=True)
 
-    device = torch.device(sys.argv[1])
     try:
+        device = torch.device(sys.argv[1])
         torch.zeros(1, device=device)
     except Exception as error:
         answer({"state": "unknown", "why": _one_line(error)})
@@ -125,9 +141,13 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         case = pickle.loads(base64.b64decode(request["case"]))
-        # Where the one who asked is gone, nobody else ends what hangs.
-        faulthandler.dump_traceback_later(request["seconds"] + 10, exit=True)
-        outcome = outcome_of(functools.partial(run_case, case, device), request["measures"])
+
+        def begins(seconds: float = request["seconds"]) -> None:
+            answer(BEGINS)
+            # Where the one who asked is gone, nobody else ends what hangs.
+            faulthandler.dump_traceback_later(seconds + 10, exit=True)
+
+        outcome = outcome_of(functools.partial(run_case, case, device, begins), request["measures"])
         faulthandler.cancel_dump_traceback_later()
         answer(outcome)
         if not outcome.get("goes_on"):

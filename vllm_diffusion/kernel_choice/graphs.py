@@ -10,7 +10,8 @@ from torch import Tensor
 from attention_kernels.canvas_attention import Impl, canvas_attention
 from attention_kernels.checks import AttentionShape, Checked
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
-from vllm_diffusion.kernel_choice.plain_step import StepServer, StepShape
+from vllm_diffusion.kernel_choice.plain_step import StepServer
+from vllm_diffusion.kernel_choice.step_shape import StepShape
 
 STEPS = 3
 

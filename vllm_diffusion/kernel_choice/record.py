@@ -18,7 +18,7 @@ from typing import Any
 import attention_kernels
 import vllm_diffusion
 from vllm_diffusion.kernel_choice.process import Outcome
-from vllm_diffusion.startup.accelerators import nvidia_driver
+from vllm_diffusion.startup import accelerators
 
 # Packages and folders whose change makes an outcome stale.
 PACKAGES = ("torch", "triton", "vllm", "vllm-diffusion")
@@ -34,7 +34,7 @@ def facts_of(gpu: str) -> dict[str, str]:
         gpu: Name of the GPU, with its compute capability.
     """
     versions = {name: version(name) for name in PACKAGES}
-    driver = nvidia_driver().driver_version or "unknown"
+    driver = accelerators.nvidia_driver().driver_version or "unknown"
     return {"gpu": gpu, "driver": driver, **versions, "kernels": _hash_of_sources()}
 
 
