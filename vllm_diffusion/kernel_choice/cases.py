@@ -45,7 +45,7 @@ class KernelCase:
 
     @property
     def name(self) -> str:
-        """What the case is called for a reader."""
+        """Name for a reader."""
         return f"{self.kernel}{' of ' * bool(self.subject)}{self.subject}, {self.impl}"
 
     @functools.cached_property
@@ -71,7 +71,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, as far as kernels go.
+    """Shapes of a server's kernels, and the implementations that are wanted.
 
     Attributes:
         kinds: Kinds of attention layers; none where vLLM's own kernels serve.

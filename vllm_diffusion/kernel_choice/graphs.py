@@ -1,4 +1,4 @@
-"""Whether a step and attention, captured and replayed as CUDA graphs, give bit for bit what they give eagerly."""
+"""Checks that a step and attention give the same bits eagerly and replayed from CUDA graphs."""
 
 from __future__ import annotations
 

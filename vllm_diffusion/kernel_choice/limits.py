@@ -1,4 +1,4 @@
-"""What a GPU's memory and tensor cores reach at most, by its data sheet."""
+"""Limits of a GPU's memory and tensor cores, by its data sheet."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class StepServer:
         )
 
     def inputs(self, canvases: int) -> tuple[Tensor, ...]:
-        """Of ``sampler.graphs.plain_step``, for the pass that :meth:`begin` laid out: random hidden rows."""
+        """Random hidden rows for ``sampler.graphs.plain_step``, of the pass that :meth:`begin` laid out."""
         return (self.random(canvases * self.slots.canvas_length, self.shape.hidden),)
 
     def state(self) -> dict[str, Tensor]:

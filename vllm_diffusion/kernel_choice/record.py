@@ -1,4 +1,4 @@
-"""What earlier checks found on this GPU, as JSON in vLLM's cache directory."""
+"""Outcomes of earlier checks on this GPU, as JSON in vLLM's cache directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import attention_kernels
-import vllm_diffusion
 from vllm_diffusion.kernel_choice.process import Outcome
 from vllm_diffusion.startup import accelerators
 
@@ -39,7 +38,7 @@ def facts_of(gpu: str) -> dict[str, str]:
 
 
 def _hash_of_sources() -> str:
-    ours = Path(next(iter(vllm_diffusion.__path__)))
+    ours = Path(__file__).resolve().parents[1]
     roots = [Path(next(iter(attention_kernels.__path__))), *(ours / name for name in FOLDERS)]
     digest = hashlib.sha256()
     for root in roots:

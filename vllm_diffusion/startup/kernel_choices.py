@@ -1,4 +1,4 @@
-"""Which implementation of each kernel serves: the one type that the self-check and tuning decide about."""
+"""Choice of the implementation that serves of each kernel, which the self-check and tuning make."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What attention layers that run the same kernels have in common.
+    """Kind of attention layers, which run the same kernels.
 
     Attributes:
         num_heads: Query heads of a rank.
@@ -105,7 +105,7 @@ class KernelChoices:
 
     @property
     def captures_attention(self) -> bool:
-        """Whether CUDA graphs hold attention: not the reference, which reads the batch on the host."""
+        """True if CUDA graphs hold attention: not the reference, which reads the batch on the host."""
         used = {impl for phases in self.attention.values() for impl in phases.values()}
         return self.attention_graphs and "reference" not in {self.default_attention, *used}
 
