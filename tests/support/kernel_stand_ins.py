@@ -42,6 +42,8 @@ def main() -> None:
                 answer(RIGHT)
             case "wrong":
                 answer(WRONG)
+            case "refuses":
+                answer({"state": "refused", "why": "takes head_dim 256", "goes_on": True})
             case "raises":
                 answer({"state": "wrong", "why": "CompilationError: no such instruction"})
                 return

@@ -87,9 +87,12 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
         return {"state": "wrong", "why": _one_line(error), "goes_on": True}
     except (NotImplementedError, ValueError) as error:
         # Refusals of an implementation, before anything is launched.
-        return {"state": "wrong", "why": f"cannot run here: {_one_line(error)}", "goes_on": True}
+        return {"state": "refused", "why": _one_line(error), "goes_on": True}
     except torch.OutOfMemoryError:
         return {"state": "unknown", "why": "out of memory"}
+    except (AttributeError, LookupError, ImportError) as error:
+        # Of the check, which says nothing about the kernel.
+        return {"state": "unknown", "why": f"{type(error).__name__}: {_one_line(error)}"}
     except Exception as error:
         return {"state": "wrong", "why": f"{type(error).__name__}: {_one_line(error)}"}
     outcome = {"state": "right", "difference": found.difference, "goes_on": True}

@@ -34,7 +34,8 @@ class Outcome:
     """Outcome of a case.
 
     Attributes:
-        state: ``"unknown"`` where nothing was learnt about the kernel.
+        state: ``"refused"`` where the implementation does not take such inputs or such a GPU, and
+            ``"unknown"`` where nothing was learnt about the kernel.
         why: Why it is not right; empty if it is.
         difference: Largest difference from float64.
         microseconds: Time of a call, if it was measured.
@@ -42,7 +43,7 @@ class Outcome:
         is_retried: True if it may be the fault of what ran beside it, or of what ran before.
     """
 
-    state: Literal["right", "wrong", "unknown"]
+    state: Literal["right", "wrong", "refused", "unknown"]
     why: str = ""
     difference: float | None = None
     microseconds: float | None = None

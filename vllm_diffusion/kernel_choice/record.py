@@ -74,7 +74,7 @@ class Record:
             facts, cases = content["facts"], content["cases"]
             changed = sorted(k for k, v in self._facts.items() if facts.get(k) != v)
             found = {key: Outcome(**outcome) for key, outcome in cases.items()}
-            if {each.state for each in found.values()} - {"right", "wrong"}:
+            if {each.state for each in found.values()} - {"right", "wrong", "refused"}:
                 raise ValueError("a state that does not exist")
         except FileNotFoundError:
             return {}

@@ -93,15 +93,16 @@ def choose(served: Served, check: Check) -> tuple[KernelChoices, list[Replaced]]
 
 def _first_right(role: Role, check: Check, replaced: list[Replaced]) -> str:
     """Return the implementation that serves, and note those before it that do not."""
-    wrong: list[tuple[KernelCase, str]] = []
+    passed: list[tuple[KernelCase, Outcome]] = []
     for case in role.cases:
         outcome = check(case)
         # What says nothing about a kernel leaves it where it is.
-        if outcome.state != "wrong":
-            replaced += [Replaced(*each, by=case.impl) for each in wrong]
+        if outcome.state in ("right", "unknown"):
+            wrong = [each for each in passed if each[1].state == "wrong"]
+            replaced += [Replaced(failed, each.why, by=case.impl) for failed, each in wrong]
             return case.impl
-        wrong.append((case, outcome.why))
-    problems = "; ".join(f"{case.impl}: {why}" for case, why in wrong)
+        passed.append((case, outcome))
+    problems = "; ".join(f"{case.impl}: {outcome.why}" for case, outcome in passed)
     raise NothingRightError(
         f"No implementation of {role.cases[0].kernel} {role.cases[0].subject} is right on this GPU "
         f"({problems}), so nothing is served. Check the GPU and its driver with another program, and "

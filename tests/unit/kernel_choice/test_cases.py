@@ -54,8 +54,9 @@ def raising(error: Exception) -> dict[str, object]:
     ("error", "state", "goes_on"),
     [
         (AssertionError("attention: error 3 exceeds 1\nsecond line"), "wrong", True),
-        (NotImplementedError("needs a GPU of compute capability 9.x"), "wrong", True),
-        (ValueError("takes head_dim 256"), "wrong", True),
+        (NotImplementedError("needs a GPU of compute capability 9.x"), "refused", True),
+        (ValueError("takes head_dim 256"), "refused", True),
+        (AttributeError("a mistake of the check's own"), "unknown", False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "wrong", False),
         (torch.OutOfMemoryError("CUDA out of memory"), "unknown", False),
     ],

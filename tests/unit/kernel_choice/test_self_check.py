@@ -120,6 +120,13 @@ def test_log_of_a_right_kernel(tmp_path: Path, lines: list[str]) -> None:
     assert not [line for line in lines if line.startswith("WARNING")]
 
 
+def test_what_an_implementation_refuses(tmp_path: Path, lines: list[str]) -> None:
+    """It is no fault, and is passed over without a warning."""
+    chosen = check(tmp_path, {"512, full, denoise, cute": "refuses"}, default_attention="cute")
+    assert chosen.attention == {FULL.name: {"denoise": "triton"}}
+    assert not [line for line in lines if line.startswith("WARNING")]
+
+
 def test_the_reference_is_last(tmp_path: Path, lines: list[str]) -> None:
     """It takes attention out of the graphs, so no graph of attention is checked."""
     chosen = check(tmp_path, {"denoise, triton": "wrong", "denoise, cute": "raises"})
