@@ -203,7 +203,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 torch.empty(query_shape, dtype=dtype, device=cache.key.device),
                 cache,
                 self._options(window_anchor),
-                with_spans=spans,
+                with_spans=sorted(spans),
                 impl=impl,
             )
 

@@ -320,6 +320,20 @@ def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(cap
         assert plan.call_args.kwargs["impl"] == runs
 
 
+def test_the_kind_of_pass_chooses():
+    """A pass of canvases alone may run another implementation than one with a prompt; both are compiled."""
+    impl = make_impl()
+    impl.impls, impl.canvas_length = {"denoise": "triton", "mixed": "reference"}, 8
+    tensor = torch.zeros(1, dtype=torch.int32)
+    for rows, expected in ((8, "triton"), (9, "reference")):
+        sequences = Sequences(tensor[None], tensor, tensor, tensor, None, rows, rows)
+        assert impl._impl_of(impl._phase(sequences), has_spans=False) == expected
+    layer = SimpleNamespace(kv_cache=torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * 32))
+    with mock.patch("vllm_diffusion.attention.backend.warm_up_canvas_attention") as compiled:
+        impl.warm_up(layer, "canvas", [False], torch.float32)
+    assert {call.kwargs["impl"] for call in compiled.call_args_list} == {"triton", "reference"}
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
 def test_a_start_compiles_flash_attention_4_and_triton_for_images(capability):
