@@ -55,7 +55,7 @@ class Replaced:
         kernel = self.case.kernel
         cost = COSTS.get(kernel) or COSTS.get(f"{kernel}, {self.by}", "its speed may differ")
         return (
-            f"Self-check: {self.case.name}, is wrong on this GPU ({self.why}). In its place serves "
+            f"Self-check: {self.case.name} fails on this GPU ({self.why}). In its place serves "
             f"{self.by}: {cost}. Please report it with what this writes: {REPORT}"
         )
 
