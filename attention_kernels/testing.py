@@ -36,7 +36,7 @@ class CanvasBatch:
         *,
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
-        scales: tuple[float, float] | tuple[()] = (),
+        scales: tuple[float | Tensor, float | Tensor] | tuple[()] = (),
     ) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
         """Arguments of ``canvas_attention``, with the bounds of its sequences and an FP8 cache's scales."""
         sequences = Sequences(

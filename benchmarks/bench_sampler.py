@@ -46,6 +46,7 @@ from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 SOFTCAP = 30.0
 # What stock's tensors take of a logit: 4 bytes of float32 logits, 2 of probabilities in bf16 and,
@@ -97,7 +98,6 @@ def ours(
     head: OutputHead,
     *settings: FilteredRows | ReportedRows | None,
     tile: int | None = None,
-    overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by this package."""
     n, device = rows.shape[0], rows.device
@@ -105,7 +105,7 @@ def ours(
     zeros = torch.zeros(n, dtype=torch.int32, device=device)
     draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
     requests = RowSettings(draws, None, *settings)
-    results = sample_rows(head, rows, requests, head.weight.shape[0], tile, overlap)
+    results = sample_rows(head, rows, requests, head.weight.shape[0], tile)
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds
 
@@ -203,7 +203,8 @@ def main() -> int:
     shape = (options.vocab, options.hidden)
     weight = torch.randn(shape, generator=generator, device=device).to(dtype) * 0.1
     head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
-    skipping = replace(head, skips_unlikely=True)
+    skipping = replace(head, kernels=KernelChoices(skip_unlikely=True))
+    overlapping = replace(head, kernels=KernelChoices(two_streams=True))
     print("| canvases | which | ms | ms, graph | peak MiB | bytes a logit | of stock's 8 |")
     print("|---|---|---|---|---|---|---|")
     failures = []
@@ -220,7 +221,7 @@ def main() -> int:
             for tile in [None, *options.tiles]:
                 width = "" if tile is None else f", tiles of {tile}"
                 graphed[f"ours, two streams{width}"] = lambda rows=rows, tile=tile: ours(
-                    rows, head, tile=tile, overlap=True
+                    rows, overlapping, tile=tile
                 )
         settled: dict[str, Callable[[], object]] = {}
         for share in options.settled:

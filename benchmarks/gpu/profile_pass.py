@@ -9,6 +9,7 @@ A pass here is a replay of the sampler's graph and the attention of 25 sliding a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.testing import make_canvas_batch
+from vllm_diffusion.kernel_choice.plain_step import StepServer
+from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 
 # What it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+from check_gpu import capture_of_device
 from data_file import DataFile
-from plain_step import TOY, Server, Sizes, own_stream
 from timing import device, device_name
 
 DEVICE = device()
@@ -73,10 +76,11 @@ def main() -> int:
     print(device_name())
     on_gpu = DEVICE.type == "cuda"
     counts = [1] if options.toy else [1, 8]
-    server = Server(TOY if options.toy else Sizes())
-    with own_stream():
+    toy = StepShape(free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32")
+    server = StepServer(toy if options.toy else StepShape(compiler="inductor"), DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext():
         passes = {n: server.inputs(n) for n in counts}
-        server.capture(max(counts))
+        server.capture(capture_of_device(), max(counts))
         for n in counts:
             server.begin(n)
             layers = attention(options.toy, n)

@@ -252,14 +252,8 @@ FIGURES = (
     *_serving(),
     *_families(),
     Figure(
-        "attention, statistics and noise of the Triton kernels, executed: wrong ones",
+        "kernels and their graphs, executed: those that are not as the reference, or as the eager call",
         "kernels",
-        wrong("right"),
-        most=0,
-    ),
-    Figure(
-        "steps and attention as graphs: replays that differ from the eager call in a bit",
-        "graphs",
         wrong("right"),
         most=0,
     ),

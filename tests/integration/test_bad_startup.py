@@ -332,6 +332,8 @@ def test_attention_backend_by_name(backend: str, tmp_path: Path) -> None:
         ({"stability_threshold": -1}, "stability_threshold=-1"),
         ({"window_anchor": "row"}, "window_anchor='row'"),
         ({"window_anchor": 3}, "window_anchor=3"),
+        ({"self_check": "sometimes"}, "self_check='sometimes'"),
+        ({"self_check": True}, "self_check=True"),
         ("fast", "'fast'"),
         ([1], "[1]"),
     ],

@@ -56,7 +56,7 @@ def engine(checkpoint, request):
     Triton's interpreter takes seconds a pass: of its tests, CI runs the sample below.
     """
     engine = TracedEngine(checkpoint, additional_config={"diffusion": SETTINGS[request.param]})
-    assert engine.runner.sampler.head.skips_unlikely == (request.param == "skipping")
+    assert engine.runner.sampler.head.kernels.skip_unlikely == (request.param == "skipping")
     yield engine
     engine.close()
 

@@ -21,7 +21,7 @@ from attention_kernels.vocab_statistics import (
     update_statistics,
 )
 
-# Triton's interpreter multiplies no bfloat16; on a GPU benchmarks/gpu/check_kernels.py has it do so.
+# Triton's interpreter multiplies no bfloat16; on a GPU benchmarks/gpu/check_gpu.py has it do so.
 DTYPES = {
     "reference": [torch.float32, torch.bfloat16],
     "triton": [torch.float32, torch.float16],

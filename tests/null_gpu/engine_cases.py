@@ -6,6 +6,8 @@ the host reads how many tokens a request emits, the cases say it: memory that no
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.kernel_stand_ins import COMMAND
 from tests.support.null_gpu.counts import counts_of, summary
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
@@ -54,9 +57,34 @@ def start(model: str, **options: Any) -> Any:
         "gpu_memory_utilization": 0.1,
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
     }
-    options = small | options
+    options = small | options | {"additional_config": left_unchecked(options)}
     # ``None`` stands for vLLM's own choice.
     return LLM(model, **{name: value for name, value in options.items() if value is not None})
+
+
+def left_unchecked(options: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a start without a self-check, unless they say something of it: every kernel is wrong here."""
+    given = dict(options.get("additional_config") or {})
+    diffusion = given.get("diffusion", {})
+    if "drafting" not in given and diffusion.get("rule") != "autoregressive":
+        given["diffusion"] = {"self_check": "off"} | diffusion
+    return given
+
+
+def serve_checked(model: str, options: dict[str, Any], fates: dict[str, str]) -> dict[str, Any]:
+    """Start an engine whose kernels are as stand-ins say, and send requests of every kind.
+
+    Args:
+        model: Folder of the checkpoint.
+        options: Of the engine.
+        fates: Part of a case's name -> how it fails.
+    """
+    from vllm_diffusion.kernel_choice import process
+
+    process.COMMAND = COMMAND
+    os.environ["STAND_INS"] = json.dumps(fates)
+    checked = {"additional_config": {"diffusion": {"self_check": "always"}}}
+    return serve(model, options | checked, list(KINDS))
 
 
 def serve(
@@ -91,6 +119,7 @@ def serve(
             "capture_sizes": list(compilation.cudagraph_capture_sizes),
             "asynchronous": config.scheduler_config.async_scheduling,
             "attention": sorted({type(layer).__name__ for layer in attention_layers(compilation)}),
+            **kernels_of(config),
         },
         "requests": {kind: passes_of(llm, kind, adapter) for kind in kinds},
         "steady": {kind: steady_pass(llm, kind) for kind in steady},
@@ -123,6 +152,24 @@ def worker_of(llm: Any) -> Any:
 
 def runner_of(llm: Any) -> Any:
     return worker_of(llm).model_runner
+
+
+def kernels_of(config: Any) -> dict[str, Any]:
+    """Kinds of the attention layers, as they are and as the self-check takes them; and what serves."""
+    from vllm_diffusion.attention.backend import CanvasAttentionImpl
+    from vllm_diffusion.kernel_choice.cases import Served
+    from vllm_diffusion.startup.kernel_choices import kernel_choices
+
+    layers = attention_layers(config.compilation_config)
+    ours = [layer for layer in layers if isinstance(layer, CanvasAttentionImpl)]
+    if not hasattr(config.model_config, "canvas_spec"):
+        return {}
+    choices = kernel_choices(config)
+    return {
+        "kinds": sorted({layer.kind[0].name for layer in ours}),
+        "checked_kinds": sorted(kind.name for kind in Served.of(config, choices).kinds),
+        "choices": choices.to_json(),
+    }
 
 
 def attention_layers(compilation: Any) -> list[Any]:

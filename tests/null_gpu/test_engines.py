@@ -43,6 +43,7 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
     found = null_gpu.run(SERVE, model=str(folder), options=options, kinds=["plain"]).checked()
     assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
+    assert found["chosen"]["checked_kinds"] == found["chosen"]["kinds"]
 
 
 @pytest.mark.timeout(600)

@@ -17,7 +17,10 @@ def test_a_server_answers(tmp_path):
     # From 9.0 vLLM compiles a kernel of CUTLASS's for the router when few rows are routed, with a runtime of its
     # own that asks the driver for undocumented tables.
     variables = environment(tmp_path, NULL_GPU_CAPABILITY="8.9")
-    server = start_server(SHIPPED, tmp_path / "log", "--max-num-batched-tokens", "512", **variables)
+    # Every kernel is wrong on the null GPU.
+    unchecked = ("--additional-config", '{"diffusion": {"self_check": "off"}}')
+    options = ("--max-num-batched-tokens", "512", *unchecked)
+    server = start_server(SHIPPED, tmp_path / "log", *options, **variables)
     try:
         body = {"prompt": "a", "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
         answer = server.post("/v1/completions", body)

@@ -29,6 +29,7 @@ from attention_kernels.canvas_attention import (
     Impl,
     PagedCache,
     Planned,
+    Sequences,
     Window,
     WindowAnchor,
     plan_canvas_attention,
@@ -38,7 +39,7 @@ from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
 )
-from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.kernel_choices import PHASES, LayerKind, Phase, kernel_choices
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -91,14 +92,17 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             reshape_and_cache_flash if is_compiled else triton_reshape_and_cache_flash
         )
         config = get_current_vllm_config()
-        self.impl: Impl = plugin_settings(config).attention  # type: ignore[assignment]
-        if self.impl == "cute":
+        choices = kernel_choices(config)
+        layer_kind = LayerKind(num_heads, self.num_kv_heads, head_size, self.window, kv_cache_dtype)
+        self.impls: dict[Phase, Impl] = {
+            phase: choices.attention_of(layer_kind, phase) for phase in PHASES
+        }
+        spec = getattr(config.model_config, "canvas_spec", None)
+        self.canvas_length = 0 if spec is None else spec.length
+        if "cute" in self.impls.values():
             self._run_triton_where_cute_cannot(config.model_config.is_mm_prefix_lm)
         # Layers that agree in these share what they launch.
-        self.kind = (
-            *(self.num_heads, self.num_kv_heads, head_size, self.scale, self.softcap),
-            *(self.window, kv_cache_dtype, self.impl),
-        )
+        self.kind = (layer_kind, self.scale, self.softcap)
 
     def _run_triton_where_cute_cannot(self, may_hold_images: bool) -> None:
         """One kind of layer may have no kernel of FlashAttention-4 where the other has."""
@@ -112,7 +116,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             logger.info_once(
                 "Layers of head size %d run Triton: FlashAttention-4 %s", self.head_size, reason
             )
-            self.impl = "triton"
+            self.impls = {
+                phase: "triton" if impl == "cute" else impl for phase, impl in self.impls.items()
+            }
         elif may_hold_images:
             logger.info_once(
                 "Passes with an image run Triton in layers of head size %d: FlashAttention-4 knows "
@@ -162,7 +168,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             sequences,
             self._options(attn_metadata.window_anchor),
             out=out[:num_tokens],
-            impl=self._impl_of(sequences.row_spans is not None),
+            impl=self._impl_of(self._phase(sequences), sequences.row_spans is not None),
         )
         attn_metadata.plans[self.kind] = plan
         return plan
@@ -192,9 +198,10 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 occur.
             dtype: Type of queries.
         """
-        wanted: dict[Impl, list[bool]] = {}
+        wanted: dict[Impl, set[bool]] = {}
         for has_spans in with_spans:
-            wanted.setdefault(self._impl_of(has_spans), []).append(has_spans)
+            for phase in PHASES:
+                wanted.setdefault(self._impl_of(phase, has_spans), set()).add(has_spans)
         cache = self._cache(layer, layer.kv_cache)
         query_shape = (1, self.num_heads, self.head_size)
         for impl, spans in wanted.items():
@@ -202,13 +209,19 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 torch.empty(query_shape, dtype=dtype, device=cache.key.device),
                 cache,
                 self._options(window_anchor),
-                with_spans=spans,
+                with_spans=sorted(spans),
                 impl=impl,
             )
 
-    def _impl_of(self, has_spans: bool) -> Impl:
+    def _phase(self, sequences: Sequences) -> Phase:
+        """Return the kind of pass, by its longest request."""
+        rows = sequences.max_query_len
+        return "denoise" if rows is not None and rows <= self.canvas_length else "mixed"
+
+    def _impl_of(self, phase: Phase, has_spans: bool) -> Impl:
         """FlashAttention-4 knows no image spans."""
-        return "triton" if self.impl == "cute" and has_spans else self.impl
+        impl = self.impls[phase]
+        return "triton" if impl == "cute" and has_spans else impl
 
     def do_kv_cache_update(
         self,

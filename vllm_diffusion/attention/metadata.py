@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import Planned, Sequences, WindowAnchor
 from vllm_diffusion.attention.warm_up import ATTENTION_VARIANTS
-from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.kernel_choices import kernel_choices
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         them, so where there may be images only batches without prompts are captured. The reference
         reads the batch on the host, so no graph can hold it.
         """
-        if plugin_settings(vllm_config).attention == "reference":
+        if not kernel_choices(vllm_config).captures_attention:
             return AttentionCGSupport.NEVER
         if vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.console import one_line, quieten, say, table
+from vllm_diffusion.cli.values import UsageError, model, new_file
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import accelerators as detection
 from vllm_diffusion.startup.bytecode import cache_folder, is_compiled
@@ -79,11 +80,34 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Print versions, the accelerator, and the platform, model class and attention "
         "that would be used; exit status 1 if this machine cannot serve.",
     )
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        type=model,
+        # Not a text, which would be read as a model.
+        const=True,
+        metavar="MODEL",
+        help="check the kernels on the GPU instead: of a model, or of the shipped checkpoint and of "
+        "DiffusionGemma-26B's shape",
+    )
+    parser.add_argument(
+        "--report",
+        type=new_file,
+        metavar="FILE",
+        help="with --gpu, write what an issue should hold",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     quieten()
+    if arguments.gpu is not None:
+        from vllm_diffusion.cli import gpu_report
+
+        named = "" if arguments.gpu is True else arguments.gpu
+        return gpu_report.run(named, arguments.report)
+    if arguments.report is not None:
+        raise UsageError("--report is for --gpu; add it")
     say("Looking at this machine; importing vLLM takes some seconds.")
     marks: Counter[Mark] = Counter()
     for title, find in SECTIONS.items():

@@ -35,6 +35,7 @@ from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
 from vllm_diffusion.startup.compilation import compile_backend, launch_backend
+from vllm_diffusion.startup.kernel_choices import kernel_choices
 from vllm_diffusion.startup.plugin_settings import commits_in_place, fuses_encode, plugin_settings
 from vllm_diffusion.weights.kernels import describe_kernels
 
@@ -64,6 +65,7 @@ class BlockDiffusionModelState(ModelState):
         # On the last stage.
         self.sampler: DiffusionSampler | None = None
         self.settings = plugin_settings(vllm_config)
+        self.kernels = kernel_choices(vllm_config)
         self.vocab_size: int = self.model_config.get_vocab_size()
         if not hasattr(self.model_config, "canvas_spec"):
             raise ValueError(
@@ -87,7 +89,7 @@ class BlockDiffusionModelState(ModelState):
 
     def output_head(self) -> OutputHead:
         """The projection onto the vocabulary."""
-        return head_of(self.model, never_drawn=self.spec.never_drawn)
+        return head_of(self.model, never_drawn=self.spec.never_drawn, kernels=self.kernels)
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         """Keep what self-conditioning needs of this step, if the head has an embedding.
@@ -128,6 +130,8 @@ class BlockDiffusionModelState(ModelState):
         """Called by the runner when it has captured the backbone."""
         from vllm.distributed.parallel_state import graph_capture
 
+        if not self.kernels.step_graphs:
+            return
         most = self.most_captured()
         try:
             # What captures allocate from here on they take from one another.
@@ -172,6 +176,8 @@ class BlockDiffusionModelState(ModelState):
 
         Their tensors are shared with the largest graph.
         """
+        if not self.kernels.step_graphs:
+            return 0
         most = self.most_captured()
         sizes = 2 * (most - 1) + min(most, MOST_ADJUSTED_CANVASES) - 1
         return sizes * BYTES_OF_A_GRAPH

@@ -6,9 +6,20 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_diffusion.kernel_choice.on_ranks import agree, decide
+
 
 class CanvasWorker(Worker):
     """vLLM's worker, whose model runner runs canvases."""
+
+    def init_device(self) -> None:
+        # Changed by vLLM's into the index of the GPU.
+        local_rank = self.local_rank
+        # Over before vLLM measures what memory is free.
+        own = decide(self.vllm_config, local_rank)
+        super().init_device()
+        choices = agree(self.vllm_config, local_rank, own)
+        self.model_config.kernel_choices = choices
 
     def _make_model_runner(self) -> Any:
         if self.vllm_config.is_mm_encoder_only:

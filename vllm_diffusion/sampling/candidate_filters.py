@@ -20,6 +20,7 @@ from attention_kernels.vocab_statistics import (
     ordered_keys,
     weigh,
 )
+from vllm_diffusion.sampling.output_head import OutputHead
 
 
 class CandidateFilters(NamedTuple):
@@ -46,7 +47,7 @@ def thresholds(
     maximum: Tensor,
     filters: CandidateFilters,
     vocab_size: int,
-    total: Callable[[Tensor], Tensor],
+    head: OutputHead,
 ) -> Tensor:
     """The least logit that each row keeps, as an ordered key.
 
@@ -59,16 +60,21 @@ def thresholds(
         maximum: [num_rows], float32, the largest logit of each row, of all ranks, over ``divisor``.
         filters: One entry per row.
         vocab_size: Number of ids, of all ranks.
-        total: Sums a tensor over the ranks.
+        head: Sums over the ranks, and says which kernels search.
 
     Returns:
         [num_rows], int64.
     """
 
+    impl = head.kernels.kept_rows
+
     def weighed(by_mass: bool) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda pivots, bounds: total(
-            weigh(rows, divisor, maximum, pivots, bounds, by_mass=by_mass)
+        return lambda pivots, bounds: head.sum(
+            weigh(rows, divisor, maximum, pivots, bounds, by_mass=by_mass, impl=impl)
         )
+
+    def largest(by_mass: bool, wanted: Tensor, active: Tensor) -> Tensor:
+        return largest_key(weighed(by_mass), wanted, maximum, active, impl=impl)
 
     keys = torch.full(maximum.shape, LEAST_KEY, dtype=torch.int64, device=maximum.device)
     if filters.min_p is not None:
@@ -77,13 +83,13 @@ def thresholds(
     if filters.top_k is not None:
         wanted = filters.top_k.long().clamp(1, vocab_size)
         active = filters.top_k < vocab_size
-        keys = torch.maximum(keys, largest_key(weighed(False), wanted, maximum, active))
+        keys = torch.maximum(keys, largest(False, wanted, active))
     if filters.top_p is not None:
         # The smallest set of likeliest tokens whose probability reaches p of what is left.
         active = filters.top_p < 1.0
         everything = torch.stack([keys, ordered_keys(maximum) + 2], dim=1)
         kept = weighed(True)(keys[:, None], everything)[:, 0]
         wanted = (kept.double() * filters.top_p.double()).ceil().long().clamp(min=1)
-        nucleus = largest_key(weighed(True), torch.minimum(wanted, kept), maximum, active)
+        nucleus = largest(True, torch.minimum(wanted, kept), active)
         keys = torch.maximum(keys, nucleus)
     return keys

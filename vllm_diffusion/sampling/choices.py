@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_kernels.vocab_statistics import RowLogits, scaled_logits
+from attention_kernels.vocab_statistics import Impl, RowLogits, scaled_logits
 from vllm_diffusion.sampling.output_head import OutputHead
 
 _IMPOSSIBLE = float("-inf")
@@ -18,14 +18,15 @@ class RunningChoices:
         self._scores = torch.full((num_rows, num_likeliest), _IMPOSSIBLE, device=device)
         self._ids = torch.zeros(num_rows, num_likeliest, dtype=torch.int64, device=device)
 
-    def update(self, rows: RowLogits, divisor: Tensor) -> None:
+    def update(self, rows: RowLogits, divisor: Tensor, impl: Impl = "auto") -> None:
         """Take one tile, in ascending order of ids.
 
         Args:
             rows: The tile.
             divisor: [num_rows], float32, above 0.
+            impl: Implementation that scales the logits.
         """
-        logits = scaled_logits(rows, divisor)
+        logits = scaled_logits(rows, divisor, impl=impl)
         scores, ids = [self._scores], [self._ids]
         # Not topk(), which takes any of equal ones.
         for _ in range(min(self._ids.shape[1], logits.shape[1])):

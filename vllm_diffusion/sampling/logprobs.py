@@ -64,7 +64,7 @@ def row_logprobs(
         divisor: [num_rows], float32: of the distribution that is reported.
         selected: [num_rows], int64, each row's token.
         request: Log-probabilities that are wanted.
-        head: Combines the ranks.
+        head: Combines the ranks, and says which kernel scales the logits.
         rows_at_once: Rows that are in float32 at the same time.
 
     Returns:
@@ -75,7 +75,8 @@ def row_logprobs(
 
     def some_rows() -> Iterator[tuple[slice, Tensor]]:
         for part in parts:
-            yield part, scaled_logits(rows.rows(part), divisor[part])
+            scaled = scaled_logits(rows.rows(part), divisor[part], impl=head.kernels.kept_rows)
+            yield part, scaled
 
     wanted = torch.cat([selected[:, None], request.token_ids], dim=1)
     own = [_summary(logits, rows.first_id, wanted[part], request) for part, logits in some_rows()]

@@ -90,7 +90,6 @@ def sample_rows(
     requests: RowSettings,
     vocab_size: int,
     tile_size: int | None = None,
-    overlap: bool = False,
 ) -> RowResults:
     """Project rows to the vocabulary and take from it what the step needs.
 
@@ -100,7 +99,6 @@ def sample_rows(
         requests: Their settings.
         vocab_size: Number of ids, of all ranks.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
-        overlap: Project each tile on a second stream beside the work on the one before, on a GPU.
     """
     num_rows = rows.shape[0]
     # Every rank cuts in the same places.
@@ -113,7 +111,7 @@ def sample_rows(
     if tile_size is None:
         # Whatever the rows: where tiles are cut changes the last bit of a sum.
         tile_size = TILE_ON_GPU if rows.is_cuda else TILE
-    walk = one_ahead if overlap else one_by_one
+    walk = one_ahead if head.kernels.two_streams else one_by_one
     parts = []
     for chunk in (slice(a, b) for a, b in pairwise(cuts)):
         group = _RowGroup(head, rows[chunk], requests.within(chunk))
@@ -212,7 +210,7 @@ class _RowGroup:
         if embedding is not None:
             soft_embeds = torch.zeros(num_rows, embedding.shape[1], device=device)
         least = None
-        if embedding is not None and head.skips_unlikely:
+        if embedding is not None and head.kernels.skip_unlikely:
             least = least_weight(embedding.dtype, vocab_size)
 
         def take(tile: slice, logits: Tensor) -> None:
@@ -233,15 +231,17 @@ class _RowGroup:
                 occupied=occupied,
                 least=least or 0.0,
                 product=soft_embeds,
+                impl=head.kernels.statistics,
             )
             if self.choices is not None:
-                self.choices.update(of_tile, self.draws.temperature)
+                self.choices.update(of_tile, self.draws.temperature, head.kernels.kept_rows)
             if soft_embeds is None or weights is None or embedding is None:
                 return
             if occupied is None:
                 _add_product(soft_embeds, weights, embedding[tile], head)
             else:
-                add_product(soft_embeds, weights, embedding[tile], occupied)
+                impl = head.kernels.statistics
+                add_product(soft_embeds, weights, embedding[tile], occupied, impl=impl)
 
         walk(head.tiles(tile_size), lambda tile: head.project(self.rows, tile), take)
         return running, soft_embeds
@@ -311,12 +311,13 @@ def draw_filtered(
         [n] int64, their candidates, and [n] float32, the probabilities of these within what is kept,
         at the temperature of the draw; the schedule's where a request is greedy.
     """
+    impl = head.kernels.kept_rows
     logits = RowLogits(projected, head.first_id, head.softcap, adjustments)
     divisor = draws.temperature * draws.rate
     # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
-    maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
-    keys = thresholds(logits, divisor, maximum, filters, vocab_size, head.sum)
-    own = draw(logits, divisor, maximum, keys, draws)
+    maximum = head.gather(largest_logit(logits, divisor, impl=impl)).amax(dim=0)
+    keys = thresholds(logits, divisor, maximum, filters, vocab_size, head)
+    own = draw(logits, divisor, maximum, keys, draws, impl=impl)
     # As with the running statistics, a float32 holds any id.
     packed = torch.stack([own.best, own.candidate.float(), own.drawn, own.mass], dim=-1)
     best, candidate, drawn, mass = head.gather(packed).unbind(-1)

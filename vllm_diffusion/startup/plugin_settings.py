@@ -39,6 +39,8 @@ class PluginSettings:
             prefix cache keeps it for the next turn of a chat.
         skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
             if all of them are too unlikely there for the embeddings' dtype.
+        self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,
+            ``"always"`` at every start, ``"off"`` never.
         of_rule: All other settings, which the model's decoding rule knows and checks.
     """
 
@@ -51,6 +53,7 @@ class PluginSettings:
     fused_encode: bool | None = None
     keep_last_canvas: bool = False
     skip_unlikely: bool = False
+    self_check: Literal["auto", "always", "off"] = "auto"
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +62,11 @@ class PluginSettings:
         steps = self.max_denoising_steps
         if steps is not None and not MAX_STEPS.allows(steps):
             raise ValueError(f"max_denoising_steps={steps!r} {MAX_STEPS.rule}.")
-        choices = {"window_anchor": get_args(WindowAnchor), "attention": get_args(Impl)}
+        choices = {
+            "window_anchor": get_args(WindowAnchor),
+            "attention": get_args(Impl),
+            "self_check": ("auto", "always", "off"),
+        }
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:

@@ -308,8 +308,8 @@ def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
     messages = [call.args[0] % call.args[1:] for call in said.call_args_list]
     # Blackwell's tensor memory has no room for the wide heads of the full-attention layers.
     runs = [] if cache_dtype == "fp8" else [256] if capability.major == 10 else [256, 512]
-    assert {size: impl.impl for size, impl in impls.items()} == {
-        size: "cute" if size in runs else "triton" for size in impls
+    assert {size: set(impl.impls.values()) for size, impl in impls.items()} == {
+        size: {"cute" if size in runs else "triton"} for size in impls
     }
     wanted = [f"Layers of head size {size} run Triton" for size in impls if size not in runs]
     if has_images:
@@ -331,6 +331,20 @@ def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(cap
         with mock.patch("vllm_diffusion.attention.backend.plan_canvas_attention") as plan:
             impl.forward(None, query, query, query, cache, metadata, torch.empty_like(query))
         assert plan.call_args.kwargs["impl"] == runs
+
+
+def test_the_kind_of_pass_chooses():
+    """A pass of canvases alone may run another implementation than one with a prompt; both are compiled."""
+    impl = make_impl()
+    impl.impls, impl.canvas_length = {"denoise": "triton", "mixed": "reference"}, 8
+    tensor = torch.zeros(1, dtype=torch.int32)
+    for rows, expected in ((8, "triton"), (9, "reference")):
+        sequences = Sequences(tensor[None], tensor, tensor, tensor, None, rows, rows)
+        assert impl._impl_of(impl._phase(sequences), has_spans=False) == expected
+    layer = SimpleNamespace(kv_cache=torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * 32))
+    with mock.patch("vllm_diffusion.attention.backend.warm_up_canvas_attention") as compiled:
+        impl.warm_up(layer, "canvas", [False], torch.float32)
+    assert {call.kwargs["impl"] for call in compiled.call_args_list} == {"triton", "reference"}
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -359,7 +359,7 @@ def test_rehearsal(tmp_path):
         assert str(tmp_path) not in result.command
     assert "A rehearsal" in said
     assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in said
-    assert "| graphs | not run | | nobody asked for it |" in said
+    assert "| kernels | not run | | nobody asked for it |" in said
 
 
 @pytest.mark.slow

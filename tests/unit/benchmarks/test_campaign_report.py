@@ -99,12 +99,12 @@ def test_runs_stand_apart():
 
 
 def test_what_failed_answers_nothing():
-    origin, found = group(H200, graphs=[{"table": "graphs", "state": "right"}])
+    origin, found = group(H200, kernels=[{"table": "kernels", "state": "right"}])
     assert report.table([(origin, found)]).count("| open |") == len(report.FIGURES) - 1
-    found["graphs"] = replace(found["graphs"], state="timed out", reason="why")
+    found["kernels"] = replace(found["kernels"], state="timed out", reason="why")
     said = report.table([(origin, found)])
     assert said.count("| open |") == len(report.FIGURES)
-    assert "| graphs | timed out | 3.0 | why | `python x` |" in said
+    assert "| kernels | timed out | 3.0 | why | `python x` |" in said
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from pass_launches import PassLaunches
-from plain_step import TOY, Server
 
 from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.kernel_choice.plain_step import StepServer
+from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.sampling.pass_settings import UsedSettings
 
-SLOTS, VOCAB, CANVAS = TOY.slots, TOY.vocab, TOY.canvas
+SLOTS, VOCAB, CANVAS = 4, 300, 8
+TOY = StepShape(free_canvas(CANVAS), VOCAB, hidden=16, slots=SLOTS, dtype="float32")
 RUNNING, STEPS = 3, 3
 # Launches and copies of the sampler when such a batch had no graphs, at 262,144 ids: 64 tiles, each with
 # a product, a kernel and another product, and what kept rows took.
@@ -90,9 +92,9 @@ KINDS = {
 }
 
 
-def server_of(kind: Kind) -> Server:
+def server_of(kind: Kind) -> StepServer:
     """With requests in all slots, of which slot 1 asks for something."""
-    server = Server(TOY)
+    server = StepServer(TOY, torch.device("cpu"))
     sampler = server.sampler
     sampler.settings.states = SimpleNamespace(
         temperature=setting(1.0, torch.float32),
@@ -128,7 +130,7 @@ def server_of(kind: Kind) -> Server:
     return server
 
 
-def run(server: Server, kind: Kind, launches: PassLaunches) -> list[dict[str, torch.Tensor]]:
+def run(server: StepServer, kind: Kind, launches: PassLaunches) -> list[dict[str, torch.Tensor]]:
     """State and outputs of some steps of three requests."""
     generator = torch.Generator().manual_seed(5)
     batch = SimpleNamespace(req_ids=[str(i) for i in range(RUNNING)])

@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.vocab_statistics import RowLogits, ordered_keys
+from tests.support.heads import output_head
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 
 
 def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:
     """[num_rows, vocab_size], bool."""
     rows, ones = RowLogits(logits, 0), torch.ones(len(logits))
-    keys = thresholds(rows, ones, logits.amax(-1), filters, logits.shape[1], lambda values: values)
+    keys = thresholds(rows, ones, logits.amax(-1), filters, logits.shape[1], output_head(logits))
     return ordered_keys(logits) >= keys[:, None]
 
 

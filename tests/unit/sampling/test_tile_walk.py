@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_diffusion.sampling import vocabulary_stream
 from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.tile_walk import one_ahead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 # Of each stream, how many of its operations are certainly over.
 Clock = dict[str, int]
@@ -112,10 +114,13 @@ def test_results_are_those_of_one_stream(monkeypatch):
     weight = torch.randn(300, 8, generator=generator)
     rows = torch.randn(6, 8, generator=generator)
     requests = RowSettings(make_draws(6, generator))
-    plain = sample_rows(output_head(weight, 5.0), rows, requests, 300, 64)
+    head = output_head(weight, 5.0)
+    plain = sample_rows(head, rows, requests, 300, 64)
     fake = partial(one_ahead, streams=FakeStreams())
     monkeypatch.setattr(vocabulary_stream, "one_ahead", fake)
-    overlapped = sample_rows(output_head(weight, 5.0), rows, requests, 300, 64, overlap=True)
+    overlapped = sample_rows(
+        replace(head, kernels=KernelChoices(two_streams=True)), rows, requests, 300, 64
+    )
     for name, values in vars(plain).items():
         if values is not None:
             assert torch.equal(values, getattr(overlapped, name)), name

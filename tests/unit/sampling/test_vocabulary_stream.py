@@ -33,6 +33,7 @@ from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 
 @pytest.mark.parametrize(
@@ -291,11 +292,15 @@ def test_skipping_the_unlikely_is_bounded(borders, dtype, monkeypatch):
 
     def run(head: Any) -> tuple[RowResults, RowResults]:
         plain = sample_rows(head, rows, requests, vocab, 128)
-        return plain, sample_rows(replace(head, skips_unlikely=True), rows, requests, vocab, 128)
+        return plain, sample_rows(
+            replace(head, kernels=KernelChoices(skip_unlikely=True)), rows, requests, vocab, 128
+        )
 
-    def counting(product: Any, weights: Any, embedding: Any, occupied: torch.Tensor) -> None:
+    def counting(
+        product: Any, weights: Any, embedding: Any, occupied: torch.Tensor, *, impl: Any
+    ) -> None:
         skipped.append((occupied == 0).float().mean())
-        api.add_product(product, weights, embedding, occupied)
+        api.add_product(product, weights, embedding, occupied, impl=impl)
 
     # Not by each rank, which is a thread: one would take another's for what was there before.
     monkeypatch.setattr(vocabulary_stream, "add_product", counting)

@@ -58,7 +58,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self.model.model.embed_tokens,
             softcap=self.model.softcap,
             dtype=self.model.logits_processor.head_dtype,
-            skips_unlikely=self.settings.skip_unlikely,
+            kernels=self.kernels,
         )
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:

@@ -1,0 +1,432 @@
+"""Checks that a kernel, executed on a device, computes what PyTorch's reference does.
+
+Each check runs one implementation on small random inputs of a given shape and holds it to float64: attention may be
+twice, statistics four times as far from it as the reference is in its own dtype. Words of the noise are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
+from attention_kernels.canvas_attention import Impl as AttentionImpl
+from attention_kernels.noise import random_words
+from attention_kernels.testing import (
+    CanvasBatch,
+    assert_within_error_budget,
+    make_adjustments,
+    make_canvas_batch,
+    make_draws,
+)
+from attention_kernels.vocab_statistics import (
+    CHUNK,
+    LEAST_KEY,
+    Impl,
+    LogitAdjustments,
+    RowDraws,
+    RowLogits,
+    RunningStatistics,
+    add_product,
+    draw,
+    largest_key,
+    largest_logit,
+    least_weight,
+    ordered_keys,
+    scaled_logits,
+    update_statistics,
+    weigh,
+)
+
+EPS = torch.finfo(torch.float32).eps
+FP8 = torch.float8_e4m3fn
+
+
+class Checked(NamedTuple):
+    """A kernel that is right.
+
+    Attributes:
+        difference: Largest difference from float64, in the unit of the output.
+        call: Runs the kernel once more, for a clock.
+        num_bytes: Bytes that a call must read and write.
+        operations: Operations of its matrix products.
+    """
+
+    difference: float
+    call: Callable[[], object]
+    num_bytes: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention layers of a kind, and the sequences of a pass.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Head size.
+        window: Keys beside a row; -1 without a window.
+        rows: (query rows, leading causal rows) of each sequence.
+        context: Keys of each sequence before its query rows.
+        softcap: Cap of the scores; 0 without one.
+        anchor: ``"canvas"`` or ``"query"``, see ``canvas_attention``.
+        span: Length of the blocks in which causal rows attend in both directions; 0 for none.
+        block_size: Positions of a cache block.
+        dtype: Name of the query's dtype in torch.
+        is_fp8: True for a cache in float8_e4m3fn.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    rows: tuple[tuple[int, int], ...]
+    context: int
+    softcap: float = 0.0
+    anchor: str = "canvas"
+    span: int = 0
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    is_fp8: bool = False
+
+    def batch(self, device: torch.device) -> CanvasBatch:
+        """Random tensors of the shape."""
+        spans = None
+        if self.span:
+            positions = [self.context + row for length, _ in self.rows for row in range(length)]
+            starts = [position // self.span * self.span for position in positions]
+            spans = [(start, start + self.span) for start in starts]
+        return make_canvas_batch(
+            [length for length, _ in self.rows],
+            [self.context + length for length, _ in self.rows],
+            [causal for _, causal in self.rows],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            dtype=getattr(torch, self.dtype),
+            cache_dtype=FP8 if self.is_fp8 else None,
+            padded_rows=3,
+            row_spans=spans,
+            device=str(device),
+        )
+
+    def options(self) -> AttentionOptions:
+        """Options of the layers."""
+        right = self.window if self.anchor == "query" else -1
+        window = Window(self.window, right, "query" if self.anchor == "query" else "canvas")
+        return AttentionOptions(self.head_dim**-0.5, self.softcap, window)
+
+    def counts(self) -> tuple[int, int]:
+        """Bytes that a call must read and write, and operations of its products."""
+        num_bytes = operations = 0
+        for length, _ in self.rows:
+            keys = self.context + length
+            if self.window >= 0:
+                keys = min(keys, self.window + length)
+            cached = 2 * keys * self.num_kv_heads * self.head_dim
+            num_bytes += (
+                cached * (1 if self.is_fp8 else 2) + 4 * length * self.num_heads * self.head_dim
+            )
+            operations += 4 * length * keys * self.num_heads * self.head_dim
+        return num_bytes, operations
+
+
+def check_attention(shape: AttentionShape, impl: AttentionImpl, device: torch.device) -> Checked:
+    """Compare one pass of a layer with float64.
+
+    Args:
+        shape: The layer and the pass.
+        impl: Implementation that is checked.
+        device: Where it runs.
+
+    Raises:
+        AssertionError: If it is too far from float64.
+        ValueError: If it does not take this shape.
+        NotImplementedError: If it cannot run on this device.
+    """
+    batch, options = shape.batch(device), shape.options()
+    # On the device, as serving has them.
+    scales = _scales(device) if shape.is_fp8 else ()
+    arguments = batch.arguments(options, scales=scales)
+    got = canvas_attention(*arguments, impl=impl)
+    same = canvas_attention(*arguments, impl="reference")
+    key_factor, value_factor = (0.5, 2.0) if shape.is_fp8 else (1.0, 1.0)
+    exact = replace(
+        batch,
+        query=batch.query.double(),
+        key_cache=batch.key_cache.double() * key_factor,
+        value_cache=batch.value_cache.double() * value_factor,
+    )
+    truth = canvas_attention(*exact.arguments(options), impl="reference")
+    live = slice(batch.num_live_tokens)
+    assert_within_error_budget(got[live], same[live], truth[live], "attention")
+    difference = (got[live].double() - truth[live]).abs().max().item()
+    return Checked(
+        difference, lambda: canvas_attention(*arguments, out=got, impl=impl), *shape.counts()
+    )
+
+
+def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the scales of an FP8 cache's keys and values."""
+    return torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
+
+
+@dataclass(frozen=True)
+class RowsShape:
+    """Rows of logits that a sampler looks at.
+
+    Attributes:
+        num_rows: Rows of the pass.
+        num_ids: Ids of the vocabulary.
+        tile: Ids that are projected at once.
+        softcap: Cap of the logits; ``None`` without one.
+        dtype: Name of the logits' dtype in torch.
+        adjusted: True with biases, penalties, masks and pins.
+        is_skipping: True to leave unlikely ids out of soft embeddings.
+    """
+
+    num_rows: int
+    num_ids: int
+    tile: int
+    softcap: float | None = 30.0
+    dtype: str = "bfloat16"
+    adjusted: bool = False
+    is_skipping: bool = False
+
+    def logits(self, device: torch.device, spread: float = 12.0) -> RowLogits:
+        """Random logits before the cap, with their adjustments."""
+        generator = torch.Generator().manual_seed(3)
+        projected = torch.randn(self.num_rows, self.num_ids, generator=generator) * spread
+        adjustments = None
+        if self.adjusted:
+            made = make_adjustments(self.num_rows, self.num_ids, generator)
+            adjustments = LogitAdjustments(*(value.to(device) for value in made))
+        dtype = getattr(torch, self.dtype)
+        return RowLogits(projected.to(device, dtype), 0, self.softcap, adjustments)
+
+    def draws(self, device: torch.device) -> RowDraws:
+        """Random temperatures and keys."""
+        made = make_draws(self.num_rows, torch.Generator().manual_seed(4))
+        return RowDraws(*(value.to(device) for value in made))
+
+
+def check_statistics(shape: RowsShape, impl: Impl, device: torch.device) -> Checked:
+    """Compare a pass over the vocabulary in tiles with float64: statistics, soft embeddings and draws.
+
+    Args:
+        shape: The rows.
+        impl: Implementation that is checked.
+        device: Where it runs.
+
+    Raises:
+        AssertionError: If one of them is too far from float64.
+    """
+    rows, draws = shape.logits(device), shape.draws(device)
+    generator = torch.Generator().manual_seed(5)
+    embedding = torch.randn(shape.num_ids, 16, generator=generator).to(rows.projected)
+    whole = replace(shape, is_skipping=False)
+    ours, soft = _streamed(rows, draws, embedding, whole, impl)
+    plain, plain_soft = _streamed(rows, draws, embedding, whole, "reference")
+    exact = _exact_logits(rows, draws)
+    probs = exact.softmax(-1)
+    entropy = -torch.where(probs > 0, probs * probs.clamp(min=1e-300).log(), 0.0).sum(-1)
+    _hold("entropy", ours.entropy(), plain.entropy(), entropy)
+    _hold("confidence", ours.confidence(), plain.confidence(), probs.amax(-1))
+    _hold("soft embedding", soft, plain_soft, probs @ embedding.double())
+    if shape.is_skipping:
+        truth = probs @ embedding.double()
+        _, skipped = _streamed(rows, draws, embedding, shape, impl)
+        error, unskipped = ((x.double() - truth).abs().max().item() for x in (skipped, soft))
+        bound = torch.finfo(rows.projected.dtype).eps / 2 * embedding.abs().max().item()
+        budget = 2 * unskipped + bound + 16 * EPS
+        assert error <= budget, f"skipping: error {error:.2e} exceeds {budget:.2e}"
+    # Equal up to what rounding decides: a logit at most a bit below the largest.
+    bit = 1e-5 * exact.where(exact.isfinite(), 0.0).abs().amax(-1).clamp(min=1.0)
+    largest = exact.gather(1, ours.argmax[:, None])[:, 0]
+    assert (largest >= exact.amax(-1) - bit).all(), "an argmax is not the largest"
+    _assert_same_draws(ours.best, plain.best, ours.candidate, plain.candidate)
+    return Checked(
+        (ours.entropy().double() - entropy).abs().max().item(),
+        lambda: _streamed(rows, draws, embedding, shape, impl),
+        2 * rows.projected.nbytes,
+        2 * rows.projected.numel() * embedding.shape[1],
+    )
+
+
+def _streamed(
+    rows: RowLogits, draws: RowDraws, embedding: Tensor, shape: RowsShape, impl: Impl
+) -> tuple[RunningStatistics, Tensor]:
+    """Take the statistics of rows a tile at a time.
+
+    Args:
+        rows: The rows.
+        draws: Their temperatures and keys.
+        embedding: [num_ids, hidden_size].
+        shape: Width of a tile, and whether unlikely ids are left out.
+        impl: Implementation.
+
+    Returns:
+        The statistics, and [num_rows, hidden_size], the soft embeddings.
+    """
+    device, num_rows = embedding.device, shape.num_rows
+    running = RunningStatistics.empty(num_rows, device)
+    soft = torch.zeros(num_rows, embedding.shape[1], device=device)
+    least = least_weight(embedding.dtype, shape.num_ids) if shape.is_skipping else 0.0
+    for tile in rows.tiles(shape.tile):
+        weights = torch.empty_like(tile.projected)
+        ids = slice(tile.first_id, tile.first_id + weights.shape[1])
+        occupied = None
+        if shape.is_skipping:
+            num_chunks = -(-weights.shape[1] // CHUNK)
+            occupied = torch.empty(num_rows, num_chunks, dtype=torch.uint8, device=device)
+        update_statistics(
+            running,
+            tile,
+            draws,
+            weights=weights,
+            occupied=occupied,
+            least=least,
+            product=soft,
+            impl=impl,
+        )
+        if occupied is None:
+            soft += weights.float() @ embedding[ids].float()
+        else:
+            add_product(soft, weights, embedding[ids], occupied, impl=impl)
+    return running, soft / running.total[:, None]
+
+
+def _exact_logits(rows: RowLogits, draws: RowDraws) -> Tensor:
+    """[num_rows, num_ids], float64: capped and adjusted logits over the schedule's temperature."""
+    exact = rows.projected.double()
+    if rows.softcap is not None:
+        exact = rows.softcap * torch.tanh(exact / rows.softcap)
+    if rows.adjustments is not None:
+        ids = torch.arange(exact.shape[1], device=exact.device)
+        exact = rows.adjustments.apply(exact, ids).double()
+    return exact / draws.temperature.double()[:, None]
+
+
+def _hold(name: str, got: Tensor, same: Tensor, truth: Tensor) -> None:
+    """Hold a statistic to four times the error of the reference."""
+    assert got.isfinite().all(), f"{name}: non-finite values"
+    error, theirs = ((each.double() - truth).abs().max().item() for each in (got, same))
+    # A capped logit is a difference of numbers near the cap, whose last bit a temperature magnifies; sums of
+    # sums round more often than one sum.
+    budget = 4 * (theirs + EPS * (max(1.0, truth.abs().max().item()) + 30.0))
+    assert error <= budget, f"{name}: error {error:.2e} exceeds {budget:.2e}"
+
+
+def _assert_same_draws(best: Tensor, expected: Tensor, ids: Tensor, expected_ids: Tensor) -> None:
+    torch.testing.assert_close(best, expected, rtol=1e-5, atol=1e-4)
+    same = (ids == expected_ids).float().mean().item()
+    assert same > 0.98, f"only {same:.1%} of the draws are the reference's"
+
+
+def check_kept_rows(shape: RowsShape, impl: Impl, device: torch.device) -> Checked:
+    """Compare what filters ask of rows with the reference.
+
+    Counts agree but for logits on a pivot, masses to a rounding, and draws to a tie.
+
+    Args:
+        shape: The rows.
+        impl: Implementation that is checked.
+        device: Where it runs.
+
+    Raises:
+        AssertionError: If something differs by more.
+    """
+    rows, draws = shape.logits(device), shape.draws(device)
+    divisor = draws.temperature
+    maximum = largest_logit(rows, divisor, impl="reference")
+    ours = largest_logit(rows, divisor, impl=impl)
+    torch.testing.assert_close(ours, maximum, rtol=1e-6, atol=1e-5)
+    scaled = scaled_logits(rows, divisor, impl=impl)
+    expected = scaled_logits(rows, divisor, impl="reference")
+    torch.testing.assert_close(scaled, expected, rtol=1e-5, atol=1e-4)
+    # Between what any two kernels could round apart.
+    steps = torch.linspace(-20.0, -1.0, 16, device=device) + 0.0173
+    pivots = ordered_keys((maximum[:, None] + steps).contiguous()).long()
+    bounds = torch.tensor([[LEAST_KEY, torch.iinfo(torch.int32).max]], device=device)
+    bounds = bounds.repeat(len(maximum), 1)
+
+    def sweep(by_mass: bool, impl: Impl) -> Tensor:
+        return weigh(rows, divisor, maximum, pivots, bounds, by_mass=by_mass, impl=impl).double()
+
+    for by_mass in (False, True):
+        plain = sweep(by_mass, "reference")
+        off = ((sweep(by_mass, impl) - plain).abs() / plain.clamp(min=1.0)).max().item()
+        assert off <= 1e-3, f"weights by_mass={by_mass}: off by {off:.1e}"
+    wanted = torch.full_like(maximum, 5, dtype=torch.int64)
+    # Below its own maximum: another kernel's may differ in a bit, and leave an id out.
+    found = _as_float(_largest_key(rows, divisor, ours, wanted, impl))
+    torch.testing.assert_close(found, expected.topk(5).values[:, 4], rtol=1e-5, atol=1e-4)
+    keys = torch.full_like(wanted, LEAST_KEY)
+    drawn, plain_drawn = (
+        draw(rows, divisor, maximum, keys, draws, impl=which) for which in (impl, "reference")
+    )
+    _assert_same_draws(drawn.best, plain_drawn.best, drawn.candidate, plain_drawn.candidate)
+    difference = (drawn.mass - plain_drawn.mass).abs() / plain_drawn.mass.clamp(min=1.0)
+    assert (error := difference.max().item()) <= 1e-4, f"mass: off by {error:.1e}"
+    return Checked(error, lambda: sweep(True, impl), rows.projected.nbytes, 0)
+
+
+def _largest_key(
+    rows: RowLogits, divisor: Tensor, maximum: Tensor, wanted: Tensor, impl: Impl
+) -> Tensor:
+    """[num_rows], int64: the largest key that ``wanted`` ids reach."""
+
+    def count(pivots: Tensor, bounds: Tensor) -> Tensor:
+        return weigh(rows, divisor, maximum, pivots, bounds, by_mass=False, impl=impl)
+
+    active = torch.ones_like(wanted, dtype=torch.bool)
+    return largest_key(count, wanted, maximum, active, impl=impl)
+
+
+def _as_float(keys: Tensor) -> Tensor:
+    """Return the float32 values whose :func:`ordered_keys` these are."""
+    return torch.where(keys < 0, keys ^ (2**31 - 1), keys).to(torch.int32).view(torch.float32)
+
+
+def check_noise(device: torch.device) -> Checked:
+    """Compare the generator's words with those of the host, bit for bit.
+
+    Args:
+        device: Where they are drawn.
+
+    Raises:
+        AssertionError: If a word differs.
+    """
+    draws = make_draws(16, torch.Generator().manual_seed(1))
+
+    def words_on(device: torch.device) -> Tensor:
+        keys = (draws.seed, draws.canvas_idx, draws.step, draws.position)
+        seed, canvas_idx, step, position = (key.to(device) for key in keys)
+        return random_words(seed, canvas_idx, step, position, 4096)
+
+    words = words_on(device)
+    assert torch.equal(words_on(torch.device("cpu")), words.cpu()), "other words than on the host"
+    return Checked(0.0, lambda: words_on(device), words.nbytes, 0)
+
+
+def check_device(device: torch.device) -> Checked:
+    """Compare PyTorch's own kernels, which the other checks trust, with the host's.
+
+    Args:
+        device: Where they run.
+
+    Raises:
+        AssertionError: If they differ.
+    """
+    a, b = torch.arange(64 * 64).view(64, 64).double(), torch.eye(64).double() * 3
+    there = a.to(device) @ b.to(device)
+    assert torch.equal(there.cpu(), a * 3), "PyTorch's own matrix product is wrong"
+    total = a.to(device).sum().item()
+    assert total == a.sum().item(), "PyTorch's own sum is wrong"
+    return Checked(0.0, lambda: a.to(device) @ b.to(device), 3 * a.nbytes, 2 * 64**3)

@@ -1,0 +1,126 @@
+"""The checks of kernels pass those that are right, on Triton's interpreter, and find what is wrong with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attention_kernels import checks
+from attention_kernels.checks import AttentionShape, RowsShape
+from attention_kernels.vocab_statistics import RunningStatistics
+
+CPU = torch.device("cpu")
+LAYER = AttentionShape(2, 1, 32, 15, ((16, 8), (8, 0)), 21, dtype="float32")
+ROWS = RowsShape(3, 300, 128, dtype="float32", adjusted=True, is_skipping=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("changes", [{}, {"span": 8}, {"window": -1, "softcap": 20.0}])
+def test_attention(impl, changes):
+    found = checks.check_attention(replace(LAYER, **changes), impl, CPU)
+    assert 0 < found.difference < 1e-5
+    found.call()
+
+
+def test_counts():
+    """Bytes of keys, values, query and output, and operations; a window bounds the keys."""
+    full = replace(LAYER, window=-1, rows=((8, 0),), context=24)
+    assert full.counts() == (2 * 32 * 32 * 2 + 4 * 8 * 2 * 32, 4 * 8 * 32 * 2 * 32)
+    windowed = replace(full, window=15)
+    assert windowed.counts() == (2 * 23 * 32 * 2 + 4 * 8 * 2 * 32, 4 * 8 * 23 * 2 * 32)
+
+
+def test_an_fp8_cache():
+    found = checks.check_attention(replace(LAYER, is_fp8=True), "triton", CPU)
+    assert found.difference < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("adjusted", [True, False])
+def test_rows(impl, adjusted):
+    rows = replace(ROWS, adjusted=adjusted)
+    assert checks.check_statistics(rows, impl, CPU).difference < 1e-5
+    assert checks.check_kept_rows(rows, impl, CPU).difference < 1e-5
+
+
+def test_noise_and_device():
+    assert checks.check_noise(CPU).difference == 0
+    assert checks.check_device(CPU).difference == 0
+
+
+def wrong_in_triton(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[..., Any]) -> None:
+    """Have a function's implementation in Triton be another's work, spoilt."""
+    right = getattr(checks, name)
+
+    def function(*arguments: Any, impl: str, **options: Any) -> Any:
+        result = right(*arguments, impl="reference", **options)
+        return spoil(result, *arguments) if impl == "triton" else result
+
+    monkeypatch.setattr(checks, name, function)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda out: out * 1.01, lambda out: out.masked_fill(out > 1, torch.nan)]
+)
+def test_wrong_attention(monkeypatch, spoil):
+    wrong_in_triton(monkeypatch, "canvas_attention", lambda out, *_: spoil(out))
+    with pytest.raises(AssertionError, match="attention: "):
+        checks.check_attention(LAYER, "triton", CPU)
+
+
+def spoilt(field: str) -> Callable[..., None]:
+    def spoil(_: None, running: RunningStatistics, *__: Any) -> None:
+        values = getattr(running, field)
+        values.copy_(values + 1)
+
+    return spoil
+
+
+@pytest.mark.parametrize("field", ["total", "weighted", "argmax", "best", "candidate"])
+def test_wrong_statistics(monkeypatch, field):
+    """Each number that a step reads."""
+    wrong_in_triton(monkeypatch, "update_statistics", spoilt(field))
+    with pytest.raises(AssertionError):
+        checks.check_statistics(ROWS, "triton", CPU)
+
+
+def test_wrong_skipping(monkeypatch):
+    right = checks.add_product
+    monkeypatch.setattr(
+        checks, "add_product", lambda soft, *rest, impl: right(soft.add_(1e-2), *rest, impl=impl)
+    )
+    with pytest.raises(AssertionError, match="skipping: "):
+        checks.check_statistics(ROWS, "reference", CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("largest_logit", lambda out, *_: out + 1e-2),
+        ("scaled_logits", lambda out, *_: out + 1e-2),
+        ("weigh", lambda out, *_: out + 1),
+        ("largest_key", lambda out, *_: out + 2**16),
+        ("draw", lambda out, *_: out._replace(candidate=out.candidate + 1)),
+        ("draw", lambda out, *_: out._replace(mass=out.mass * 1.01)),
+    ],
+)
+def test_wrong_kept_rows(monkeypatch, name, spoil):
+    wrong_in_triton(monkeypatch, name, spoil)
+    with pytest.raises(AssertionError):
+        checks.check_kept_rows(ROWS, "triton", CPU)
+
+
+def test_wrong_noise(monkeypatch):
+    right, calls = checks.random_words, []
+
+    def words(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return right(*arguments) ^ (len(calls) == 1)
+
+    monkeypatch.setattr(checks, "random_words", words)
+    with pytest.raises(AssertionError, match="other words than on the host"):
+        checks.check_noise(CPU)

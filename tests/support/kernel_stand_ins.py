@@ -1,0 +1,71 @@
+"""A stand-in for the process that checks kernels: each is right, or fails as it is told.
+
+    python -m tests.support.kernel_stand_ins DEVICE
+
+``STAND_INS`` is a JSON object: part of a case's name -> how it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+COMMAND = (sys.executable, str(Path(__file__)))
+RIGHT = {"state": "right", "difference": 1e-3, "goes_on": True}
+WRONG = {"state": "wrong", "why": "attention: error 1.2 exceeds 0.01", "goes_on": True}
+
+
+def answer(outcome: dict[str, Any]) -> None:
+    print(json.dumps(outcome), flush=True)
+
+
+def main() -> None:
+    fates = json.loads(os.environ.get("STAND_INS", "{}"))
+    if "start" in fates:
+        answer({"state": "unknown", "why": fates["start"]})
+        return
+    answer({"state": "right", "goes_on": True})
+    log = os.environ.get("STAND_INS_LOG")
+    for line in sys.stdin:
+        name = json.loads(line)["name"]
+        if log:
+            with Path(log).open("a") as file:
+                file.write(name + "\n")
+        fate = next((fate for part, fate in fates.items() if part in name), "right")
+        match fate:
+            case "right":
+                answer(RIGHT)
+            case "wrong":
+                answer(WRONG)
+            case "refuses":
+                answer({"state": "refused", "why": "takes head_dim 256", "goes_on": True})
+            case "raises":
+                answer({"state": "wrong", "why": "CompilationError: no such instruction"})
+                return
+            case "out of memory":
+                answer({"state": "unknown", "why": "out of memory"})
+                return
+            case "crashes":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exits":
+                print("ptxas: not found", file=sys.stderr)
+                sys.exit(3)
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "is killed once":
+                once = Path(os.environ["STAND_INS_ONCE"])
+                if not once.exists():
+                    once.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                answer(RIGHT)
+            case "hangs":
+                time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()

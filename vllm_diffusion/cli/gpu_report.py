@@ -1,0 +1,139 @@
+"""``vllm-diffusion doctor --gpu``: whether the kernels are right on this machine's GPU, and how fast."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.console import fail, say, table
+from vllm_diffusion.kernel_choice.cases import MAX_IDS, SLOTS, KernelCase, Served
+from vllm_diffusion.kernel_choice.on_ranks import gpu_name
+from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
+from vllm_diffusion.kernel_choice.record import facts_of
+from vllm_diffusion.kernel_choice.self_check import NothingRightError, choose
+from vllm_diffusion.kernel_choice.step_shape import StepShape
+from vllm_diffusion.startup import accelerators
+from vllm_diffusion.startup.kernel_choices import LayerKind, kernel_choices
+
+SECONDS = 900.0
+HEADER = ("kernel", "result", "largest difference", "microseconds", "share of the GPU's limit")
+
+
+def published_26b() -> Served:
+    """DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
+    kinds = (LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto"))
+    return Served(kinds, StepShape(vocab=MAX_IDS, slots=SLOTS), max_model_len=32768)
+
+
+def served_models(model: str) -> Iterator[tuple[str, Served]]:
+    """Yield what is checked, by a title: a model, or without one the shipped one and the 26B's shape.
+
+    Args:
+        model: As for ``vllm serve``; empty for none.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    path = model or str(shipped_checkpoint())
+    config = EngineArgs(model=path).create_engine_config()
+    if not hasattr(config.model_config, "canvas_spec"):
+        raise ValueError(f"{model} is no diffusion model of this package's; name another.")
+    yield config.model_config.architecture, Served.of(config, kernel_choices(config))
+    if not model:
+        yield "DiffusionGemma-26B's shape", published_26b()
+
+
+def run(model: str, report: Path | None) -> int:
+    """Check every implementation of every kernel, print a table, and write a report.
+
+    Args:
+        model: As for ``vllm serve``; empty for what is checked without one.
+        report: File to write, if any.
+
+    Returns:
+        0 if every kernel that would serve is right.
+    """
+    problem = accelerators.nvidia_problem()
+    if problem is not None or accelerators.nvidia_driver().num_devices == 0:
+        return fail(
+            f"doctor --gpu needs a working NVIDIA GPU: {problem or 'this machine has none'}."
+        )
+    facts = facts_of(gpu_name(0))
+    say(f"Checking the kernels on {facts['gpu']}; compiling them takes a minute or two.")
+    problems: list[str] = []
+    checked: dict[str, list[tuple[KernelCase, Outcome]]] = {}
+    with CheckProcess("cuda:0", seconds=SECONDS, measures=True) as process:
+        try:
+            for title, served in served_models(model):
+                checked[title] = []
+                problems += check_all(served, process, checked[title])
+                print(f"\n{title}\n{lines(checked[title])}", flush=True)
+        except (CannotCheckError, ValueError) as error:
+            return fail(f"doctor --gpu cannot check anything: {error}")
+    for line in problems:
+        print(line)
+    if report is not None:
+        content = {"facts": facts, "system": platform.system(), "problems": problems}
+        content["cases"] = {title: list(map(_row, found)) for title, found in checked.items()}
+        report.write_text(without_names(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
+        say(f"Wrote {report}: no prompts, host names or paths. Please attach it to an issue.")
+    return int(bool(problems))
+
+
+def check_all(
+    served: Served, process: CheckProcess, found: list[tuple[KernelCase, Outcome]]
+) -> list[str]:
+    """Check all implementations, those too that would not serve.
+
+    Args:
+        served: What is served.
+        process: Runs the cases.
+        found: Filled with cases and their outcomes.
+
+    Returns:
+        A line for each kernel that would not serve.
+    """
+    outcomes: dict[str, Outcome] = {}
+
+    def check(case: KernelCase) -> Outcome:
+        if case.key not in outcomes:
+            outcomes[case.key] = process.check(case)
+            found.append((case, outcomes[case.key]))
+        return outcomes[case.key]
+
+    for role in served.roles():
+        for case in role.cases:
+            check(case)
+    try:
+        return [each.line() for each in choose(served, check)[1]]
+    except NothingRightError as error:
+        return [str(error)]
+
+
+def lines(found: list[tuple[KernelCase, Outcome]]) -> str:
+    """Lay out a row for each case, then say why some are not right."""
+    rows: list[tuple[str, ...]] = [HEADER]
+    for case, outcome in found:
+        difference = "" if outcome.difference is None else f"{outcome.difference:.1e}"
+        time = "" if outcome.microseconds is None else f"{outcome.microseconds:.1f}"
+        share = "" if outcome.share is None else f"{outcome.share:.0%}"
+        rows.append((case.name, outcome.state, difference, time, share))
+    # Behind the table, whose columns they would widen.
+    reasons = [f"{case.name}: {outcome.why}" for case, outcome in found if outcome.why]
+    return "\n  ".join([table(rows, indent="  "), *reasons])
+
+
+def _row(case_and_outcome: tuple[KernelCase, Outcome]) -> dict[str, Any]:
+    case, outcome = case_and_outcome
+    return {"case": case.name, **outcome.to_json()}
+
+
+def without_names(text: str) -> str:
+    """Leave out this machine's name, and of each path all but the file's name."""
+    text = re.sub(r"(?<![\w.])~?(?:/[\w.+@-]+)+/([\w.+-]+)", r"\1", text)
+    return text.replace(socket.gethostname(), "this machine")

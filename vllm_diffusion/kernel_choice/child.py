@@ -1,0 +1,162 @@
+"""The process that runs cases: ``python -m vllm_diffusion.kernel_choice.child DEVICE``.
+
+It reads a case as a line of JSON, and answers with its outcome as another.
+"""
+
+from __future__ import annotations
+
+import base64
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attention_kernels import checks
+from attention_kernels.checks import Checked
+from vllm_diffusion.kernel_choice.cases import KernelCase
+from vllm_diffusion.kernel_choice.limits import share_of_limits
+
+REPEATS = 20
+# Answered before each shape of a case: its time begins.
+BEGINS = {"state": "begins"}
+
+
+def run_case(
+    case: KernelCase, device: torch.device, begins: Callable[[], None] = lambda: None
+) -> Checked:
+    """Check every shape of a case.
+
+    Args:
+        case: What is checked.
+        device: Where it runs.
+        begins: Called before each shape.
+
+    Returns:
+        The last shape's, with the largest difference of all.
+    """
+    if "graph" in case.kernel:
+        # Imports vLLM, which takes some seconds.
+        importlib.import_module("vllm_diffusion.kernel_choice.graphs")
+    found = []
+    for shape in case.shapes or (None,):
+        begins()
+        found.append(_check(case, shape, device))
+    return found[-1]._replace(difference=max(each.difference for each in found))
+
+
+def _check(case: KernelCase, shape: Any, device: torch.device) -> Checked:
+    match case.kernel:
+        case "device":
+            return checks.check_device(device)
+        case "noise":
+            return checks.check_noise(device)
+        case "attention":
+            return checks.check_attention(shape, case.impl, device)  # type: ignore[arg-type]
+        case "statistics":
+            return checks.check_statistics(shape, case.impl, device)  # type: ignore[arg-type]
+        case "kept rows":
+            return checks.check_kept_rows(shape, case.impl, device)  # type: ignore[arg-type]
+    from vllm_diffusion.canvas.cuda_graphs import cuda_capture
+    from vllm_diffusion.kernel_choice import graphs
+
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        if case.kernel == "step graph":
+            return graphs.check_step_graph(shape, device, cuda_capture())
+        return graphs.check_attention_graph(shape, case.impl, device, cuda_capture())  # type: ignore[arg-type]
+
+
+def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
+    """Run a check; what it found, as plain data.
+
+    Args:
+        check: The check.
+        measures: True to time the kernel too.
+    """
+    try:
+        found = check()
+        _wait()
+    except AssertionError as error:
+        return {"state": "wrong", "why": _one_line(error), "goes_on": True}
+    except (NotImplementedError, ValueError) as error:
+        # Refusals of an implementation, before anything is launched.
+        return {"state": "refused", "why": _one_line(error), "goes_on": True}
+    except torch.OutOfMemoryError:
+        return {"state": "unknown", "why": "out of memory"}
+    except (AttributeError, LookupError, ImportError) as error:
+        # Of the check, which says nothing about the kernel.
+        return {"state": "unknown", "why": f"{type(error).__name__}: {_one_line(error)}"}
+    except Exception as error:
+        return {"state": "wrong", "why": f"{type(error).__name__}: {_one_line(error)}"}
+    outcome = {"state": "right", "difference": found.difference, "goes_on": True}
+    if measures:
+        seconds = seconds_of(found.call)
+        outcome["microseconds"] = round(seconds * 1e6, 1)
+        outcome["share"] = share_of_limits(found.num_bytes, found.operations, seconds)
+    return outcome
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the mean time of a call, of several that follow each other."""
+    for _ in range(3):
+        call()
+    _wait()
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        call()
+    _wait()
+    return (time.perf_counter() - began) / REPEATS
+
+
+def _wait() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def serve() -> None:
+    """Answer cases until no more come, or one may have broken the device's context."""
+    # What libraries print goes to the log, and answers alone to the one who asked.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(outcome: dict[str, Any]) -> None:
+        print(json.dumps(outcome), file=answers, flush=True)
+
+    try:
+        device = torch.device(sys.argv[1])
+        torch.zeros(1, device=device)
+    except Exception as error:
+        answer({"state": "unknown", "why": _one_line(error)})
+        return
+    answer({"state": "right", "goes_on": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        case = pickle.loads(base64.b64decode(request["case"]))
+
+        def begins(seconds: float = request["seconds"]) -> None:
+            answer(BEGINS)
+            # Where the one who asked is gone, nobody else ends what hangs.
+            faulthandler.dump_traceback_later(seconds + 10, exit=True)
+
+        outcome = outcome_of(functools.partial(run_case, case, device, begins), request["measures"])
+        faulthandler.cancel_dump_traceback_later()
+        answer(outcome)
+        if not outcome.get("goes_on"):
+            # An illegal access leaves a context in which nothing runs any more.
+            return
+
+
+if __name__ == "__main__":
+    serve()

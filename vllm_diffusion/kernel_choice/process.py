@@ -1,0 +1,204 @@
+"""Cases in a process of their own, which may crash or hang while this one goes on."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from vllm_diffusion.kernel_choice.cases import KernelCase
+
+COMMAND = (sys.executable, "-m", "vllm_diffusion.kernel_choice.child")
+# Seconds of each shape of a case, most of which a compiler takes, and until the process has imported torch.
+CASE_SECONDS, START_SECONDS = 20.0, 45.0
+# What ends a process for reasons outside it.
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class CannotCheckError(Exception):
+    """Why no process can run cases on this device."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a case.
+
+    Attributes:
+        state: ``"refused"`` where the implementation does not take such inputs or such a GPU, and
+            ``"unknown"`` where nothing was learnt about the kernel.
+        why: Why it is not right; empty if it is.
+        difference: Largest difference from float64.
+        microseconds: Time of a call, if it was measured.
+        share: Share of the GPU's limit that it reaches, if that is known.
+        is_retried: True if it may be the fault of what ran beside it, or of what ran before.
+    """
+
+    state: Literal["right", "wrong", "refused", "unknown"]
+    why: str = ""
+    difference: float | None = None
+    microseconds: float | None = None
+    share: float | None = None
+    is_retried: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is remembered of it."""
+        known = {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        return {name: value for name, value in known.items() if name != "is_retried"}
+
+
+class CheckProcess:
+    """A process that runs cases one after another, and another one after a case that ended it."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        seconds: float,
+        measures: bool = False,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """Prepare; the process starts with the first case.
+
+        Args:
+            device: For example ``"cuda:0"``.
+            seconds: Seconds that all cases may take together.
+            measures: True to time kernels too.
+            command: Command of the process.
+        """
+        self._command = [*(command or COMMAND), device]
+        self._measures = measures
+        self._deadline = time.monotonic() + seconds
+        self._child: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the exit)
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+        self._log.close()
+
+    def close(self) -> None:
+        """End the process, and with it what it holds of the device."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        # In the driver it may take longer, which gives up a kernel that hangs in its own time.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(10)
+
+    def check(self, case: KernelCase) -> Outcome:
+        """Return the outcome of a case, of a second try if the first says nothing for certain.
+
+        Raises:
+            CannotCheckError: If no process can start on the device.
+        """
+        outcome = self._attempt(case)
+        if outcome.is_retried:
+            outcome = self._attempt(case)
+        return outcome
+
+    def _attempt(self, case: KernelCase) -> Outcome:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            return Outcome("unknown", "no time was left")
+        child = self._started()
+        seconds = min(CASE_SECONDS, self._deadline - time.monotonic())
+        request = {
+            "name": case.name,
+            "seconds": seconds,
+            "measures": self._measures,
+            "case": base64.b64encode(pickle.dumps(case)).decode(),
+        }
+        assert child.stdin is not None
+        try:
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+            line = self._read_line(seconds)
+            while line and json.loads(line)["state"] == "begins":
+                seconds = min(CASE_SECONDS, self._deadline - time.monotonic())
+                line = self._read_line(seconds)
+        except BrokenPipeError:
+            line = b""
+        if line is None:
+            self.close()
+            if seconds < CASE_SECONDS:
+                return Outcome("unknown", "no time was left")
+            return Outcome("wrong", f"did not end in {CASE_SECONDS:.0f} s")
+        if not line:
+            return self._ended(child)
+        answer = json.loads(line)
+        if not answer.pop("goes_on", False):
+            self.close()
+        return Outcome(**answer, is_retried=answer["state"] == "unknown")
+
+    def _ended(self, child: subprocess.Popen[bytes]) -> Outcome:
+        """Return the outcome of a case whose process ended without an answer."""
+        status = child.wait(10)
+        self.close()
+        if status >= 0:
+            return Outcome("wrong", f"its process ended with status {status}{self._last_words()}")
+        name = signal.Signals(-status).name
+        if -status in OUTSIDE:
+            return Outcome("unknown", f"its process was ended by {name}, twice", is_retried=True)
+        return Outcome("wrong", f"its process crashed ({name})")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return the process, started if there is none."""
+        if self._child is not None:
+            return self._child
+        self._unread = b""
+        self._child = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+        )
+        seconds = min(START_SECONDS, self._deadline - time.monotonic())
+        line = self._read_line(seconds)
+        if line:
+            answer = json.loads(line)
+            if answer["state"] == "right":
+                return self._child
+            problem = answer["why"]
+        elif line is None:
+            problem = f"its process did not start in {seconds:.0f} s"
+        else:
+            problem = f"its process ended at its start{self._last_words()}"
+        self.close()
+        raise CannotCheckError(problem)
+
+    def _last_words(self) -> str:
+        """Return the last line that the process printed, in brackets."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f" ({lines[-1].strip()[:200]})" if lines else ""
+
+    def _read_line(self, seconds: float) -> bytes | None:
+        """Return the next line, empty at the end of the process, or ``None`` after so many seconds."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        until = time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            if not select.select([self._child.stdout], [], [], max(0.0, until - time.monotonic()))[
+                0
+            ]:
+                return None
+            part = self._child.stdout.read1(1 << 16)  # type: ignore[attr-defined]
+            if not part:
+                return b""
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line

@@ -1,0 +1,135 @@
+"""Outcomes of earlier checks on this GPU, as JSON in vLLM's cache directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import attention_kernels
+from vllm_diffusion.kernel_choice.process import Outcome
+from vllm_diffusion.startup import accelerators
+
+# Packages and folders whose change makes an outcome stale.
+PACKAGES = ("torch", "triton", "vllm", "vllm-diffusion")
+FOLDERS = ("canvas", "sampling", "decoding", "kernel_choice")
+# A server waits as long for another one that checks the same GPU.
+LOCK_SECONDS = 90.0
+
+
+def facts_of(gpu: str) -> dict[str, str]:
+    """Return what outcomes hold for: the GPU, its driver, versions and the kernels' sources.
+
+    Args:
+        gpu: Name of the GPU, with its compute capability.
+    """
+    versions = {name: version(name) for name in PACKAGES}
+    driver = accelerators.nvidia_driver().driver_version or "unknown"
+    return {"gpu": gpu, "driver": driver, **versions, "kernels": _hash_of_sources()}
+
+
+def _hash_of_sources() -> str:
+    ours = Path(__file__).resolve().parents[1]
+    roots = [Path(next(iter(attention_kernels.__path__))), *(ours / name for name in FOLDERS)]
+    digest = hashlib.sha256()
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Record:
+    """Outcomes by :attr:`KernelCase.key`, in a file for each kind of GPU.
+
+    Attributes:
+        path: The file.
+        problem: Why nothing could be read from it or remembered in it; empty if all is well.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, str]) -> None:
+        """Name the file.
+
+        Args:
+            folder: vLLM's cache directory.
+            facts: See :func:`facts_of`.
+        """
+        name = re.sub(r"\W+", "-", facts["gpu"]).strip("-")
+        self.path = folder / "vllm_diffusion" / f"self-check-{name}.json"
+        self.problem = ""
+        self._facts = dict(facts)
+
+    def read(self) -> dict[str, Outcome]:
+        """Return outcomes that still hold; :attr:`problem` says why others do not."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            facts, cases = content["facts"], content["cases"]
+            changed = sorted(k for k, v in self._facts.items() if facts.get(k) != v)
+            found = {key: Outcome(**outcome) for key, outcome in cases.items()}
+            if {each.state for each in found.values()} - {"right", "wrong", "refused"}:
+                raise ValueError("a state that does not exist")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.problem = (
+                f"{self.path} is damaged ({type(error).__name__}), so the kernels were checked anew"
+            )
+            return {}
+        if changed:
+            self.problem = f"{self.path} is of another {' and '.join(changed)}, so the kernels were checked anew"
+            return {}
+        return found
+
+    def write(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Remember outcomes; :attr:`problem` says why they cannot be remembered."""
+        cases = {key: outcome.to_json() for key, outcome in outcomes.items()}
+        content: dict[str, Any] = {"facts": self._facts, "cases": cases}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Complete or not there at all.
+            handle, scratch = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            Path(scratch).replace(self.path)
+        except OSError as error:
+            self.problem = _unwritable(self.path, error)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait for another process that checks the same kind of GPU, and keep others waiting."""
+        with contextlib.ExitStack() as held:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(self.path.with_suffix(".lock").open("a"))
+                _take(lock.fileno(), LOCK_SECONDS)
+            except OSError as error:
+                self.problem = _unwritable(self.path, error)
+            yield
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return (
+        f"{path.parent} cannot be written ({error.strerror}), so that every start checks the kernels; set "
+        "VLLM_CACHE_ROOT to a folder that can be"
+    )
+
+
+def _take(lock: int, seconds: float) -> None:
+    """Take a lock, or go on without it after so many seconds: its holder may hang."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return
+        time.sleep(0.1)
