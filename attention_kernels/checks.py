@@ -13,7 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
+from attention_kernels.canvas_attention import (
+    MAX_SPLITS,
+    AttentionOptions,
+    Window,
+    canvas_attention,
+)
 from attention_kernels.canvas_attention import Impl as AttentionImpl
 from attention_kernels.noise import random_words
 from attention_kernels.testing import (
@@ -79,6 +84,7 @@ class AttentionShape:
         block_size: Positions of a cache block.
         dtype: Name of the query's dtype in torch.
         is_fp8: True for a cache in float8_e4m3fn.
+        most_splits: Most pieces that keys are cut into, see ``AttentionOptions``.
     """
 
     num_heads: int
@@ -93,6 +99,7 @@ class AttentionShape:
     block_size: int = 16
     dtype: str = "bfloat16"
     is_fp8: bool = False
+    most_splits: int = MAX_SPLITS
 
     def batch(self, device: torch.device) -> CanvasBatch:
         """Random tensors of the shape."""
@@ -120,7 +127,7 @@ class AttentionShape:
         """Options of the layers."""
         right = self.window if self.anchor == "query" else -1
         window = Window(self.window, right, "query" if self.anchor == "query" else "canvas")
-        return AttentionOptions(self.head_dim**-0.5, self.softcap, window)
+        return AttentionOptions(self.head_dim**-0.5, self.softcap, window, self.most_splits)
 
     def counts(self) -> tuple[int, int]:
         """Bytes that a call must read and write, and operations of its products."""

@@ -14,8 +14,10 @@ from attention_kernels.canvas_attention.batch import (
     Window,
     WindowAnchor,
 )
+from attention_kernels.canvas_attention.splits import MAX_SPLITS
 
 __all__ = [
+    "MAX_SPLITS",
     "AttentionOptions",
     "Impl",
     "PagedCache",

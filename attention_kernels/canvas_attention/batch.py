@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from attention_kernels.canvas_attention.splits import MAX_SPLITS
+
 WindowAnchor = Literal["canvas", "query"]
 
 FP8 = torch.float8_e4m3fn
@@ -217,21 +219,23 @@ class AttentionOptions:
         scale: Factor of the scores.
         softcap: Bound of the scores, ``softcap * tanh(score / softcap)``; 0 is off.
         window: Window of keys that a row sees.
-        batch_invariant: True if the output of a sequence has the same bits in every batch. Batches
-            of a few sequences with many keys then do not fill a GPU.
+        most_splits: Most pieces that a sequence's keys are cut into where a batch does not fill a GPU.
+            With 1 the output of a sequence has the same bits in every batch.
 
     Raises:
-        ValueError: If ``softcap`` is negative.
+        ValueError: If ``softcap`` is negative or ``most_splits`` below 1.
     """
 
     scale: float
     softcap: float = 0.0
     window: Window = Window()
-    batch_invariant: bool = False
+    most_splits: int = MAX_SPLITS
 
     def __post_init__(self) -> None:
         if not self.softcap >= 0:
             raise ValueError(f"softcap={self.softcap} must be 0 (off) or positive.")
+        if self.most_splits < 1:
+            raise ValueError(f"most_splits={self.most_splits} must be at least 1.")
 
 
 def check_query(query: Tensor, out: Tensor | None) -> None:

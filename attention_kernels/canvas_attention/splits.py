@@ -8,7 +8,8 @@ the device.
 
 import torch
 
-# Most pieces that the keys of a tile are cut into, and the fewest keys of a piece.
+# Most pieces that the keys of a tile are cut into where nobody asks for fewer, and the fewest keys of
+# a piece.
 MAX_SPLITS = 8
 MIN_SPLIT_KEYS = 320
 # What writing and folding a partial takes, in keys. It is twice 128 KiB for 64 rows of 512 or 128 of
@@ -32,7 +33,7 @@ def longest_tile(window_left: int, max_query_len: int) -> int:
     return LONG_KEYS if window_left < 0 else window_left + max_query_len
 
 
-def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
+def splits(programs: int, at_once: int, keys: int, partial_bytes: int, most: int) -> int:
     """Return the number of pieces of a tile's keys, so that a GPU is neither idle nor busy folding.
 
     Args:
@@ -40,6 +41,7 @@ def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
         at_once: Programs that the GPU runs at once.
         keys: Keys of the longest tile.
         partial_bytes: Scratch bytes of a piece.
+        most: Most pieces.
 
     Returns:
         The smallest number with the least time. The time is the number of rounds of programs on the
@@ -53,5 +55,5 @@ def splits(programs: int, at_once: int, keys: int, partial_bytes: int) -> int:
         rounds = -(-programs * pieces // at_once)
         return rounds * (keys / pieces + (PARTIAL_KEYS if pieces > 1 else 0))
 
-    most = max(1, min(MAX_SPLITS, SCRATCH_BYTES // max(1, programs * partial_bytes)))
+    most = max(1, min(most, SCRATCH_BYTES // max(1, programs * partial_bytes)))
     return min(range(1, most + 1), key=time)

@@ -84,7 +84,7 @@ def test_canvas_attention_split_is_used():
     ):
         attend(**batch.tensors(), scale=0.2, impl="triton")
         assert scratch.call_count == 1
-        attend(**batch.tensors(), scale=0.2, impl="triton", batch_invariant=True)
+        attend(**batch.tensors(), scale=0.2, impl="triton", most_splits=1)
         assert scratch.call_count == 1
 
 
@@ -170,11 +170,12 @@ def test_splits(gpu, counts):
     at_once *= multiprocessors
     for canvases, expected_splits in counts.items():
         whole = canvases * programs
-        found = splits(whole, at_once, keys or LONG_KEYS, partial_bytes)
+        found = splits(whole, at_once, keys or LONG_KEYS, partial_bytes, 8)
         assert found == expected_splits, f"{canvases} canvases"
         assert found == 1 or whole * found * partial_bytes <= SCRATCH_BYTES
         # No fewer programs than without, and with splits most of a GPU has one.
         assert found == 1 or whole * found >= 0.85 * at_once
+        assert splits(whole, at_once, keys or LONG_KEYS, partial_bytes, 1) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ that serves.
 
 import ast
 import inspect
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -222,15 +223,18 @@ def test_splits_of(capability, head_dim, group, window, counts):
     kernel = launch.CuteKernel(
         *(capability, head_dim, group, torch.bfloat16, 0.0, window >= 0, False, True, False)
     )
+    options = AttentionOptions(1.0, window=Window(window))
     for canvases, expected in counts.items():
         # A graph is captured for the longest context, and is cut as one for a short context.
         for longest in (4096, 131072):
             found = launch.splits_of(
-                kernel, query_shape(canvases, head_dim), 132, window, bounded(longest)
+                kernel, query_shape(canvases, head_dim), 132, options, bounded(longest)
             )
             assert found == expected, f"{canvases} canvases"
         shape = query_shape(canvases, head_dim)
-        assert launch.splits_of(kernel, shape, 132, window, bounded(300)) == 1
+        assert launch.splits_of(kernel, shape, 132, options, bounded(300)) == 1
+        whole = replace(options, most_splits=1)
+        assert launch.splits_of(kernel, shape, 132, whole, bounded(4096)) == 1
 
 
 def test_splits_launched_unread():
@@ -266,9 +270,9 @@ def test_splits_launched_unread():
     assert combined.call_args.args[:2] == (part, lse)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_splits_batch_invariant(batch_invariant):
-    """Where the output of a sequence may not depend on its batch, nothing is cut."""
+@pytest.mark.parametrize("most_splits", [1, 4])
+def test_splits_bounded(most_splits):
+    """The bound of a layer reaches the launch; with 1 nothing is cut."""
     batch = make_canvas_batch([4], [8], [2], head_dim=256, dtype=torch.bfloat16)
     tensors = {name: tensor for name, tensor in batch.tensors().items() if tensor is not None}
     with FakeTensorMode(), mock.patch.object(launch, "_canvas_attention_op") as run:
@@ -276,14 +280,14 @@ def test_splits_batch_invariant(batch_invariant):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
             for name, tensor in tensors.items()
         }
-        attend(**traced, impl="cute", batch_invariant=batch_invariant)
-    assert run.call_args.args[-3] == (1 if batch_invariant else None)
+        attend(**traced, impl="cute", most_splits=most_splits)
+    assert run.call_args.args[-4:-2] == (most_splits, None)
 
 
 def test_warm_up():
     """Both kernels of a layer are compiled at the start, one of them in a batch-invariant server."""
     batch = make_canvas_batch([1], [1], [0], head_dim=256, dtype=torch.bfloat16)
-    for batch_invariant, cut in ((False, [False, True]), (True, [False])):
+    for most_splits, cut in ((8, [False, True]), (1, [False])):
         with (
             mock.patch.object(launch, "compile_kernel") as compiled,
             mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
@@ -291,7 +295,7 @@ def test_warm_up():
             warm_up_canvas_attention(
                 batch.query,
                 PagedCache(batch.key_cache, batch.value_cache),
-                AttentionOptions(0.1, window=Window(3), batch_invariant=batch_invariant),
+                AttentionOptions(0.1, window=Window(3), most_splits=most_splits),
                 impl="cute",
             )
         assert [call.args[0].split for call in compiled.call_args_list] == cut

@@ -107,6 +107,10 @@ def nan_scratch(size, device):
     return torch.full((size,), float("nan"), dtype=torch.float32, device=device)
 
 
+def three_at_most(programs, at_once, keys, partial_bytes, most):
+    return min(3, most)
+
+
 @contextlib.contextmanager
 def configured(impl: str):
     """The kernels of an entry of IMPLS, with NaN for scratch; yields the name the API knows."""
@@ -120,7 +124,7 @@ def configured(impl: str):
         if impl == "triton-tiny":
             config = kernels.TritonConfig(16, 16, 4, 1, parts=2)
             patches.enter_context(mock.patch.object(kernels, "choose_config", return_value=config))
-            patches.enter_context(mock.patch.object(kernels, "splits", return_value=3))
+            patches.enter_context(mock.patch.object(kernels, "splits", side_effect=three_at_most))
             patches.enter_context(mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32))
             patches.enter_context(mock.patch.object(kernels, "SEARCH_WIDTH", 2))
         yield "triton"
@@ -138,7 +142,7 @@ def arguments_of(
     left=-1,
     right=-1,
     anchor="canvas",
-    batch_invariant=False,
+    most_splits=8,
     **sequences,
 ) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
     """What canvas_attention takes, from tensors and numbers by name."""
@@ -146,7 +150,7 @@ def arguments_of(
         query,
         PagedCache(key_cache, value_cache, key_scale, value_scale),
         Sequences(**sequences),
-        AttentionOptions(scale, softcap, Window(left, right, anchor), batch_invariant),
+        AttentionOptions(scale, softcap, Window(left, right, anchor), most_splits),
     )
 
 

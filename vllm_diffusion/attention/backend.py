@@ -97,6 +97,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.impls: dict[Phase, Impl] = {
             phase: choices.attention_of(layer_kind, phase) for phase in PHASES
         }
+        self.most_splits = {phase: choices.most_splits_of(layer_kind, phase) for phase in PHASES}
         spec = getattr(config.model_config, "canvas_spec", None)
         self.canvas_length = 0 if spec is None else spec.length
         if "cute" in self.impls.values():
@@ -162,22 +163,25 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
     ) -> Planned:
         """Check the step for layers of this kind, of which this is the first."""
         num_tokens, sequences = attn_metadata.num_tokens, attn_metadata.sequences
+        phase = self._phase(sequences)
         plan = plan_canvas_attention(
             query[:num_tokens],
             cache,
             sequences,
-            self._options(attn_metadata.window_anchor),
+            self._options(attn_metadata.window_anchor, self.most_splits[phase]),
             out=out[:num_tokens],
-            impl=self._impl_of(self._phase(sequences), sequences.row_spans is not None),
+            impl=self._impl_of(phase, sequences.row_spans is not None),
         )
         attn_metadata.plans[self.kind] = plan
         return plan
 
-    def _options(self, window_anchor: WindowAnchor) -> AttentionOptions:
+    def _options(self, window_anchor: WindowAnchor, most_splits: int) -> AttentionOptions:
         """Return the options of layers of this kind in steps with a window anchor."""
         right = self.window if window_anchor == "query" else -1
         window = Window(self.window, right, window_anchor)
-        return AttentionOptions(self.scale, self.softcap, window, envs.VLLM_BATCH_INVARIANT)
+        if envs.VLLM_BATCH_INVARIANT:
+            most_splits = 1
+        return AttentionOptions(self.scale, self.softcap, window, most_splits)
 
     def _cache(self, layer: AttentionLayer, kv_cache: Tensor) -> PagedCache:
         """Return the layer's keys and values; an FP8 cache has scales."""
@@ -208,7 +212,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             warm_up_canvas_attention(
                 torch.empty(query_shape, dtype=dtype, device=cache.key.device),
                 cache,
-                self._options(window_anchor),
+                self._options(window_anchor, max(self.most_splits.values())),
                 with_spans=sorted(spans),
                 impl=impl,
             )

@@ -129,10 +129,10 @@ class Served:
         choices = self.step.kernels
         for kind in self.kinds:
             for phase in PHASES:
-                shapes = tuple(self._attention(kind, phase))
                 cases = tuple(
                     KernelCase("attention", f"{kind.name}, {phase}", impl, shapes)
                     for impl in attention_order(choices.attention_of(kind, phase))
+                    if (shapes := self._run_by(impl, kind, phase))
                 )
                 yield Role(cases, kind, phase)
         yield from self._of_rows()
@@ -148,8 +148,13 @@ class Served:
         if choices.captures_attention:
             for kind in self.kinds:
                 impl = attention_order(choices.attention_of(kind, "denoise"))[0]
-                longest = tuple(self._attention(kind, "denoise"))[-1:]
+                longest = self._run_by(impl, kind, "denoise")[-1:]
                 yield Role((KernelCase("attention graph", kind.name, impl, longest),), kind)
+
+    def _run_by(self, impl: str, kind: LayerKind, phase: Phase) -> tuple[AttentionShape, ...]:
+        """Return the passes that an implementation runs: FlashAttention-4 none with image spans."""
+        passes = self._attention(kind, phase)
+        return tuple(each for each in passes if not (impl == "cute" and each.span))
 
     def _attention(self, kind: LayerKind, phase: Phase) -> Iterator[AttentionShape]:
         """Yield passes of a kind of layer."""
@@ -175,6 +180,7 @@ class Served:
                         block_size=self.block_size,
                         dtype=self.step.dtype,
                         is_fp8=kind.cache_dtype.startswith("fp8"),
+                        most_splits=self.step.kernels.most_splits_of(kind, phase),
                     )
 
     def _of_rows(self) -> Iterator[Role]:

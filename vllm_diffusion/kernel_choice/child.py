@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import pickle
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,8 +26,11 @@ from vllm_diffusion.kernel_choice.cases import KernelCase
 from vllm_diffusion.kernel_choice.limits import share_of_limits
 
 REPEATS = 20
+# More than any GPU's cache holds.
+CACHE_BYTES = 256 * 2**20
 # Answered before each shape of a case: its time begins.
 BEGINS = {"state": "begins"}
+Run = Callable[[KernelCase, torch.device, Callable[[], None]], Checked]
 
 
 def run_case(
@@ -104,15 +108,31 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return the mean time of a call, of several that follow each other."""
+    """Return the median time of a call, of several that follow each other."""
     for _ in range(3):
         call()
-    _wait()
+    clock = _gpu_seconds if torch.cuda.is_available() else _host_seconds
+    return statistics.median(clock(call) for _ in range(REPEATS))
+
+
+def _gpu_seconds(call: Callable[[], object]) -> float:
+    """Return the time of a call on the GPU, whose cache does not hold what it reads."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    # While it is written the host gets ahead, so that its launches are not what is measured.
+    torch.zeros(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
-    for _ in range(REPEATS):
-        call()
-    _wait()
-    return (time.perf_counter() - began) / REPEATS
+    call()
+    return time.perf_counter() - began
 
 
 def _wait() -> None:
@@ -125,8 +145,12 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def serve() -> None:
-    """Answer cases until no more come, or one may have broken the device's context."""
+def serve(check: Run = run_case) -> None:
+    """Answer cases until no more come, or one may have broken the device's context.
+
+    Args:
+        check: Runs a case, as :func:`run_case`.
+    """
     # What libraries print goes to the log, and answers alone to the one who asked.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -150,7 +174,7 @@ def serve() -> None:
             # Where the one who asked is gone, nobody else ends what hangs.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
-        outcome = outcome_of(functools.partial(run_case, case, device, begins), request["measures"])
+        outcome = outcome_of(functools.partial(check, case, device, begins), request["measures"])
         faulthandler.cancel_dump_traceback_later()
         answer(outcome)
         if not outcome.get("goes_on"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 def gpu_name(device: int) -> str:
@@ -54,13 +57,21 @@ def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:
     if names[-1] in names[:-1]:
         return None
     visible = current_platform.logical_device_id_to_visible_device_id(devices[-1])
-    return checked_choices(
+    checked = checked_choices(
         Served.of(vllm_config, choices),
         device=f"cuda:{visible}",
         gpu=names[-1],
         folder=Path(envs.VLLM_CACHE_ROOT),
         forgets=mode == "always",
     )
+    tuned = plugin_settings(vllm_config).tuned
+    if checked != choices and tuned is not None:
+        logger.warning(
+            "tuned=%r is not followed where the self-check replaced a kernel on this GPU: replicas whose "
+            "GPUs pass it compute otherwise. Replace the GPU, or tune again on it and share that file.",
+            tuned,
+        )
+    return checked
 
 
 def agree(vllm_config: VllmConfig, local_rank: int, own: KernelChoices | None) -> KernelChoices:

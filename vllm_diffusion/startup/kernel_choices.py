@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm_diffusion.startup.plugin_settings import plugin_settings
@@ -53,6 +53,7 @@ class KernelChoices:
     Attributes:
         default_attention: Implementation of attention that ``attention`` says nothing of.
         attention: Implementations of attention by :attr:`LayerKind.name` and phase.
+        most_splits: Most pieces that keys are cut into, likewise; ``MAX_SPLITS`` where it says nothing.
         statistics: Implementation of the statistics over the vocabulary.
         kept_rows: Implementation of filters and log-probabilities, which look at rows again.
         attention_graphs: True if CUDA graphs may hold attention.
@@ -63,6 +64,7 @@ class KernelChoices:
 
     default_attention: AttentionImpl = "auto"
     attention: Mapping[str, Mapping[Phase, AttentionImpl]] = field(default_factory=dict)
+    most_splits: Mapping[str, Mapping[Phase, int]] = field(default_factory=dict)
     statistics: StatisticsImpl = "auto"
     kept_rows: StatisticsImpl = "auto"
     attention_graphs: bool = True
@@ -71,16 +73,18 @@ class KernelChoices:
     two_streams: bool = False
 
     def __post_init__(self) -> None:
+        from attention_kernels.canvas_attention import MAX_SPLITS
         from attention_kernels.canvas_attention import Impl as AttentionImpl
         from attention_kernels.vocab_statistics import Impl as StatisticsImpl
 
         served = {"default_attention": self.default_attention}
-        for kind, phases in self.attention.items():
-            served |= {f"attention of {kind}, {phase}": impl for phase, impl in phases.items()}
-            unknown = [phase for phase in phases if phase not in PHASES]
-            if unknown:
-                raise ValueError(f"phase {unknown[0]!r} is not one of {', '.join(PHASES)}.")
-        _check_names(served, get_args(AttentionImpl))
+        _check_names(
+            served | _by_phase("attention", self.attention),
+            get_args(AttentionImpl),
+        )
+        for name, most in _by_phase("most_splits", self.most_splits).items():
+            if type(most) is not int or not 1 <= most <= MAX_SPLITS:
+                raise ValueError(f"{name}={most!r} must be an integer from 1 to {MAX_SPLITS}.")
         of_rows = {"statistics": self.statistics, "kept_rows": self.kept_rows}
         _check_names(of_rows, get_args(StatisticsImpl))
         for name in ("attention_graphs", "step_graphs", "skip_unlikely", "two_streams"):
@@ -113,6 +117,36 @@ class KernelChoices:
         """Return the implementation of one kind of layer in one kind of pass."""
         return self.attention.get(kind.name, {}).get(phase, self.default_attention)
 
+    def most_splits_of(self, kind: LayerKind, phase: Phase) -> int:
+        """Return the most pieces of keys in one kind of layer in one kind of pass."""
+        from attention_kernels.canvas_attention import MAX_SPLITS
+
+        return self.most_splits.get(kind.name, {}).get(phase, MAX_SPLITS)
+
+    def lines(self) -> Iterator[str]:
+        """Yield what can be tuned, each choice in a line."""
+        for kind, phases in self.attention.items():
+            for phase, impl in phases.items():
+                most = self.most_splits.get(kind, {}).get(phase)
+                pieces = "" if most is None else f", splits up to {most}"
+                yield f"attention of {kind}, {phase}: {impl}{pieces}"
+        yield f"skip_unlikely: {str(self.skip_unlikely).lower()}"
+        yield f"streams of the sampler: {2 if self.two_streams else 1}"
+
+
+def _by_phase(name: str, kinds: Any) -> dict[str, Any]:
+    """Return what each kind of layer has in each phase, by a name for messages."""
+    if not isinstance(kinds, Mapping) or not all(isinstance(x, Mapping) for x in kinds.values()):
+        raise ValueError(f"{name}={kinds!r} must be an object of kinds of layers, each of phases.")
+    unknown = {phase for phases in kinds.values() for phase in phases} - set(PHASES)
+    if unknown:
+        raise ValueError(f"phase {min(unknown)!r} of {name} is not one of {', '.join(PHASES)}.")
+    return {
+        f"{name} of {kind}, {phase}": found
+        for kind, phases in kinds.items()
+        for phase, found in phases.items()
+    }
+
 
 def _check_names(served: Mapping[str, str], known: tuple[str, ...]) -> None:
     for name, impl in served.items():
@@ -129,7 +163,15 @@ def kernel_choices(vllm_config: VllmConfig) -> KernelChoices:
     if decided is not None:
         return decided
     settings = plugin_settings(vllm_config)
-    return KernelChoices(
-        default_attention=settings.attention,  # type: ignore[arg-type]
-        skip_unlikely=settings.skip_unlikely,
-    )
+    # Put there by tuned_file.py, where the operator names a file.
+    tuned: KernelChoices = getattr(vllm_config.model_config, "tuned_kernels", DEFAULT_KERNELS)
+    if settings.attention != "auto":
+        tuned = replace(
+            tuned,
+            default_attention=settings.attention,  # type: ignore[arg-type]
+            attention={},
+            most_splits={},
+        )
+    if settings.skip_unlikely is not None:
+        tuned = replace(tuned, skip_unlikely=settings.skip_unlikely)
+    return tuned

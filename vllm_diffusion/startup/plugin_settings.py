@@ -38,7 +38,9 @@ class PluginSettings:
         keep_last_canvas: True to encode the last canvas of a request behind its answer, so that the
             prefix cache keeps it for the next turn of a chat.
         skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
-            if all of them are too unlikely there for the embeddings' dtype.
+            if all of them are too unlikely there for the embeddings' dtype; ``None`` for what is tuned,
+            or false.
+        tuned: File of ``vllm-diffusion tune``, whose choices apply where no setting makes one.
         self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,
             ``"always"`` at every start, ``"off"`` never.
         of_rule: All other settings, which the model's decoding rule knows and checks.
@@ -52,7 +54,8 @@ class PluginSettings:
     converge_at_end: bool = False
     fused_encode: bool | None = None
     keep_last_canvas: bool = False
-    skip_unlikely: bool = False
+    skip_unlikely: bool | None = None
+    tuned: str | None = None
     self_check: Literal["auto", "always", "off"] = "auto"
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,8 +77,11 @@ class PluginSettings:
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
         for name in ("converge_at_end", "fused_encode", "keep_last_canvas", "skip_unlikely"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name == "fused_encode"):
+            is_unset = value is None and name in ("fused_encode", "skip_unlikely")
+            if not isinstance(value, bool) and not is_unset:
                 raise ValueError(f"{name}={value!r} must be true or false.")
+        if self.tuned is not None and (not isinstance(self.tuned, str) or not self.tuned):
+            raise ValueError(f"tuned={self.tuned!r} must be the path of a file.")
 
 
 # Settings that every model has.

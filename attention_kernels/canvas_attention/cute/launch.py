@@ -78,7 +78,7 @@ def canvas_attention_cute(
             'impl="triton" with TRITON_INTERPRET=1.'
         )
     check_inputs(query, cache.key, sequences.row_spans)
-    _run(query, cache, sequences, options, out, 1 if options.batch_invariant else None)
+    _run(query, cache, sequences, options, out, None)
 
 
 def _run(
@@ -105,6 +105,7 @@ def _run(
         window.left,
         window.right,
         window.anchor,
+        options.most_splits,
         num_splits,
         sequences.query_bound,
         sequences.key_bound,
@@ -265,7 +266,7 @@ def launch(
     )
     if num_splits is None:
         at_once = multiprocessors(query.device)
-        num_splits = splits_of(kernel, query.shape, at_once, window.left, sequences)
+        num_splits = splits_of(kernel, query.shape, at_once, options, sequences)
     written, lse = out, None
     if num_splits > 1:
         kernel = replace(kernel, split=True)
@@ -303,7 +304,7 @@ def warm_up(
     empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1)).bounded(query, cache)
     for spans in with_spans:
         check_inputs(query, cache.key, zeros(query.shape[0], 2) if spans else None)
-        for num_splits in (1,) if options.batch_invariant else (1, 2):
+        for num_splits in range(1, min(2, options.most_splits) + 1):
             _run(query, cache, empty, options, torch.empty_like(query), num_splits)
 
 
@@ -311,17 +312,17 @@ def splits_of(
     kernel: CuteKernel,
     query_shape: Sequence[int],
     at_once: int,
-    window_left: int,
+    options: AttentionOptions,
     sequences: Sequences,
 ) -> int:
     """Splits to launch for a batch, by its rows and its window; 1 from about four canvases on."""
     num_tokens, num_heads, head_dim = query_shape
     rows = kernel.tile[0]
     programs = -(-num_tokens * kernel.group // rows) * (num_heads // kernel.group)
-    longest = longest_tile(window_left, sequences.query_bound)
-    most = splits(programs, at_once, longest, rows * (head_dim + 1) * 4)
+    longest = longest_tile(options.window.left, sequences.query_bound)
+    most = splits(programs, at_once, longest, rows * (head_dim + 1) * 4, options.most_splits)
     reach = sequences.key_bound
-    if window_left >= 0:
+    if options.window.left >= 0:
         reach = min(reach, longest)
     return min(most, max(1, -(-reach // MIN_SPLIT_KEYS)))
 
@@ -346,6 +347,7 @@ def _canvas_attention_op(
     window_left: int,
     window_right: int,
     window_anchor: str,
+    most_splits: int,
     num_splits: int | None,
     max_query_len: int,
     max_seq_len: int,
@@ -371,7 +373,7 @@ def _canvas_attention_op(
         query,
         PagedCache(key_cache, value_cache),
         sequences,
-        AttentionOptions(scale, softcap, window),
+        AttentionOptions(scale, softcap, window, most_splits),
         out,
         num_splits=num_splits,
     )

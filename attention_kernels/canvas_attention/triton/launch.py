@@ -72,7 +72,7 @@ def canvas_attention_triton(
         window.anchor,
         sequences.query_bound,
         sequences.key_bound,
-        options.batch_invariant,
+        options.most_splits,
     )
 
 
@@ -131,15 +131,14 @@ class CanvasLaunch:
         head_programs = num_kv_heads * -(-group // heads) * config.parts
         partial_size = config.block_m * (block_v + 2)
         if num_splits is None:
-            num_splits = 1
-            if not options.batch_invariant:
-                num_splits = splits(
-                    # Without the tiles that sequences may leave empty at their ends.
-                    -(-num_tokens // block_q) * head_programs,
-                    multiprocessors(query.device) * config.programs,
-                    longest_tile(window.left, sequences.query_bound),
-                    partial_size * 4,
-                )
+            num_splits = splits(
+                # Without the tiles that sequences may leave empty at their ends.
+                -(-num_tokens // block_q) * head_programs,
+                multiprocessors(query.device) * config.programs,
+                longest_tile(window.left, sequences.query_bound),
+                partial_size * 4,
+                options.most_splits,
+            )
             reach = sequences.key_bound
             if window.left >= 0 and sequences.row_spans is None:
                 reach = min(reach, window.left + sequences.query_bound)
@@ -261,7 +260,7 @@ def warm_up(
     out = torch.empty_like(query)
     for row_spans in (zeros(query.shape[0], 2) if spans else None for spans in with_spans):
         empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1), row_spans)
-        for num_splits in (1,) if options.batch_invariant else (1, 2):
+        for num_splits in range(1, min(2, options.most_splits) + 1):
             step = plan(query, cache, empty.bounded(query, cache), options, Cut(None, num_splits))
             step(query, cache, out)
 
@@ -319,7 +318,7 @@ def _canvas_attention_op(
     window_anchor: str,
     max_query_len: int,
     max_seq_len: int,
-    batch_invariant: bool,
+    most_splits: int,
 ) -> None:
     cache = PagedCache(
         key_cache,
@@ -337,7 +336,7 @@ def _canvas_attention_op(
         max_seq_len,
     )
     window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
-    options = AttentionOptions(scale, softcap, window, batch_invariant)
+    options = AttentionOptions(scale, softcap, window, most_splits)
     CanvasLaunch(query, cache, sequences, options)(query, cache, out)
 
 

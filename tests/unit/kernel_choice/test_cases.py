@@ -169,7 +169,7 @@ def test_the_first_rank_of_a_kind_decides(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     monkeypatch.setattr(on_ranks, "kernel_choices", lambda config: KernelChoices())
     monkeypatch.setattr(
-        on_ranks, "plugin_settings", lambda config: SimpleNamespace(self_check="auto")
+        on_ranks, "plugin_settings", lambda config: SimpleNamespace(self_check="auto", tuned=None)
     )
     monkeypatch.setattr(on_ranks.Served, "of", lambda config, choices: None)
     found = {
