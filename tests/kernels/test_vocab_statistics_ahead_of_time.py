@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.support import baselines
-from tests.support.chips import CHIPS
 from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for, variant
 
 ROWS, IDS = 256, 4096
@@ -120,7 +119,14 @@ def run_without_interpreter(argument):
     ).stdout
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+# Forty kernels each; the attention kernels compile for the others too (``test_ahead_of_time.py``).
+OFTEN = ("sm_90", "sm_100")
+
+
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param(chip, marks=() if chip in OFTEN else pytest.mark.slow) for chip in SHARED_MEMORY],
+)
 def test_vocab_statistics_ahead_of_time(chip):
     lines = [json.loads(line) for line in run_without_interpreter(chip).splitlines()]
     assert len(lines) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
