@@ -19,15 +19,6 @@ CANVAS = 32
 BLOCK = 16
 
 
-@pytest.fixture(
-    scope="module",
-    params=["fused", "asynchronous", pytest.param("separate", marks=pytest.mark.slow)],
-)
-def order(request):
-    """Return the order of passes; ``test_scheduling.py`` has the separate one in every run."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def engine(checkpoint, order):
     engine = TracedEngine(

@@ -79,6 +79,8 @@ def test_all() -> None:
     trial()
 
 
+# test_bad_startup.py has a process that ends so in every run.
+@pytest.mark.slow
 def test_one_line() -> None:
     """vLLM's command ends with the sentence, where it would print a trace."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]
