@@ -16,7 +16,7 @@ from tests.support.server import MODEL, Server, start_server, stop_server
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "checkpoints"))
 from tiny_tasks import evaluation_set
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_PROMPTS = 12
 # Twelve held-out sums of which 98 in 100 are right; a wrong answer of words is never likely.
@@ -99,7 +99,6 @@ def test_lm_eval(kind: str, scores: dict[str, float]) -> None:
     assert scores[kind] >= LEAST_SCORE
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_over_replicas(tasks: Path, tmp_path: Path) -> None:
     """The same of two engines behind two API servers."""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.quantized import quantized_checkpoint
 from tests.support.server import MODEL, start_server, stop_server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,12 @@ pytestmark = pytest.mark.engine
                 "4 x experts: TorchNvfp4Experts, 16 x linear: TorchNvfp4LinearKernel",
             ],
         ),
-        pytest.param(
+        (
             "fp8-dynamic",
             [
                 "FP8 experts: emulated in PyTorch on the CPU (weights and activations)",
                 "4 x experts: TorchFp8Experts, 16 x linear: TorchFp8LinearKernel",
             ],
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -49,7 +48,6 @@ def test_served(scheme: str, lines: list[str], tmp_path: Path) -> None:
     assert [log.count(line) for line in lines] == [1] * len(lines)
 
 
-@pytest.mark.slow
 def test_bad_checkpoint_is_refused(tmp_path: Path) -> None:
     """``vllm serve`` ends before it loads anything, with the tensor and the file in its last words."""
     checkpoint = quantized_checkpoint(tmp_path / "fp8", "fp8-dynamic")

@@ -342,7 +342,9 @@ def test_eight_clients_that_go_away(server: Server) -> None:
     server.assert_alive()
 
 
-@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 8])
+# A process that imports vLLM again, to ask what the other tests ask.
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 8])
 def test_vllm_bench_serve(concurrency: int, server: Server, tmp_path: Path) -> None:
     """vLLM's own benchmark, with its default parameters, finishes with no failed request."""
     num_prompts = 4 if concurrency == 1 else 16

@@ -48,7 +48,11 @@ def oracle(checkpoint):
     return Oracle(checkpoint)
 
 
-@pytest.fixture(scope="module", params=["fused", "separate", "asynchronous"])
+# test_execution_modes.py has the separate order in every run.
+@pytest.fixture(
+    scope="module",
+    params=["fused", pytest.param("separate", marks=pytest.mark.slow), "asynchronous"],
+)
 def order(request):
     """How finished canvases are encoded and passes scheduled."""
     return request.param

@@ -90,12 +90,24 @@ def served(tmp_path_factory):
 
 
 # Two of a canvas's length, one after the other: the rows of the second's prompt are the first's canvas.
+PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
+
+
 @pytest.mark.parametrize(
-    ("length", "seed"), [(CANVAS, 1), (CANVAS, 2), (90, 3)], ids=["a canvas", "again", "longer"]
+    ("name", "prompt"),
+    [
+        pytest.param(
+            name,
+            prompt,
+            marks=() if name in ("everything", None) or prompt == "longer" else pytest.mark.slow,
+        )
+        for name in (*ADAPTERS, None)
+        for prompt in PROMPTS
+    ],
 )
-@pytest.mark.parametrize("name", [*ADAPTERS, None])
-def test_logits_and_tokens(served, name, length, seed):
+def test_logits_and_tokens(served, name, prompt):
     """Each step's logits, of two canvases: the second stands on the first, encoded."""
+    length, seed = PROMPTS[prompt]
     check_parity(served, name, prompt_of(length, seed=seed))
 
 

@@ -24,7 +24,11 @@ from tiny_tasks import evaluation_set
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
     served = TracedEngine(
         shipped_checkpoint(), async_scheduling=request.param, max_num_seqs=4, max_logprobs=-1
@@ -198,7 +202,11 @@ def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[lis
     assert got == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["synchronous", "asynchronous"],
+)
 def test_preempted(asynchronous: bool) -> None:
     """A canvas that was lost begins anew, and says so; what follows is as if nothing had been."""
     tight = TracedEngine(

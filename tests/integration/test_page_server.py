@@ -15,7 +15,8 @@ from tests.support.checkpoints import SHIPPED
 from tests.support.page_browser import MARKS, ask, cells, connect, counter
 from vllm_diffusion.cli.server import Server
 
-pytestmark = MARKS
+# A server of its own, before which the page does what it does before a stub (``test_page.py``).
+pytestmark = [*MARKS, pytest.mark.slow]
 SERVE = (
     *(str(SHIPPED), "--port", "{port}", "--served-model-name", "tiny", "--enforce-eager"),
     *("--max-model-len", "512", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "67108864"),

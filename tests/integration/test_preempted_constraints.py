@@ -17,7 +17,11 @@ pytestmark = pytest.mark.engine
 NUM_REQUESTS = 24
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["synchronous", "asynchronous"],
+)
 def test_preempted_constraints(asynchronous: bool) -> None:
     """Also where a pass of the canvas was on its way when its request was preempted."""
     engine = TracedEngine(

@@ -65,6 +65,8 @@ def trial(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
+# Three processes that import vLLM; what is refused is refused in this one, above.
+@pytest.mark.slow
 def test_sample() -> None:
     """A few options in one start, with the same tokens as without them."""
     trial("--together", *(f"--only={name}" for name in SAMPLE))
@@ -77,6 +79,8 @@ def test_all() -> None:
     trial()
 
 
+# test_bad_startup.py has a process that ends so in every run.
+@pytest.mark.slow
 def test_one_line() -> None:
     """vLLM's command ends with the sentence, where it would print a trace."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]

@@ -64,6 +64,8 @@ def divergence(answer: dict[str, Any], logits: torch.Tensor) -> float:
     return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
 
 
+# A process of stock's; ours alone is compared with the oracle in test_parity.py.
+@pytest.mark.slow
 def test_sliding_window(checkpoint, oracle):
     """A context of four windows: every canvas row sees the same last keys before its canvas."""
     prompt, canvas = random_prompt(100, 1), random_prompt(CANVAS, 2)

@@ -23,7 +23,11 @@ pytestmark = pytest.mark.engine
 NUM_SLOTS = 4
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["synchronous", "asynchronous"],
+)
 def engine(request):
     engine = TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=NUM_SLOTS)
     yield engine

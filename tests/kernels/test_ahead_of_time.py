@@ -7,11 +7,8 @@ is checked by running this file. By hand it prints what the compiler reports:
 """
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,7 +16,7 @@ import torch
 
 from tests.support import baselines
 from tests.support.chips import CHIPS
-from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for
+from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for, run_uninterpreted
 
 
 @dataclass(frozen=True)
@@ -110,20 +107,6 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     return launches
 
 
-def reports(chip: str, cases: list[Case]) -> list[dict]:
-    """What the compiler says of these cases, from a process without Triton's interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    result = subprocess.run(
-        [sys.executable, __file__, chip, json.dumps([asdict(case) for case in cases])],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
 # Bytes a thread, by chip and head size. Sliding layers on SM100 take 68 instructions a key with 128 rows a tile,
 # what they spill outside the loop among them, and 108 with 64, which spill nothing; on SM80 it is variants for
 # images that spill, and smaller tiles take half as many again (benchmarks/gpu/compiled.py).
@@ -132,7 +115,7 @@ SPILLS = {("sm_80", 256): 40, ("sm_80", 512): 40, ("sm_100", 256): 64}
 
 def check(chip: str, cases: list[Case]) -> list[dict]:
     pytest.importorskip("triton")
-    lines = reports(chip, cases)
+    lines = run_uninterpreted(__file__, chip, json.dumps([asdict(case) for case in cases]))
     assert len(lines) >= len(cases)
     for line in lines:
         assert line["spilled_bytes"] <= SPILLS.get((chip, line["head_dim"]), 0), line

@@ -32,7 +32,7 @@ from tests.support.kernel_checks import visibility_mask
         pytest.param(1, 5, -1, "canvas", True, id="1-L5-canvas-spans"),
         pytest.param(4, -1, -1, "canvas", False, id="4-full", marks=pytest.mark.slow),
         pytest.param(4, 20, -1, "canvas", False, id="4-L20-canvas", marks=pytest.mark.slow),
-        pytest.param(4, 20, 3, "query", False, id="4-L20-R3-query"),
+        pytest.param(4, 20, 3, "query", False, id="4-L20-R3-query", marks=pytest.mark.slow),
         pytest.param(4, 5, -1, "canvas", True, id="4-L5-canvas-spans"),
     ],
 )
@@ -104,7 +104,7 @@ def short_replays(draw):
     return batch, draw(st.integers(1, 8)), draw(st.sampled_from([-1, 20]))
 
 
-@pytest.mark.parametrize("max_examples", [5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
     """However many splits were captured for how long a context, a short one is computed rightly,
     in no more key tiles than without splits, and the splits that it leaves empty do nothing."""

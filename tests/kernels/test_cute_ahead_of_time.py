@@ -367,11 +367,19 @@ def rule_cases(chip: str) -> list[Case]:
     return [*whole, Case(256, "canvas", split=True)]
 
 
+def few_rule_cases(chip: str) -> list[Case]:
+    """Both anchors, one of them in splits, at the largest head size of the chip."""
+    return [
+        Case(256, "canvas", split=True),
+        Case(512 if chip == "sm_90a" else 256, "query", 3),
+    ]
+
+
 @pytest.fixture(scope="module", params=CHIPS)
 def told(request):
     """A chip, and what one process reports of it: the DSL is imported for longer than it traces."""
     chip = request.param
-    return chip, reports(chip, compile=FEW[chip], rule=rule_cases(chip))
+    return chip, reports(chip, compile=FEW[chip], rule=few_rule_cases(chip))
 
 
 def test_cute_ahead_of_time(told):
@@ -391,8 +399,17 @@ def test_cute_ahead_of_time_all(chip):
 def test_cute_traced_rule(told):
     """The tiles and masks that a chip's kernels trace amount to the reference mask, bit by bit."""
     chip, lines = told
-    assert len(lines["rule"]) == len(rule_cases(chip))
+    assert len(lines["rule"]) == len(few_rule_cases(chip))
     assert all(line["scores"] > 0 for line in lines["rule"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_cute_traced_rule_all(chip):
+    """The same with every window, group and head size."""
+    lines = reports(chip, rule=rule_cases(chip))["rule"]
+    assert len(lines) == len(rule_cases(chip))
+    assert all(line["scores"] > 0 for line in lines)
 
 
 def main(chip: str, *tasks: str) -> None:

@@ -4,14 +4,12 @@ Triton compiles for a chip that is not there only in a process without its inter
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+
+from tests.support.triton_compile import compile_for, run_uninterpreted
 
 CHIPS = ("sm_90", "sm_100")
 
@@ -41,12 +39,7 @@ def recorded_launch(head_dim: int) -> tuple:
 def test_combine_ahead_of_time():
     """Both head sizes, without a spill, several programs to a multiprocessor."""
     pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    result = subprocess.run(
-        [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    lines = run_uninterpreted(__file__)
     assert len(lines) == 2 * len(CHIPS)
     for line in lines:
         assert line["spilled_bytes"] == 0, line
@@ -55,8 +48,6 @@ def test_combine_ahead_of_time():
 
 
 if __name__ == "__main__":
-    from tests.support.triton_compile import compile_for
-
     for chip in CHIPS:
         for head_dim in (256, 512):
             print(json.dumps(compile_for(chip, *recorded_launch(head_dim))))

@@ -6,18 +6,20 @@ As ``test_ahead_of_time.py``, in a process without Triton's interpreter. By hand
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.support import baselines
-from tests.support.chips import CHIPS
-from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for, variant
+from tests.support.triton_compile import (
+    COMPILED,
+    SHARED_MEMORY,
+    compile_for,
+    run_uninterpreted,
+    variant,
+)
 
 ROWS, IDS = 256, 4096
 # Logits as projected, their cap, whether anybody adjusts them.
@@ -107,22 +109,16 @@ def recorded_launches(logits):
     return zip(names, launches, strict=True)
 
 
-def run_without_interpreter(argument):
-    """What this file prints as a program."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, __file__, argument],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
+# Forty kernels each; the attention kernels compile for the others too (``test_ahead_of_time.py``).
+OFTEN = ("sm_90", "sm_100")
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param(chip, marks=() if chip in OFTEN else pytest.mark.slow) for chip in SHARED_MEMORY],
+)
 def test_vocab_statistics_ahead_of_time(chip):
-    lines = [json.loads(line) for line in run_without_interpreter(chip).splitlines()]
+    lines = run_uninterpreted(__file__, chip)
     assert len(lines) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
     for line in lines:
         assert line["spilled_bytes"] == 0, line
@@ -140,8 +136,7 @@ def test_vocab_statistics_ahead_of_time(chip):
 
 def test_no_number_of_rows_compiles_a_kernel_anew():
     """What Triton compiles a launch for is the same for 1 row, for a multiple of 16, and for others."""
-    result = run_without_interpreter("variants")
-    variants = json.loads(result)
+    (variants,) = run_uninterpreted(__file__, "variants")
     assert len(variants) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
     assert {name: len(found) for name, found in variants.items() if len(found) != 1} == {}
 

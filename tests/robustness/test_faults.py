@@ -140,16 +140,10 @@ def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Se
         stop_server(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "options"),
-    [
-        ("VLLM::EngineCore", ()),
-        pytest.param(
-            "VLLM::Worker",
-            ("--tensor-parallel-size", "2"),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    [("VLLM::EngineCore", ()), ("VLLM::Worker", ("--tensor-parallel-size", "2"))],
     ids=["the core", "a worker of two"],
 )
 def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -163,7 +157,7 @@ def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -
         assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
 
 
-@pytest.mark.parametrize("thread", ["input", "output"])
+@pytest.mark.parametrize("thread", ["input", pytest.param("output", marks=pytest.mark.slow)])
 def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
     """Without it the engine could not be reached, so every client is told and the server goes."""
     middleware = f"{thread_faults.__name__}.{thread_faults.raise_in_thread.__name__}"

@@ -112,8 +112,8 @@ def _spawn(checkpoint: Path, log: Path, port: int, *options: str, **variables: s
     command += ["--enable-prompt-tokens-details", *options]
     # As a user starts it: the settings of the tests' own processes do not apply.
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    # What only the test's own process needs.
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET"):
+    # What only the test's own process needs, and what an engine that was configured there has set.
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET", "VLLM_MAX_N_SEQUENCES"):
         environment.pop(name, None)
     environment |= variables
     with log.open("wb") as output:

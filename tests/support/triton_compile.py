@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,15 @@ def compile_for(
         "num_warps": compiled.metadata.num_warps,
     }
     return found | {"loops": innermost_loops(compiled.asm["cubin"])} if loops else found
+
+
+def run_uninterpreted(path: str, *arguments: str) -> list[Any]:
+    """Run a test's file as a program without Triton's interpreter, and return its lines of JSON."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, path, *arguments]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def told_of(tool: str, option: str, *, cubin: bytes) -> str:

@@ -159,9 +159,11 @@ def test_safely() -> None:
     assert safely(disk_facts) == [Fact("a", "1"), Fact("disk", "gone", Mark.PROBLEM)]
 
 
+UNWANTED = ("VLLM_PLUGINS", "VLLM_DIFFUSION_DISABLE", "VLLM_TARGET_DEVICE")
+
+
 def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
-    unwanted = ("VLLM_PLUGINS", "VLLM_DIFFUSION_DISABLE", "VLLM_TARGET_DEVICE")
-    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    inherited = {name: value for name, value in os.environ.items() if name not in UNWANTED}
     return subprocess.run(
         [sys.executable, "-m", "vllm_diffusion.cli.main", "doctor"],
         env=inherited | environment,
@@ -173,16 +175,27 @@ def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.engine
-def test_doctor() -> None:
+def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a machine that can serve: what would, and exit status 0."""
+    monkeypatch.setenv("VLLM_DIFFUSION_CPU", "1")
+    for name in UNWANTED:
+        monkeypatch.delenv(name, raising=False)
+    status = main(["doctor"])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "vllm_diffusion.cpu.platform.DiffusionCpuPlatform" in said
+    assert "vllm_diffusion.families.diffusion_gemma.model.DiffusionGemmaForBlockDiffusion" in said
+    assert "vllm_diffusion.attention.backend.CanvasAttentionBackend" in said
+    assert "This machine can serve" in said
+
+
+# Processes that import vLLM again; the pieces of the report are tested above.
+@pytest.mark.slow
+@pytest.mark.engine
+def test_doctor_in_a_process_of_its_own() -> None:
+    """As it is typed: the report alone, and exit status 0."""
     report = doctor(VLLM_DIFFUSION_CPU="1")
     assert report.returncode == 0, report.stdout + report.stderr
-    assert "vllm_diffusion.cpu.platform.DiffusionCpuPlatform" in report.stdout
-    assert (
-        "vllm_diffusion.families.diffusion_gemma.model.DiffusionGemmaForBlockDiffusion"
-        in report.stdout
-    )
-    assert "vllm_diffusion.attention.backend.CanvasAttentionBackend" in report.stdout
     assert "This machine can serve" in report.stdout
     assert "Traceback" not in report.stderr
 
@@ -211,7 +224,6 @@ def test_exit_status(
     assert ("cannot serve" in capsys.readouterr().out) == (mark is Mark.PROBLEM)
 
 
-# A process that imports vLLM again; the pieces of it are tested above.
 @pytest.mark.slow
 @pytest.mark.engine
 def test_doctor_problem() -> None:

@@ -138,7 +138,11 @@ def model() -> Nemotron:
     return agreeing_model()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],
+)
 def engine(
     request: pytest.FixtureRequest, model: Nemotron, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedEngine]:

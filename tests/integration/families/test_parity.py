@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -100,25 +100,32 @@ class Family:
             assert answer == loop.tokens, (len(prompt), one)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
-def is_asynchronous(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+def in_both_orders(names: Iterable[str], often: Collection[tuple[str, str]]) -> list[Any]:
+    """Parameters (family, order), of which ``often`` run without ``-m slow``."""
+    return [
+        pytest.param(
+            (name, order),
+            id=f"{name}-{order}",
+            marks=() if (name, order) in often else pytest.mark.slow,
+        )
+        for order in ("synchronous", "asynchronous")
+        for name in names
+    ]
 
 
-# In CI one family for each way in which canvases lie and are decided; the others with ``-m slow``.
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name in TIGHT else pytest.param(name, marks=pytest.mark.slow) for name in CASES
-    ],
-)
+# One family for each way in which canvases lie and are decided, and of these one aligned and one seeded in
+# asynchronous order.
+OFTEN = [(name, "synchronous") for name in TIGHT]
+OFTEN += [("sdar", "asynchronous"), ("nemotron", "asynchronous")]
+
+
+@pytest.fixture(scope="module", params=in_both_orders(CASES, OFTEN))
 def family(
-    request: pytest.FixtureRequest,
-    is_asynchronous: bool,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Family]:
+    name, order = request.param
     folder = tmp_path_factory.mktemp("family")
-    served = Family(request.param, folder, async_scheduling=is_asynchronous)
+    served = Family(name, folder, async_scheduling=order == "asynchronous")
     yield served
     served.engine.close()
 
@@ -206,9 +213,7 @@ def test_temperature_and_filters(family: Family) -> None:
     family.check(prompts, wanted)
 
 
-@pytest.mark.parametrize(
-    "family", ["llada2.1", pytest.param("llada2.2", marks=pytest.mark.slow)], indirect=True
-)
+@pytest.mark.parametrize("family", in_both_orders(("llada2.1", "llada2.2"), OFTEN), indirect=True)
 @pytest.mark.parametrize("max_post_steps", [0, 2, 16])
 def test_editing(family: Family, max_post_steps: int) -> None:
     """Revealed tokens are rewritten, with a threshold of 0 whatever differs."""
@@ -352,23 +357,22 @@ def _check_published_logprobs(
 
 @pytest.fixture(
     scope="module",
-    params=["sdar", "nemotron"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow) for name in ("llada2.1", "llada2.2", "fast-dllm")
-    ],
+    params=in_both_orders(
+        ("sdar", "nemotron", "llada2.1", "llada2.2", "fast-dllm"),
+        [("sdar", "asynchronous"), ("nemotron", "synchronous")],
+    ),
 )
 def tight(
-    request: pytest.FixtureRequest,
-    is_asynchronous: bool,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Family]:
     """Small chunks, and a cache that holds one request of the longest, or two others."""
+    name, order = request.param
     # Blocks of the cache are the model's where these are larger and counted from the start.
-    block_size = 16 if request.param in ("sdar", "nemotron") else 32
+    block_size = 16 if name in ("sdar", "nemotron") else 32
     served = Family(
-        request.param,
+        name,
         tmp_path_factory.mktemp("tight"),
-        async_scheduling=is_asynchronous,
+        async_scheduling=order == "asynchronous",
         max_model_len=192,
         max_num_batched_tokens=80,
         num_gpu_blocks_override=192 // block_size + 2,

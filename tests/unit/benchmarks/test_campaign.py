@@ -183,8 +183,9 @@ def test_another_run_is_never_mixed_in(tmp_path, changes, named):
     assert sorted(list(found) for _, found in groups) == [["kernels"], ["probe"]]
 
 
-def test_the_command_refuses_another_commit(tmp_path, capsys):
+def test_the_command_refuses_another_commit(tmp_path, capsys, monkeypatch):
     """Before anything runs, in a sentence that names both and the remedy."""
+    monkeypatch.setattr(machine, "described", lambda environment: CPU)
     for commit, status in (("a" * 40, 0), ("b" * 40, 2)):
         options = ["run", "--toy", "--stub", "--only", "experts", "--out", str(tmp_path)]
         assert campaign.main([*options, "--commit", commit]) == status
@@ -320,43 +321,28 @@ def test_scripts_at_toy_size(tmp_path):
         assert {row.get("state", "right") for row in rows} == {"right"}
 
 
-def rehearse(folder: Path, *options: str) -> tuple[dict[str, Result], str]:
-    """The results of the campaign as a user runs it, and its report."""
-    # As after `git clone`: nothing of the tests' environment.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/campaign.py")]
-    ran = subprocess.run(
-        [*command, "run", "--toy", "--out", str(folder), *options], env=environment, check=False
-    )
-    reported = subprocess.run(
-        [*command, "report", str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = results.read(folder)
-    assert ran.returncode == 0, {name: result.log for name, result in found.items()}
-    # Nothing of it is an answer.
-    assert reported.stdout.count("| open |") == len(report.FIGURES)
-    return found, reported.stdout
-
-
-def test_rehearsal(tmp_path):
-    """From the list to the report, without vLLM; one experiment runs, in a process of its own."""
+def test_rehearsal(tmp_path, capsys, monkeypatch):
+    """From the list to the report, without vLLM."""
+    monkeypatch.setattr(machine, "described", lambda environment: CPU)
     lacking = [e.name for e in EXPERIMENTS if e not in MEASURED]
-    found, said = rehearse(tmp_path, "--stub", "--only", "probe", *lacking)
-    states = {name: result.state for name, result in found.items()}
-    assert states == dict.fromkeys(lacking, "not run") | {"probe": "done"}
-    assert all(found[name].reason for name in lacking)
-    assert {row["state"] for row in found["probe"].rows} == {"right"}
+    options = ["run", "--toy", "--stub", "--out", str(tmp_path), "--only", *lacking]
+    assert campaign.main(options) == 0
+    capsys.readouterr()
+    assert campaign.main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    found = results.read(tmp_path)
+    assert {name: result.state for name, result in found.items()} == dict.fromkeys(
+        lacking, "not run"
+    )
     for result in found.values():
+        assert result.reason
         assert result.origin.commit == machine.commit()
-        assert result.origin.machine["torch"]
+        assert result.origin.machine == CPU
         # As anybody can type it.
         assert result.command.startswith("python benchmarks/")
         assert str(tmp_path) not in result.command
+    # Nothing of it is an answer.
+    assert said.count("| open |") == len(report.FIGURES)
     assert "A rehearsal" in said
     assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in said
     assert "| kernels | not run | | nobody asked for it |" in said
@@ -366,8 +352,14 @@ def test_rehearsal(tmp_path):
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_rehearsal_that_serves(tmp_path):
-    """All of it with vLLM; only what times a kernel of GPUs is left out."""
-    found, _ = rehearse(tmp_path)
+    """All of it with vLLM, as a user runs it; only what times a kernel of GPUs is left out."""
+    # As after `git clone`: nothing of the tests' environment.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/campaign.py"), "run", "--toy"]
+    ran = subprocess.run([*command, "--out", str(tmp_path)], env=environment, check=False)
+    found = results.read(tmp_path)
+    assert ran.returncode == 0, {name: result.log for name, result in found.items()}
     states = {name: result.state for name, result in found.items()}
     assert states == {e.name: "not run" if e.name == "experts" else "done" for e in EXPERIMENTS}
     serving = [row for name, result in found.items() if "serving" in name for row in result.rows]
