@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,22 +53,24 @@ def test_noise_and_device():
     assert checks.check_device(CPU).difference == 0
 
 
-def wrong_in_triton(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[..., Any]) -> None:
+def wrong_in_triton(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, spoil: Callable[..., Any]
+) -> None:
     """Have a function's implementation in Triton be another's work, spoilt."""
-    right = getattr(checks, name)
+    right = getattr(module, name)
 
     def function(*arguments: Any, impl: str, **options: Any) -> Any:
         result = right(*arguments, impl="reference", **options)
         return spoil(result, *arguments) if impl == "triton" else result
 
-    monkeypatch.setattr(checks, name, function)
+    monkeypatch.setattr(module, name, function)
 
 
 @pytest.mark.parametrize(
     "spoil", [lambda out: out * 1.01, lambda out: out.masked_fill(out > 1, torch.nan)]
 )
 def test_wrong_attention(monkeypatch, spoil):
-    wrong_in_triton(monkeypatch, "canvas_attention", lambda out, *_: spoil(out))
+    wrong_in_triton(monkeypatch, checks.attention, "canvas_attention", lambda out, *_: spoil(out))
     with pytest.raises(AssertionError, match="attention: "):
         checks.check_attention(LAYER, "triton", CPU)
 
@@ -83,15 +86,17 @@ def spoilt(field: str) -> Callable[..., None]:
 @pytest.mark.parametrize("field", ["total", "weighted", "argmax", "best", "candidate"])
 def test_wrong_statistics(monkeypatch, field):
     """Each number that a step reads."""
-    wrong_in_triton(monkeypatch, "update_statistics", spoilt(field))
+    wrong_in_triton(monkeypatch, checks.rows, "update_statistics", spoilt(field))
     with pytest.raises(AssertionError):
         checks.check_statistics(ROWS, "triton", CPU)
 
 
 def test_wrong_skipping(monkeypatch):
-    right = checks.add_product
+    right = checks.rows.add_product
     monkeypatch.setattr(
-        checks, "add_product", lambda soft, *rest, impl: right(soft.add_(1e-2), *rest, impl=impl)
+        checks.rows,
+        "add_product",
+        lambda soft, *rest, impl: right(soft.add_(1e-2), *rest, impl=impl),
     )
     with pytest.raises(AssertionError, match="skipping: "):
         checks.check_statistics(ROWS, "reference", CPU)
@@ -109,18 +114,18 @@ def test_wrong_skipping(monkeypatch):
     ],
 )
 def test_wrong_kept_rows(monkeypatch, name, spoil):
-    wrong_in_triton(monkeypatch, name, spoil)
+    wrong_in_triton(monkeypatch, checks.rows, name, spoil)
     with pytest.raises(AssertionError):
         checks.check_kept_rows(ROWS, "triton", CPU)
 
 
 def test_wrong_noise(monkeypatch):
-    right, calls = checks.random_words, []
+    right, calls = checks.device.random_words, []
 
     def words(*arguments: Any) -> torch.Tensor:
         calls.append(arguments)
         return right(*arguments) ^ (len(calls) == 1)
 
-    monkeypatch.setattr(checks, "random_words", words)
+    monkeypatch.setattr(checks.device, "random_words", words)
     with pytest.raises(AssertionError, match="other words than on the host"):
         checks.check_noise(CPU)

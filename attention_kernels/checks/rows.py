@@ -1,33 +1,14 @@
-"""Checks that a kernel, executed on a device, computes what PyTorch's reference does.
-
-Each check runs one implementation on small random inputs of a given shape and holds it to float64: attention may be
-twice, statistics four times as far from it as the reference is in its own dtype. Words of the noise are equal.
-"""
+"""Checks of the kernels over rows of logits, which may be four times as far from float64 as the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention_kernels.canvas_attention import (
-    MAX_SPLITS,
-    AttentionOptions,
-    Window,
-    canvas_attention,
-)
-from attention_kernels.canvas_attention import Impl as AttentionImpl
-from attention_kernels.noise import random_words
-from attention_kernels.testing import (
-    CanvasBatch,
-    assert_within_error_budget,
-    make_adjustments,
-    make_canvas_batch,
-    make_draws,
-)
+from attention_kernels.checks.checked import Checked
+from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import (
     CHUNK,
     LEAST_KEY,
@@ -48,140 +29,6 @@ from attention_kernels.vocab_statistics import (
 )
 
 EPS = torch.finfo(torch.float32).eps
-FP8 = torch.float8_e4m3fn
-
-
-class Checked(NamedTuple):
-    """A kernel that is right.
-
-    Attributes:
-        difference: Largest difference from float64, in the unit of the output.
-        call: Runs the kernel once more, for a clock.
-        num_bytes: Bytes that a call must read and write.
-        operations: Operations of its matrix products.
-    """
-
-    difference: float
-    call: Callable[[], object]
-    num_bytes: int
-    operations: int
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Attention layers of a kind, and the sequences of a pass.
-
-    Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Head size.
-        window: Keys beside a row; -1 without a window.
-        rows: (query rows, leading causal rows) of each sequence.
-        context: Keys of each sequence before its query rows.
-        softcap: Cap of the scores; 0 without one.
-        anchor: ``"canvas"`` or ``"query"``, see ``canvas_attention``.
-        span: Length of the blocks in which causal rows attend in both directions; 0 for none.
-        block_size: Positions of a cache block.
-        dtype: Name of the query's dtype in torch.
-        is_fp8: True for a cache in float8_e4m3fn.
-        most_splits: Most pieces that keys are cut into, see ``AttentionOptions``.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int
-    rows: tuple[tuple[int, int], ...]
-    context: int
-    softcap: float = 0.0
-    anchor: str = "canvas"
-    span: int = 0
-    block_size: int = 16
-    dtype: str = "bfloat16"
-    is_fp8: bool = False
-    most_splits: int = MAX_SPLITS
-
-    def batch(self, device: torch.device) -> CanvasBatch:
-        """Random tensors of the shape."""
-        spans = None
-        if self.span:
-            positions = [self.context + row for length, _ in self.rows for row in range(length)]
-            starts = [position // self.span * self.span for position in positions]
-            spans = [(start, start + self.span) for start in starts]
-        return make_canvas_batch(
-            [length for length, _ in self.rows],
-            [self.context + length for length, _ in self.rows],
-            [causal for _, causal in self.rows],
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-            dtype=getattr(torch, self.dtype),
-            cache_dtype=FP8 if self.is_fp8 else None,
-            padded_rows=3,
-            row_spans=spans,
-            device=str(device),
-        )
-
-    def options(self) -> AttentionOptions:
-        """Options of the layers."""
-        right = self.window if self.anchor == "query" else -1
-        window = Window(self.window, right, "query" if self.anchor == "query" else "canvas")
-        return AttentionOptions(self.head_dim**-0.5, self.softcap, window, self.most_splits)
-
-    def counts(self) -> tuple[int, int]:
-        """Bytes that a call must read and write, and operations of its products."""
-        num_bytes = operations = 0
-        for length, _ in self.rows:
-            keys = self.context + length
-            if self.window >= 0:
-                keys = min(keys, self.window + length)
-            cached = 2 * keys * self.num_kv_heads * self.head_dim
-            num_bytes += (
-                cached * (1 if self.is_fp8 else 2) + 4 * length * self.num_heads * self.head_dim
-            )
-            operations += 4 * length * keys * self.num_heads * self.head_dim
-        return num_bytes, operations
-
-
-def check_attention(shape: AttentionShape, impl: AttentionImpl, device: torch.device) -> Checked:
-    """Compare one pass of a layer with float64.
-
-    Args:
-        shape: The layer and the pass.
-        impl: Implementation that is checked.
-        device: Where it runs.
-
-    Raises:
-        AssertionError: If it is too far from float64.
-        ValueError: If it does not take this shape.
-        NotImplementedError: If it cannot run on this device.
-    """
-    batch, options = shape.batch(device), shape.options()
-    # On the device, as serving has them.
-    scales = _scales(device) if shape.is_fp8 else ()
-    arguments = batch.arguments(options, scales=scales)
-    got = canvas_attention(*arguments, impl=impl)
-    same = canvas_attention(*arguments, impl="reference")
-    key_factor, value_factor = (0.5, 2.0) if shape.is_fp8 else (1.0, 1.0)
-    exact = replace(
-        batch,
-        query=batch.query.double(),
-        key_cache=batch.key_cache.double() * key_factor,
-        value_cache=batch.value_cache.double() * value_factor,
-    )
-    truth = canvas_attention(*exact.arguments(options), impl="reference")
-    live = slice(batch.num_live_tokens)
-    assert_within_error_budget(got[live], same[live], truth[live], "attention")
-    difference = (got[live].double() - truth[live]).abs().max().item()
-    return Checked(
-        difference, lambda: canvas_attention(*arguments, out=got, impl=impl), *shape.counts()
-    )
-
-
-def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the scales of an FP8 cache's keys and values."""
-    return torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
 
 
 @dataclass(frozen=True)
@@ -399,41 +246,3 @@ def _largest_key(
 def _as_float(keys: Tensor) -> Tensor:
     """Return the float32 values whose :func:`ordered_keys` these are."""
     return torch.where(keys < 0, keys ^ (2**31 - 1), keys).to(torch.int32).view(torch.float32)
-
-
-def check_noise(device: torch.device) -> Checked:
-    """Compare the generator's words with those of the host, bit for bit.
-
-    Args:
-        device: Where they are drawn.
-
-    Raises:
-        AssertionError: If a word differs.
-    """
-    draws = make_draws(16, torch.Generator().manual_seed(1))
-
-    def words_on(device: torch.device) -> Tensor:
-        keys = (draws.seed, draws.canvas_idx, draws.step, draws.position)
-        seed, canvas_idx, step, position = (key.to(device) for key in keys)
-        return random_words(seed, canvas_idx, step, position, 4096)
-
-    words = words_on(device)
-    assert torch.equal(words_on(torch.device("cpu")), words.cpu()), "other words than on the host"
-    return Checked(0.0, lambda: words_on(device), words.nbytes, 0)
-
-
-def check_device(device: torch.device) -> Checked:
-    """Compare PyTorch's own kernels, which the other checks trust, with the host's.
-
-    Args:
-        device: Where they run.
-
-    Raises:
-        AssertionError: If they differ.
-    """
-    a, b = torch.arange(64 * 64).view(64, 64).double(), torch.eye(64).double() * 3
-    there = a.to(device) @ b.to(device)
-    assert torch.equal(there.cpu(), a * 3), "PyTorch's own matrix product is wrong"
-    total = a.to(device).sum().item()
-    assert total == a.sum().item(), "PyTorch's own sum is wrong"
-    return Checked(0.0, lambda: a.to(device) @ b.to(device), 3 * a.nbytes, 2 * 64**3)
