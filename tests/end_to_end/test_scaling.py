@@ -30,7 +30,7 @@ from tests.support.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.server import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 TWO_ENGINES = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni")
 # Enough connections that the system hands some to each API server.
@@ -137,6 +137,7 @@ def test_dead_engine(replicas: Server) -> None:
     assert not left
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "options",
@@ -158,6 +159,7 @@ def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path:
     check_answers(SHIPPED, tmp_path, options.split(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
     """Its engines know nothing of one another."""
@@ -201,6 +203,7 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         stop_server(running)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("experts", "layout"),
@@ -220,6 +223,7 @@ def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> Non
     check_answers(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> None:
     """vLLM's supervisor starts a server for each engine, and ends all of them with one."""
@@ -266,6 +270,7 @@ def _wait_for(url: str, seconds: float = 60) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", ["external", "hybrid"])
 def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.support.seeded_requests import (
 from tests.support.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 TWO_STAGES = ("--pipeline-parallel-size", "2")
 # Several canvases, a filter, a penalty, log-probabilities, n, a constraint, a chat.
@@ -107,6 +107,7 @@ def _stream(server: Server, *, max_tokens: int) -> Iterator[dict]:
                 yield json.loads(line.removeprefix("data: "))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "options",
@@ -123,6 +124,7 @@ def test_tokens_of_layouts(options: str, server: Server, tmp_path: Path) -> None
     check_answers(SHIPPED, tmp_path, options.split(), answers_alone(server), ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("order", ["--no-async-scheduling", "--async-scheduling"])
 def test_tokens_of_a_masked_model(order: str, tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_tokens_of_a_masked_model(order: str, tmp_path: Path) -> None:
     check_answers(sdar, tmp_path, [*TWO_STAGES, order], expected, ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_tokens_of_images(tmp_path: Path) -> None:
     """The first stage embeds them; that their rows attend in both directions all stages know."""
