@@ -332,11 +332,20 @@ def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"given_back_mib": given_back}
 
 
+def _leave_out_cute() -> None:
+    """Route experts without vLLM's CuTe kernels, whose own CUDA runtime a null GPU does not have."""
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16, ll_fp32w
+
+    for kernel in (ll_bf16, ll_fp32w):
+        setattr(kernel, "is_available", lambda: False)  # noqa: B010 - a module's function
+
+
 def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Start a large shape with dummy weights, and say what it took and asks of the driver."""
     import torch
 
     _give_scales()
+    _leave_out_cute()
     decide_outcomes()
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
     unset = {"max_num_batched_tokens": None, "max_num_seqs": None}
