@@ -45,11 +45,16 @@ PLAIN = "temperature 1, no filters"
 def replaced() -> str:
     """List the methods of vLLM that are replaced, each with its reason and with what would end it."""
     rows = [
-        [f"`{symbol.path}`", symbol.reason, symbol.until]
+        [
+            f"`{symbol.path}`",
+            ", ".join(f"`{file}`" for file in symbol.files),
+            symbol.reason,
+            symbol.until,
+        ]
         for symbol in read_symbols()
         if symbol.use == "replaced"
     ]
-    return _table(["replaced", "why", "what of vLLM would end it"], rows)
+    return _table(["replaced", "in", "why", "what of vLLM would end it"], rows)
 
 
 def symbols() -> str:

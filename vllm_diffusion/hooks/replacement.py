@@ -1,7 +1,7 @@
 """The one way in which this package puts something in the place of a function or name of vLLM's.
 
 Each replacement stands beside the code that needs it, with its reason and with what vLLM would have to
-offer so that it can go. :mod:`vllm_diffusion.hooks.scan` finds them by the decorator.
+offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorator.
 """
 
 from __future__ import annotations
