@@ -44,7 +44,6 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
         "slots": len(engine.state._slot_of_request),
         "allowed ids": len(engine.slots.features.allowed_ids),
         "viewed slots": len(engine.slots.features.viewed),
-        "slots of one step": len(engine.slots.features.takes_one_step),
         "adjusted slots": len(adjustments._offsets) + len(adjustments._penalised),
         "rows of offsets": len(adjustments._table.rows) - len(adjustments._table._free),
         "constraints": len(scheduler.constraints),

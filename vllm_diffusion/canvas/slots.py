@@ -108,14 +108,12 @@ class SlotFeatures:
         brings_canvas: Slots whose requests bring a first canvas.
         viewed: Slots whose canvases leave the device: a client watches them, or a constraint reads
             them.
-        takes_one_step: Slots whose canvases take a single step, as those of ``/v1/decisions`` do.
         allowed_ids: The only ids that a read-only canvas is asked about, by slot.
     """
 
     def __init__(self) -> None:
         self.brings_canvas: set[int] = set()
         self.viewed: set[int] = set()
-        self.takes_one_step: set[int] = set()
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
 
     def add_request(self, slot: int, request: NewRequest) -> None:
@@ -126,8 +124,6 @@ class SlotFeatures:
             self.brings_canvas.add(slot)
         if arguments.shown or request.is_constrained:
             self.viewed.add(slot)
-        if arguments.max_steps == 1:
-            self.takes_one_step.add(slot)
         if arguments.allowed_ids is not None:
             self.allowed_ids[slot] = arguments.allowed_ids
 
@@ -135,7 +131,6 @@ class SlotFeatures:
         """Forget ``slot``."""
         self.brings_canvas.discard(slot)
         self.viewed.discard(slot)
-        self.takes_one_step.discard(slot)
         self.allowed_ids.pop(slot, None)
 
 

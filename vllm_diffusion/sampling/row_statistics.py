@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,8 +48,6 @@ class RowStatistics:
             store_soft_embeds: Called if ``head`` has an embedding.
         """
         self.head = head
-        self._head_alone = replace(head, embedding=None)
-        self._features = slots.features
         self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
         self._pass_rows = pass_rows
         self._vocab_size = slots.vocab_size
@@ -66,8 +63,7 @@ class RowStatistics:
         """
         every = slice(len(rows))
         slot, position = self._pass_rows.slot[every], self._pass_rows.position[every]
-        head = self._head_alone if self._is_last_step() else self.head
-        results = sample_rows(head, rows, requests, self._vocab_size)
+        results = sample_rows(self.head, rows, requests, self._vocab_size)
         statistics = self.of_slots
         statistics.argmax[slot, position] = results.argmax
         statistics.candidate[slot, position] = results.candidate
@@ -84,14 +80,6 @@ class RowStatistics:
                 soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self._store_soft_embeds(soft_embeds, slot, position)
         return results
-
-    def _is_last_step(self) -> bool:
-        """Report whether no canvas of the pass takes another step, which would read soft embeddings.
-
-        They are as large a product as the logits. A capture, whose pass has no requests, holds it.
-        """
-        slots = self._pass_rows.requests.slots.tolist()
-        return bool(slots) and self._features.takes_one_step.issuperset(slots)
 
     def draw_again(
         self, some: SelectedRows, logits: RowLogits, draws: RowDraws, filters: CandidateFilters
