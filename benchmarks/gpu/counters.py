@@ -128,7 +128,9 @@ def layer_calls() -> dict[str, Callable[[], object]]:
     except ImportError:
         # Where the engine is not installed, none of it calls a layer.
         return {}
-    config = SimpleNamespace(additional_config={"diffusion": {"attention": "triton"}})
+    config = SimpleNamespace(
+        additional_config={"diffusion": {"attention": "triton"}}, model_config=SimpleNamespace()
+    )
     calls: dict[str, Callable[[], object]] = {}
     for name, num_heads, num_kv_heads, head_dim, window in LAYERS:
         with mock.patch.object(backend, "get_current_vllm_config", return_value=config):

@@ -228,7 +228,7 @@ def test_canvas_attention_op():
     batch = make_batch([4, 3], [10, 9], [2, 0])
     tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
     out = torch.zeros_like(batch.query)
-    arguments = (*tensors, out, None, None, None, 1.0, 1.0, 0.2, 0.0, 5, -1, "canvas", 7, 32, False)
+    arguments = (*tensors, out, None, None, None, 1.0, 1.0, 0.2, 0.0, 5, -1, "canvas", 7, 32, 8)
     torch.library.opcheck(torch.ops.attention_kernels.canvas_attention_triton.default, arguments)
 
 

@@ -7,6 +7,7 @@ the host reads how many tokens a request emits, the cases say it: memory that no
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections import Counter, deque
@@ -110,6 +111,10 @@ def serve_tuned(model: str, options: dict[str, Any], path: str) -> dict[str, Any
         two_streams=True,
     )
     Path(path).write_text(tuned_json(described, kernels, {}), encoding="utf-8")
+    # The tests have vLLM print warnings alone.
+    ours = logging.getLogger("vllm.vllm_diffusion")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(logging.StreamHandler())
     tuned = {"additional_config": {"diffusion": {"tuned": path}}}
     return {"tuned": kernels.to_json()} | serve(model, options | tuned, ["plain"])
 

@@ -84,7 +84,8 @@ def good_values(folder: Path) -> dict[str, str]:
     (folder / "a.jsonl").write_text('{"token_ids": [1, 2]}\n', encoding="utf-8")
     taken = dict.fromkeys(("model", "draft", "samples", "recording", "folder"), str(folder))
     return taken | {"url": "http://127.0.0.1:9", "new_folder": str(folder / "new")} | {
-        "empty_folder": str(folder / "new"), "layer_ids": "1", "integer": "2", "text": "a"
+        "empty_folder": str(folder / "new"), "layer_ids": "1", "integer": "2", "text": "a",
+        "new_file": str(folder / "new.json"),
     }  # fmt: skip
 
 

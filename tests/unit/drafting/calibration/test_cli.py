@@ -257,7 +257,11 @@ def test_refused_extraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "config.json").write_text("{}")
     for content, words, message in (
         ("", ("--layer-ids", "0"), "holds no exchange; record some first"),
-        ('{"a": 1}', ("--layer-ids", "0"), "line 1: prompt_token_ids must be a list"),
+        (
+            '{"a": 1}',
+            ("--layer-ids", "0"),
+            "line 1: prompt_token_ids is missing; a line has prompt_token_ids and",
+        ),
         ('{"token_ids": [1, 2]}', ("--layer-ids", "a"), "--layer-ids: a must be ascending numbers"),
         (
             '{"token_ids": [1, 2]}',
