@@ -82,6 +82,23 @@ class AttentionShape:
         window = Window(self.window, right, "query" if self.anchor == "query" else "canvas")
         return AttentionOptions(self.head_dim**-0.5, self.softcap, window, self.most_splits)
 
+    def call(self, batch: CanvasBatch, impl: AttentionImpl, out: Tensor | None = None) -> Tensor:
+        """Call attention as serving does: by the lengths of the shape, whatever those of the batch.
+
+        Args:
+            batch: Tensors of the shape, whose contexts may be shorter.
+            impl: Implementation.
+            out: See ``canvas_attention``.
+        """
+        longest = max(length for length, _ in self.rows)
+        arguments = batch.arguments(
+            self.options(),
+            max_query_len=longest,
+            max_seq_len=self.context + longest,
+            scales=(1.0, 1.0) if self.is_fp8 else (),
+        )
+        return canvas_attention(*arguments, out=out, impl=impl)
+
     def counts(self) -> tuple[int, int]:
         """Bytes that a call must read and write, and operations of its products."""
         num_bytes = operations = 0

@@ -19,7 +19,7 @@ from timing import device
 
 from vllm_diffusion.canvas.cuda_graphs import Capture, cuda_capture
 from vllm_diffusion.kernel_choice import graphs
-from vllm_diffusion.kernel_choice.cases import MAX_IDS, SLOTS, KernelCase, Served
+from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.child import run_case
 from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
@@ -37,13 +37,9 @@ def served(toy: bool) -> Served:
             free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32", kernels=SKIPPING
         )
         return Served(kinds, replace(step, vocab=300), max_model_len=40)
-    kinds = tuple(
-        LayerKind(16, heads, size, window, cache)
-        for heads, size, window in ((8, 256, 1023), (2, 512, -1))
-        for cache in ("auto", "fp8")
-    )
-    step = StepShape(vocab=MAX_IDS, slots=SLOTS, kernels=SKIPPING)
-    return Served(kinds, step, max_model_len=32768)
+    shape = published_26b()
+    kinds = (replace(kind, cache_dtype=cache) for kind in shape.kinds for cache in ("auto", "fp8"))
+    return replace(shape, kinds=tuple(kinds), step=replace(shape.step, kernels=SKIPPING))
 
 
 def capture_of_device() -> Capture:

@@ -12,23 +12,16 @@ from typing import Any
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.console import fail, say, table
-from vllm_diffusion.kernel_choice.cases import MAX_IDS, SLOTS, KernelCase, Served
+from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.on_ranks import gpu_name
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
 from vllm_diffusion.kernel_choice.record import facts_of
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, choose
-from vllm_diffusion.kernel_choice.step_shape import StepShape
 from vllm_diffusion.startup import accelerators
-from vllm_diffusion.startup.kernel_choices import LayerKind, kernel_choices
+from vllm_diffusion.startup.kernel_choices import kernel_choices
 
 SECONDS = 900.0
 HEADER = ("kernel", "result", "largest difference", "microseconds", "share of the GPU's limit")
-
-
-def published_26b() -> Served:
-    """DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
-    kinds = (LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto"))
-    return Served(kinds, StepShape(vocab=MAX_IDS, slots=SLOTS), max_model_len=32768)
 
 
 def served_models(model: str) -> Iterator[tuple[str, Served]]:

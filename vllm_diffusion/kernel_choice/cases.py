@@ -209,6 +209,12 @@ def attention_order(chosen: str) -> tuple[str, ...]:
     return ("triton", "cute", "reference") if chosen == "auto" else (chosen, *rest, "reference")
 
 
+def published_26b() -> Served:
+    """Describe DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
+    kinds = (LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto"))
+    return Served(kinds, StepShape(vocab=MAX_IDS, slots=SLOTS), max_model_len=32768)
+
+
 def _layer_kinds(vllm_config: VllmConfig) -> Iterator[LayerKind]:
     """Yield the kinds of attention layers of a rank, each once, from the checkpoint's numbers."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

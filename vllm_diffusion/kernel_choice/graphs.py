@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention_kernels.canvas_attention import Impl, canvas_attention
+from attention_kernels.canvas_attention import Impl
 from attention_kernels.checks import AttentionShape, Checked
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.kernel_choice.plain_step import StepServer
@@ -66,20 +66,12 @@ def check_attention_graph(
     Raises:
         AssertionError: If they differ in a bit.
     """
-    batch, options = shape.batch(device), shape.options()
-    longest = max(length for length, _ in shape.rows)
+    batch = shape.batch(device)
     # A third of the context before the same queries.
     shorter = batch.seq_lens - 2 * shape.context // 3
 
     def attend(query: Tensor, seq_lens: Tensor) -> Tensor:
-        changed = replace(batch, query=query, seq_lens=seq_lens)
-        arguments = changed.arguments(
-            options,
-            max_query_len=longest,
-            max_seq_len=shape.context + longest,
-            scales=(1.0, 1.0) if shape.is_fp8 else (),
-        )
-        return canvas_attention(*arguments, impl=impl)
+        return shape.call(replace(batch, query=query, seq_lens=seq_lens), impl)
 
     live = batch.num_live_tokens
     expected = attend(batch.query, shorter)[:live].clone()

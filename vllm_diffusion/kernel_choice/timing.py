@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attention_kernels.canvas_attention import canvas_attention
 from attention_kernels.checks import AttentionShape, Checked
 from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.kernel_choice.cases import KernelCase
@@ -69,15 +68,8 @@ def call_of(case: KernelCase, device: torch.device) -> Callable[[], object]:
 def attention_call(shape: AttentionShape, impl: str, device: torch.device) -> Callable[[], Tensor]:
     """Return a call of one layer in one pass, whose bounds are those of its sequences."""
     batch = shape.batch(device)
-    longest = max(length for length, _ in shape.rows)
-    arguments = batch.arguments(
-        shape.options(),
-        max_query_len=longest,
-        max_seq_len=shape.context + longest,
-        scales=(1.0, 1.0) if shape.is_fp8 else (),
-    )
     out = torch.empty_like(batch.query)
-    return lambda: canvas_attention(*arguments, out=out, impl=impl)  # type: ignore[arg-type]
+    return lambda: shape.call(batch, impl, out)  # type: ignore[arg-type]
 
 
 def step_call(shape: StepShape, device: torch.device) -> Callable[[], object]:

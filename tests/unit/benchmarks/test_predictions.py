@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import memory_limit
 import predictions
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, DiffusionGemmaConfig, Qwen3Config
 
 SHAPES = {
     "gemma": predictions.GEMMA.shape,
@@ -35,6 +36,17 @@ def test_qwen3_has_the_parameters_that_transformers_counts():
     layers = sum(size for name, size in counted.items() if "proj" in name)
     assert shape.dense == layers
     assert shape.head == counted["lm_head.weight"] == counted["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("context", [1, 1000, 5000])
+def test_gemma_reads_the_cache_that_the_limit_of_memory_counts(context):
+    """Of sliding layers the window alone."""
+    folder = predictions.BENCHMARKS / "configs" / "diffusion-gemma-26b-fp8"
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    text = DiffusionGemmaConfig.from_dict(config).text_config
+    read = sum(kv * min(context, window) for _, kv, window in predictions.GEMMA.shape.keys)
+    assert read == memory_limit.kv_cache_bytes(text, context, kv_bytes=2)
 
 
 @pytest.mark.parametrize(
