@@ -80,7 +80,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def options() -> str:
     """List every option of ``vllm serve`` that is refused, with the sentence of its refusal."""
-    rows = [[f"`{name}`", sentence] for name, sentence in sentences().items()]
+    # A placeholder may be a field of vLLM's configuration, whose last part is its name.
+    rows = [
+        [f"`{name}`", re.sub(r"\{[\w.]*?(\w+)\}", r"{\1}", sentence)]
+        for name, sentence in sentences().items()
+    ]
     return _table(["option", "what the server says"], rows)
 
 

@@ -40,5 +40,5 @@ OPTIONS = _read()
 
 def explains(sentence: str, message: str) -> bool:
     """Return true if ``message`` is a refusal's sentence with values in its places."""
-    parts = re.split(r"\{\w+\}", sentence)
+    parts = re.split(r"\{[\w.]+\}", sentence)
     return re.fullmatch(".+?".join(map(re.escape, parts)), message) is not None

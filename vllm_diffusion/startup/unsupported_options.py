@@ -1,6 +1,6 @@
 """Options of ``vllm serve`` that a diffusion model cannot honour, refused by name before it loads.
 
-The conditions are here, their sentences in ``refused_options.toml``.
+The conditions that are more than a field are here, the sentences in ``refused_options.toml``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.startup.refused_options import refusal
+from vllm_diffusion.startup.refused_options import refusal, refused_fields
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
@@ -26,31 +26,28 @@ def check_options(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: With the option's message.
     """
+    for name, path in refused_fields().items():
+        if _field(vllm_config, path):
+            raise ValueError(refusal(name))
     for name, is_set in CONDITIONS.items():
         if is_set(vllm_config):
-            raise ValueError(refusal(name, **_values(vllm_config)))
+            raise ValueError(refusal(name, **vars(vllm_config), **_values(vllm_config)))
+
+
+def _field(config: Any, path: str) -> Any:
+    """Return a field of the configuration, ``None`` within a part that is not there."""
+    for name in path.split("."):
+        config = None if config is None else getattr(config, name)
+    return config
 
 
 def _values(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return values for the sentences' placeholders."""
-    scheduler = vllm_config.scheduler_config
+    """Return values for the sentences' placeholders that are no fields of the configuration."""
     return {
-        "canvas_length": _canvas_length(vllm_config),
-        "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
         "num_layers": _num_layers(vllm_config),
         "two_canvases": 2 * _canvas_length(vllm_config),
-        "max_model_len": vllm_config.model_config.max_model_len,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "logits_processors": ", ".join(_logits_processors(vllm_config)),
-        "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
-        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
-        "scheduler_cls": scheduler.scheduler_cls,
         "lora_target_modules": ", ".join(_targets_out_of_reach(vllm_config)),
-        "all2all_backend": vllm_config.parallel_config.all2all_backend,
-        "quantization": vllm_config.model_config.quantization,
-        "runner": vllm_config.model_config.runner_type,
-        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
-        "weight_transfer": getattr(vllm_config.weight_transfer_config, "backend", None),
         "kv_cache_dtypes": " or ".join(_cache_dtypes(vllm_config)),
     }
 
@@ -97,14 +94,6 @@ def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
     return tuple(backend.get_class().supported_kv_cache_dtypes)
 
 
-def _images(vllm_config: VllmConfig, setting: str) -> bool:
-    return bool(getattr(vllm_config.model_config.multimodal_config, setting, False))
-
-
-def _adapters(vllm_config: VllmConfig, setting: str) -> bool:
-    return bool(getattr(vllm_config.lora_config, setting, False))
-
-
 def _targets_out_of_reach(vllm_config: VllmConfig) -> list[str]:
     targets = getattr(vllm_config.lora_config, "target_modules", None) or ()
     return [name for name in targets if not UNREACHED.keys().isdisjoint(name.split("."))]
@@ -139,7 +128,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.structured_outputs_config.backend == "lm-format-enforcer"
     ),
     "--logits-processors": _logits_processors,
-    "--speculative-config": lambda config: config.speculative_config,
     "--pipeline-parallel-size": (
         lambda config: config.parallel_config.pipeline_parallel_size > _num_layers(config)
     ),
@@ -165,34 +153,19 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--prefill-context-parallel-size": (
         lambda config: config.parallel_config.prefill_context_parallel_size > 1
     ),
-    "--enable-dbo": lambda config: config.parallel_config.use_ubatching,
-    "--enable-tower-connector-lora": lambda config: _adapters(
-        config, "enable_tower_connector_lora"
-    ),
     "--enable-mixed-moe-lora-format": (
         lambda config: (
-            _adapters(config, "enable_mixed_moe_lora_format")
-            or _adapters(config, "enable_moe_shared_loras")
+            _field(config, "lora_config.enable_mixed_moe_lora_format")
+            or _field(config, "lora_config.enable_moe_shared_loras")
         )
     ),
-    "--default-mm-loras": lambda config: _adapters(config, "default_mm_loras"),
     "--lora-target-modules": _targets_out_of_reach,
-    "--enable-prompt-embeds": lambda config: config.model_config.enable_prompt_embeds,
-    "--watermark-config": lambda config: config.watermark_config,
-    "--return-sampling-mask": lambda config: config.model_config.return_sampling_mask,
-    "--enable-trace-replay": lambda config: config.model_config.enable_trace_replay,
-    "--use-fp64-gumbel": lambda config: config.model_config.use_fp64_gumbel,
     "--per-request-spec-decode-metrics": (
         lambda config: config.observability_config.per_request_spec_decode_metrics != "none"
     ),
     "--quantization": _quantises_while_loading,
     "--runner": lambda config: config.model_config.runner_type != "generate",
-    "--mm-encoder-only": lambda config: config.is_mm_encoder_only,
-    "--ec-transfer-config": lambda config: config.ec_transfer_config,
-    "--enable-mm-embeds": lambda config: _images(config, "enable_mm_embeds"),
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
-    "--enable-return-routed-experts": lambda config: config.aux_output_config.enabled,
-    "--kv-sharing-fast-prefill": lambda config: config.cache_config.kv_sharing_fast_prefill,
     "--kv-offloading-size": (
         lambda config: config.cache_config.kv_offloading_size is not None and _is_cpu()
     ),
@@ -200,9 +173,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
     ),
     "--weight-transfer-config": lambda config: _transfers_between_gpus(config) and _is_cpu(),
-    "--attention-config.backend_per_kind": (
-        lambda config: config.attention_config.backend_per_kind
-    ),
     "--kv-cache-dtype": _is_foreign_cache,
     "--scheduler-cls": _is_foreign_scheduler,
     "--max-num-scheduled-tokens": _schedules_too_little,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.robustness.option_trials import OPTIONS, explains
 from vllm_diffusion.startup import early_options, unsupported_options
-from vllm_diffusion.startup.refused_options import sentences
+from vllm_diffusion.startup.refused_options import refused_fields, sentences
 
 pytestmark = pytest.mark.engine
 
@@ -68,7 +68,8 @@ def test_settings_are_found() -> None:
 
 def test_refusals_have_conditions() -> None:
     """What has a sentence is refused, and tried, and nothing else is."""
-    conditions = [*unsupported_options.CONDITIONS, *early_options.CONDITIONS, *ELSEWHERE]
+    in_code = [*unsupported_options.CONDITIONS, *early_options.CONDITIONS, *ELSEWHERE]
+    conditions = [*refused_fields(), *in_code]
     assert sorted(conditions) == sorted(sentences())
     # The shipped checkpoint has experts.
     assert set(sentences()) - set(OPTIONS.refused) == {"--enable-expert-parallel"}
@@ -83,5 +84,5 @@ def test_sentences(name: str) -> None:
     stem = name.removeprefix("--").partition(".")[0]
     assert stem in line or stem.replace("-", "_") in line
     assert explains(line, line)
-    assert explains(line, re.sub(r"\{\w+\}", "3 or 4", line))
+    assert explains(line, re.sub(r"\{[\w.]+\}", "3 or 4", line))
     assert not explains(line, "Before. " + line)
