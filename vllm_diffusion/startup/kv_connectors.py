@@ -8,9 +8,8 @@ each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_diffusion.startup.refused_options import refusal
 
@@ -18,52 +17,35 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-@dataclass(frozen=True)
-class Connector:
-    """Facts about one of vLLM's connectors.
-
-    Attributes:
-        refused: Reason why it cannot serve a diffusion model, and the remedy; empty if it can.
-        module: Module of a package that it needs and vLLM does not install; empty if none.
-        needs_gpu: True if it copies from a GPU's memory.
-        has_one_stage: True if it is refused with pipeline stages: vLLM's NIXL supports them with
-            some caches and roles only, none of which was tried.
-    """
-
-    refused: str = ""
-    module: str = ""
-    needs_gpu: bool = False
-    has_one_stage: bool = False
-
-
-CONNECTORS: dict[str, Connector] = {
-    "NixlConnector": Connector(module="nixl", has_one_stage=True),
-    "NixlPullConnector": Connector(module="nixl", has_one_stage=True),
-    "NixlPushConnector": Connector(module="nixl", has_one_stage=True),
-    "MultiConnector": Connector(),
-    "OffloadingConnector": Connector(needs_gpu=True),
-    "SimpleCPUOffloadConnector": Connector(needs_gpu=True),
-    "LMCacheConnectorV1": Connector(module="lmcache"),
-    "LMCacheMPConnector": Connector(module="lmcache"),
-    "MooncakeConnector": Connector(module="mooncake"),
-    "MooncakeStoreConnector": Connector(module="mooncake"),
-    "MoRIIOConnector": Connector(module="mori"),
-    "FlexKVConnectorV1": Connector(module="flexkv"),
+# Connectors that need a package which vLLM does not install, with a module of the package.
+PACKAGES = {
+    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), "nixl"),
+    **dict.fromkeys(("LMCacheConnectorV1", "LMCacheMPConnector"), "lmcache"),
+    **dict.fromkeys(("MooncakeConnector", "MooncakeStoreConnector"), "mooncake"),
+    "MoRIIOConnector": "mori",
+    "FlexKVConnectorV1": "flexkv",
     # Without it vLLM would run a mock.
-    "HF3FSKVConnector": Connector(module="hf3fs_fuse"),
-    "ExampleConnector": Connector(
+    "HF3FSKVConnector": "hf3fs_fuse",
+}
+# Connectors that copy from a GPU's memory.
+GPU_ONLY = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
+# Connectors that cannot serve a diffusion model, with the reason and the remedy.
+REFUSED = {
+    "ExampleConnector": (
         "is vLLM's example, which ends the engine at a prompt that begins as one it keeps; set "
         "kv_connector to NixlConnector"
     ),
-    "ExampleHiddenStatesConnector": Connector(
+    "ExampleHiddenStatesConnector": (
         "stores hidden states of speculative decoding, which a diffusion model does not do; leave it "
         "out"
     ),
-    "DecodeBenchConnector": Connector(
+    "DecodeBenchConnector": (
         "fills the cache with made-up keys and values, from which no canvas converges; leave it out"
     ),
-    "HiSparseConnector": Connector("is for sparse attention, of other models; leave it out"),
+    "HiSparseConnector": "is for sparse attention, of other models; leave it out",
 }
+_SEVERAL = "MultiConnector"
+KNOWN = PACKAGES.keys() | GPU_ONLY | REFUSED.keys() | {_SEVERAL}
 
 
 def check_kv_connectors(vllm_config: VllmConfig) -> None:
@@ -81,15 +63,7 @@ def check_kv_connectors(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
-    _check(
-        {
-            "kv_connector": transfer.kv_connector,
-            "kv_connector_module_path": transfer.kv_connector_module_path,
-            "kv_connector_extra_config": transfer.kv_connector_extra_config,
-            "kv_buffer_device": transfer.kv_buffer_device,
-        },
-        vllm_config.parallel_config.pipeline_parallel_size,
-    )
+    _check(vars(transfer), vllm_config.parallel_config.pipeline_parallel_size)
 
 
 def _check(settings: Mapping[str, Any], num_stages: int) -> None:
@@ -103,32 +77,31 @@ def _check(settings: Mapping[str, Any], num_stages: int) -> None:
         # A connector outside vLLM is not checked.
         return
     name, extra = settings.get("kv_connector"), settings.get("kv_connector_extra_config") or {}
-    connector = CONNECTORS.get(str(name))
-    if connector is None:
+    if name not in KNOWN:
         _refuse(f"{name} is not known to vLLM 0.33; set kv_connector to NixlConnector")
-        return
-    if connector.refused:
-        _refuse(f"{name} {connector.refused}")
+    if name in REFUSED:
+        _refuse(f"{name} {REFUSED[name]}")
     # A specification outside vLLM copies by itself.
-    if connector.needs_gpu and current_platform.is_cpu() and not extra.get("spec_module_path"):
+    if name in GPU_ONLY and current_platform.is_cpu() and not extra.get("spec_module_path"):
         _refuse(f"{name} needs a GPU, whose cache it moves to the CPU's memory; leave it out")
-    if connector.has_one_stage and num_stages > 1:
+    module = PACKAGES.get(name)
+    # vLLM's NIXL supports stages with some caches and roles only, none of which was tried.
+    if module == "nixl" and num_stages > 1:
         _refuse(
             f"{name} is not served with stages; leave --pipeline-parallel-size out, and divide the model "
             "with --tensor-parallel-size"
         )
-    if connector.module and find_spec(connector.module) is None:
-        _refuse(f"{name} needs the package {connector.module}, which is not installed; install it")
-    if name == "MultiConnector":
+    if module is not None and find_spec(module) is None:
+        _refuse(f"{name} needs the package {module}, which is not installed; install it")
+    if name == _SEVERAL:
         children = extra.get("connectors")
         if not isinstance(children, list) or not all(isinstance(c, Mapping) for c in children):
             _refuse('MultiConnector needs its "connectors"; list them in kv_connector_extra_config')
-            return
         for child in children:
             _check(child, num_stages)
 
 
-def _refuse(sentence: str) -> None:
+def _refuse(sentence: str) -> NoReturn:
     raise ValueError(refusal("--kv-transfer-config", sentence=sentence))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_diffusion.startup import kv_connectors
-from vllm_diffusion.startup.kv_connectors import CONNECTORS, check_kv_connectors
+from vllm_diffusion.startup.kv_connectors import KNOWN, PACKAGES, REFUSED, check_kv_connectors
 
 pytestmark = pytest.mark.engine
 
@@ -39,10 +39,7 @@ def test_every_connector_is_known() -> None:
     """A new one of vLLM fails here until somebody decides."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    assert set(CONNECTORS) == set(KVConnectorFactory._registry)
-
-
-REFUSED = [name for name, connector in CONNECTORS.items() if connector.refused]
+    assert set(KNOWN) == set(KVConnectorFactory._registry)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +54,11 @@ def test_refused(name: str) -> None:
         check_kv_connectors(config("MultiConnector", kv_connector_extra_config=several))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, connector in CONNECTORS.items() if connector.module]
-)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_missing_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector whose package is not installed says which."""
     monkeypatch.setattr(kv_connectors, "find_spec", lambda module: None)
-    with pytest.raises(ValueError, match=f"{name} needs the package {CONNECTORS[name].module},"):
+    with pytest.raises(ValueError, match=f"{name} needs the package {PACKAGES[name]},"):
         check_kv_connectors(config(name))
 
 
