@@ -141,7 +141,9 @@ class _File:
                     found.note(symbol, _use_of(symbol) if is_read else "assigned", self.name)
                 case ast.Subscript(ctx=ast.Store() | ast.Del()) if symbol := self.resolved(node):
                     found.note(symbol, "assigned", self.name)
-                case ast.Call(func=ast.Name(id="replaces"), args=targets, keywords=keywords):
+                case ast.Call(
+                    func=ast.Name(id="replaces" | "replaces_call"), args=targets, keywords=keywords
+                ):
                     why = {word.arg or "": self.folded(word.value) or "" for word in keywords}
                     for target in targets:
                         found.note(self.folded(target) or "", "replaced", self.name, **why)

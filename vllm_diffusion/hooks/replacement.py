@@ -1,7 +1,7 @@
 """The one way in which this package puts something in the place of a function or name of vLLM's.
 
 Each replacement stands beside the code that needs it, with its reason and with what vLLM would have to
-offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorator.
+offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorators.
 """
 
 from __future__ import annotations
@@ -106,3 +106,29 @@ def replaces(*targets: str, reason: str, until: str) -> Callable[[Callable[..., 
         until: What of vLLM would end the replacement, in one sentence.
     """
     return lambda make: Replacement(make, targets, reason, until)
+
+
+def replaces_call(
+    *targets: str, reason: str, until: str
+) -> Callable[[Callable[..., Any]], Replacement]:
+    """Make a replacement of a function that is called in the place of vLLM's.
+
+    Its arguments are vLLM's function, what :meth:`Replacement.install` is given, and those of the call.
+
+    Args:
+        targets: As in :func:`replaces`, likewise the others.
+        reason: Why ours is needed.
+        until: What of vLLM would end the replacement.
+    """
+
+    def replacement(ours: Callable[..., Any]) -> Replacement:
+        def make(stock: Any, *installed: Any) -> Callable[..., Any]:
+            @functools.wraps(ours)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return ours(stock, *installed, *args, **kwargs)
+
+            return call
+
+        return Replacement(make, targets, reason, until)
+
+    return replacement

@@ -8,7 +8,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
 from vllm_diffusion.canvas.report import RequestReport
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
@@ -135,61 +135,55 @@ class ReportedState(RequestState):
         return output
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.engine.output_processor:OutputProcessor.add_request",
     reason="Opens the inbox of a request that asks for frames, and its queue.",
     until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
 )
-def _with_inbox(stock: Any) -> Any:
-    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        params = request.sampling_params
-        if params is not None:
-            # Nothing changes them any more: vLLM's next step is to send them.
-            check_decodable(params)
-        shown = arguments_of(params).shown
-        inbox = open_inbox()
-        if shown.frame_interval and inbox is None:
-            refuse("diffusion_frames", WHERE_FRAMES_ARE, shown.frame_interval)
-        prompt_index = 0
-        if inbox is not None:
-            inbox.num_answers += 1
-            if shown.frame_interval and inbox.num_answers > MOST_WATCHED_ANSWERS:
-                refuse(
-                    "diffusion_frames",
-                    f"shows at most {MOST_WATCHED_ANSWERS} answers of one request; lower n or the "
-                    "number of prompts.",
-                    shown.frame_interval,
-                )
-            prompt_index = inbox.prompt_index(request.external_req_id)
-            inbox.prompts[prompt_index] = request.prompt_token_ids or []
-        stock(self, request, *args, **kwargs)
-        state = self.request_states[request.request_id]
-        # Further input of a request that streams its prompt finds the state there.
-        if not isinstance(state, ReportedState):
-            state = ReportedState(state, shown, inbox, prompt_index)
-            self.request_states[request.request_id] = state
-
-    return add_request
+def _with_inbox(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    params = request.sampling_params
+    if params is not None:
+        # Nothing changes them any more: vLLM's next step is to send them.
+        check_decodable(params)
+    shown = arguments_of(params).shown
+    inbox = open_inbox()
+    if shown.frame_interval and inbox is None:
+        refuse("diffusion_frames", WHERE_FRAMES_ARE, shown.frame_interval)
+    prompt_index = 0
+    if inbox is not None:
+        inbox.num_answers += 1
+        if shown.frame_interval and inbox.num_answers > MOST_WATCHED_ANSWERS:
+            refuse(
+                "diffusion_frames",
+                f"shows at most {MOST_WATCHED_ANSWERS} answers of one request; lower n or the "
+                "number of prompts.",
+                shown.frame_interval,
+            )
+        prompt_index = inbox.prompt_index(request.external_req_id)
+        inbox.prompts[prompt_index] = request.prompt_token_ids or []
+    stock(self, request, *args, **kwargs)
+    state = self.request_states[request.request_id]
+    # Further input of a request that streams its prompt finds the state there.
+    if not isinstance(state, ReportedState):
+        state = ReportedState(state, shown, inbox, prompt_index)
+        self.request_states[request.request_id] = state
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
     reason="Takes frames, step maps and counters out of the engine's outputs.",
     until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
 )
-def _taking_reports(stock: Any) -> Any:
-    def process_outputs(
-        self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        of_vllm = []
-        for output in engine_core_outputs:
-            report, output.routed_experts = output.routed_experts, None
-            state = self.request_states.get(output.request_id)
-            if report is not None and state is not None:
-                state.take(RequestReport.decode(report), output)
-            # vLLM has none in which nothing happened: it is a report alone.
-            if report is None or output.new_token_ids or output.finish_reason is not None:
-                of_vllm.append(output)
-        return stock(self, of_vllm, *args, **kwargs)
-
-    return process_outputs
+def _taking_reports(
+    stock: Any, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    of_vllm = []
+    for output in engine_core_outputs:
+        report, output.routed_experts = output.routed_experts, None
+        state = self.request_states.get(output.request_id)
+        if report is not None and state is not None:
+            state.take(RequestReport.decode(report), output)
+        # vLLM has none in which nothing happened: it is a report alone.
+        if report is None or output.new_token_ids or output.finish_reason is not None:
+            of_vllm.append(output)
+    return stock(self, of_vllm, *args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 
 
 def install(classes: Mapping[str, type]) -> None:
@@ -21,19 +21,18 @@ def install(classes: Mapping[str, type]) -> None:
     _serving_canvases.install(classes)
 
 
-@replaces(
+@replaces_call(
     "vllm.entrypoints.launchers.api_server.app_state:init_endpoint_plugins_state",
     reason="Gives the objects behind vLLM's endpoints subclasses of ours, once the server has them.",
     until="A plugin may name the classes of the server's objects, or of an endpoint plugin without VLLM_PLUGINS.",
 )
-def _serving_canvases(stock: Any, classes: Mapping[str, type]) -> Any:
-    async def init_endpoint_plugins_state(engine_client: Any, state: Any, args: Any) -> None:
-        for name, cls in classes.items():
-            served = getattr(state, name, None)
-            # What the server does not offer is None. Other objects of the server hold this one, so it
-            # stays the same object.
-            if served is not None:
-                served.__class__ = cls
-        await stock(engine_client, state, args)
-
-    return init_endpoint_plugins_state
+async def _serving_canvases(
+    stock: Any, classes: Mapping[str, type], engine_client: Any, state: Any, args: Any
+) -> None:
+    for name, cls in classes.items():
+        served = getattr(state, name, None)
+        # What the server does not offer is None. Other objects of the server hold this one, so it
+        # stays the same object.
+        if served is not None:
+            served.__class__ = cls
+    await stock(engine_client, state, args)

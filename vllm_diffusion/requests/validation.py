@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
 from vllm_diffusion.requests.arguments import (
     PREFIX,
@@ -36,33 +36,30 @@ def install() -> None:
     _checking_canvases.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.engine.input_processor:InputProcessor._validate_params",
     reason="Stock refuses temperature, seed, min_p and every constraint, which our sampler honours.",
     until="A model's configuration may name the sampling parameters that its sampler honours.",
 )
-def _checking_canvases(stock: Any) -> Any:
+def _checking_canvases(stock: Any, self: Any, params: Any, supported_tasks: Any) -> Any:
+    """Run vLLM's checks, with ours in place of those that only diffusion models have."""
     from vllm.sampling_params import SamplingParams
 
-    def validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
-        """Stock's checks, with ours in place of those that only diffusion models have."""
-        model_config = self.model_config
-        if not model_config.is_diffusion or not isinstance(params, SamplingParams):
-            return stock(self, params, supported_tasks)
-        unaware = copy.copy(self)
-        unaware.model_config = _NotDiffusion(model_config)
-        # Constraints are checked below.
-        unaware.structured_outputs_config = None
-        # First, so that ours read numbers and token ids of the vocabulary.
-        params.verify(unaware.model_config, self.speculative_config, None, self.tokenizer)
-        validate_sampling_params(params, model_config)
-        if params.structured_outputs is not None:
-            _validate_constraint(
-                params, unaware.model_config, self.structured_outputs_config, self.tokenizer
-            )
-        return stock(unaware, params, supported_tasks)
-
-    return validate_params
+    model_config = self.model_config
+    if not model_config.is_diffusion or not isinstance(params, SamplingParams):
+        return stock(self, params, supported_tasks)
+    unaware = copy.copy(self)
+    unaware.model_config = _NotDiffusion(model_config)
+    # Constraints are checked below.
+    unaware.structured_outputs_config = None
+    # First, so that ours read numbers and token ids of the vocabulary.
+    params.verify(unaware.model_config, self.speculative_config, None, self.tokenizer)
+    validate_sampling_params(params, model_config)
+    if params.structured_outputs is not None:
+        _validate_constraint(
+            params, unaware.model_config, self.structured_outputs_config, self.tokenizer
+        )
+    return stock(unaware, params, supported_tasks)
 
 
 def _validate_constraint(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.refused_options import refusal
 from vllm_diffusion.startup.request_capacity import note_given_limits
 from vllm_diffusion.startup.unknown_architecture import unknown_architecture
@@ -50,7 +50,7 @@ def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...
     _looking.install(frozenset(architectures), by_type)
 
 
-@replaces(
+@replaces_call(
     "vllm.engine.arg_utils:EngineArgs.create_model_config",
     reason="Refuses options at which vLLM ends with a trace; notes limits that the operator set.",
     until="verify_and_update_config is called with the arguments, before any option is applied to the model.",
@@ -59,28 +59,24 @@ def _looking(
     stock: Callable[[EngineArgs], ModelConfig],
     architectures: frozenset[str],
     by_type: Mapping[str, tuple[str, ...]],
-) -> Callable[[EngineArgs], ModelConfig]:
-    def create_model_config(self: Any) -> ModelConfig:
-        # vLLM removes the window from a configuration before its architecture is known.
-        disables_window, self.disable_sliding_window = self.disable_sliding_window, False
-        try:
-            model_config = stock(self)
-        except Exception:
-            sentence = unknown_architecture(self, by_type)
-            if sentence is None:
-                raise
-            raise ValueError(sentence) from None
-        finally:
-            self.disable_sliding_window = disables_window
-        if not architectures.isdisjoint(
-            getattr(model_config.hf_config, "architectures", None) or ()
-        ):
-            for name, is_set in CONDITIONS.items():
-                if is_set(self, model_config):
-                    raise ValueError(refusal(name))
-        if disables_window:
-            model_config = stock(self)
-        note_given_limits(self, model_config)
-        return model_config
-
-    return create_model_config
+    self: Any,
+) -> ModelConfig:
+    # vLLM removes the window from a configuration before its architecture is known.
+    disables_window, self.disable_sliding_window = self.disable_sliding_window, False
+    try:
+        model_config = stock(self)
+    except Exception:
+        sentence = unknown_architecture(self, by_type)
+        if sentence is None:
+            raise
+        raise ValueError(sentence) from None
+    finally:
+        self.disable_sliding_window = disables_window
+    if not architectures.isdisjoint(getattr(model_config.hf_config, "architectures", None) or ()):
+        for name, is_set in CONDITIONS.items():
+            if is_set(self, model_config):
+                raise ValueError(refusal(name))
+    if disables_window:
+        model_config = stock(self)
+    note_given_limits(self, model_config)
+    return model_config

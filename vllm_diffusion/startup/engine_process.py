@@ -8,7 +8,7 @@ import threading
 import traceback
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -68,14 +68,11 @@ def ask_for_no_drafts() -> None:
     _not_asking.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.engine.core:EngineCore.post_step",
     reason="Stock waits for draft tokens after each pass; a canvas scheduler needs none.",
     until="A scheduler can say that it takes no drafts from the workers.",
 )
-def _not_asking(stock: Any) -> Any:
-    def post_step(self: Any, model_executed: bool) -> None:
-        if getattr(self.scheduler, "takes_drafts", True):
-            stock(self, model_executed)
-
-    return post_step
+def _not_asking(stock: Any, self: Any, model_executed: bool) -> None:
+    if getattr(self.scheduler, "takes_drafts", True):
+        stock(self, model_executed)

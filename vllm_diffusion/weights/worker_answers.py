@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.served_weights import observe_call
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
@@ -38,33 +38,30 @@ class _NotingQueue:
         return answer
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
     reason="Stock leaves the answers of other workers in their queues once one has refused.",
     until="The executor drains every worker's queue before it raises.",
 )
-def _collecting_all(stock: Any) -> Any:
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        # A call without waiting is a pass of the model: its refusal ends the engine.
-        is_waited_for = not kwargs.get("non_block")
-        if not _loads_ours(self.vllm_config) or not is_waited_for:
-            return stock(self, method, *args, **kwargs)
-        queues = self.response_mqs
-        noting = [_NotingQueue(queue) for queue in queues]
-        self.response_mqs = noting
-        try:
-            answers = stock(self, method, *args, **kwargs)
-            observe_call(self.vllm_config, method, None)
-            return answers
-        except RuntimeError as error:
-            observe_call(self.vllm_config, method, error)
-            # Without any answer the executor itself refused, and the workers were not asked.
-            if kwargs.get("unique_reply_rank") is None and noting[0].is_taken:
-                for each in noting:
-                    if not each.is_taken:
-                        each.dequeue()
-            raise
-        finally:
-            self.response_mqs = queues
-
-    return collective_rpc
+def _collecting_all(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    # A call without waiting is a pass of the model: its refusal ends the engine.
+    is_waited_for = not kwargs.get("non_block")
+    if not _loads_ours(self.vllm_config) or not is_waited_for:
+        return stock(self, method, *args, **kwargs)
+    queues = self.response_mqs
+    noting = [_NotingQueue(queue) for queue in queues]
+    self.response_mqs = noting
+    try:
+        answers = stock(self, method, *args, **kwargs)
+        observe_call(self.vllm_config, method, None)
+        return answers
+    except RuntimeError as error:
+        observe_call(self.vllm_config, method, error)
+        # Without any answer the executor itself refused, and the workers were not asked.
+        if kwargs.get("unique_reply_rank") is None and noting[0].is_taken:
+            for each in noting:
+                if not each.is_taken:
+                    each.dequeue()
+        raise
+    finally:
+        self.response_mqs = queues

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces, replaces_call
 
 
 @pytest.fixture
@@ -40,6 +40,20 @@ def test_install_twice(engine: Any) -> None:
     for _ in range(2):
         adding.install(5)
         assert engine.Runner().sample(1) == 6
+    assert list(inspect.signature(engine.Runner.sample).parameters) == ["self", "rows"]
+
+
+def test_install_call_twice(engine: Any) -> None:
+    """Ours is called with vLLM's, what was given at its installation, and the call's arguments."""
+
+    @replaces_call("engine:Runner.sample", reason="Test.", until="Test.")
+    def adding(stock: Callable[..., int], addend: int, self: Any, rows: int = 0) -> int:
+        assert isinstance(self, engine.Runner)
+        return stock(self, rows) + addend
+
+    for _ in range(2):
+        adding.install(5)
+        assert engine.Runner().sample(1) == engine.Runner().sample(rows=1) == 6
     assert list(inspect.signature(engine.Runner.sample).parameters) == ["self", "rows"]
 
 

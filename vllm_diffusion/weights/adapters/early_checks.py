@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.adapters.rules import AdapterRules
 
 # Only vLLM's own commands import it.
@@ -28,19 +28,21 @@ def note_command_line() -> None:
         _noting.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.entrypoints.common.cli_args:LoRAParserAction.__call__",
     reason="Notes the adapters of the command line, to check them before a start.",
     until="EngineArgs or VllmConfig hold --lora-modules.",
 )
-def _noting(stock: Any) -> Any:
-    def parse(
-        self: Any, parser: Any, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        stock(self, parser, namespace, values, option_string)
-        _named[:] = [(module.name, module.path) for module in getattr(namespace, self.dest)]
-
-    return parse
+def _noting(
+    stock: Any,
+    self: Any,
+    parser: Any,
+    namespace: Any,
+    values: Any,
+    option_string: str | None = None,
+) -> None:
+    stock(self, parser, namespace, values, option_string)
+    _named[:] = [(module.name, module.path) for module in getattr(namespace, self.dest)]
 
 
 def check_command_line(rules: AdapterRules) -> None:
@@ -68,26 +70,23 @@ def install() -> None:
     _checked_before_queueing.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.engine.input_processor:InputProcessor._validate_lora",
     reason="Refuses a request whose adapter could not be loaded again, which would end the engine.",
     until="A worker that cannot load an adapter refuses the request and not the batch.",
 )
-def _checked_before_queueing(stock: Any) -> Any:
+def _checked_before_queueing(stock: Any, self: Any, lora_request: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    def validate_lora(self: Any, lora_request: Any) -> None:
-        stock(self, lora_request)
-        rules: AdapterRules | None = getattr(self.model_config, "adapter_rules", None)
-        if lora_request is None or rules is None:
-            return
-        try:
-            rules.check(lora_request.lora_path)
-        except ValueError as error:
-            raise VLLMValidationError(
-                f"model {lora_request.lora_name!r}: {error}",
-                parameter="model",
-                value=lora_request.lora_name,
-            ) from None
-
-    return validate_lora
+    stock(self, lora_request)
+    rules: AdapterRules | None = getattr(self.model_config, "adapter_rules", None)
+    if lora_request is None or rules is None:
+        return
+    try:
+        rules.check(lora_request.lora_path)
+    except ValueError as error:
+        raise VLLMValidationError(
+            f"model {lora_request.lora_name!r}: {error}",
+            parameter="model",
+            value=lora_request.lora_name,
+        ) from None

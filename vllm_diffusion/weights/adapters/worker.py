@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.adapters.rules import AdapterRules
 
 
@@ -41,17 +41,16 @@ def install() -> None:
     _checking_where_there_are_rules.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.v1.worker.lora_model_runner_mixin:LRUCacheWorkerLoRAManager",
     reason="The runner makes this manager by name; ours checks an adapter, for diffusion models.",
     until="A model may name its adapter manager's class.",
 )
-def _checking_where_there_are_rules(stock: Any) -> Any:
-    def make_manager(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        has_rules = getattr(vllm_config.model_config, "adapter_rules", None) is not None
-        return (CheckingAdapterManager if has_rules else stock)(vllm_config, *args, **kwargs)
-
-    return make_manager
+def _checking_where_there_are_rules(
+    stock: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
+) -> Any:
+    has_rules = getattr(vllm_config.model_config, "adapter_rules", None) is not None
+    return (CheckingAdapterManager if has_rules else stock)(vllm_config, *args, **kwargs)
 
 
 class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
