@@ -35,10 +35,8 @@ def discard(tensors: Iterable[Tensor]) -> int:
     given_back = 0
     for begin, storage in storages.items():
         end = begin + storage.nbytes()
-        first, last = (
-            -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
-            end // mmap.PAGESIZE * mmap.PAGESIZE,
-        )
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first >= last:
             ctypes.memset(begin, 0, end - begin)
             continue

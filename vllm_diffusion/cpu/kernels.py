@@ -110,9 +110,7 @@ def compute_slot_mappings(
     block_table_strides: Tensor,
     block_sizes: Tensor,
     slot_mapping_enabled: Tensor,
-    dcp_sharded: Tensor,
     slot_mappings: Tensor,
-    cp_rank: int,
     CP_SIZE: int,
     PAD_ID: int,
 ) -> None:

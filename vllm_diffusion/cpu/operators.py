@@ -6,10 +6,12 @@ Drafts of ``method: dflash`` prepare keys and values of their context with them,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 # A library ends with the object that made it.
 _LIBRARIES: list[Any] = []
@@ -17,20 +19,38 @@ _LIBRARIES: list[Any] = []
 
 def register() -> None:
     """Define what the extension has not. Safe to call twice."""
-    operators = {
-        "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()": rms_norm,
+    define(
+        "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+        rms_norm,
+        "CPU",
+    )
+    define(
         "rotary_embedding(Tensor positions, Tensor! query, Tensor(b!)? key, int head_size, "
-        "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) "
-        "-> ()": rotary_embedding,
-    }
-    for schema, operator in operators.items():
-        name = schema.partition("(")[0]
-        if hasattr(torch.ops._C, name):
-            continue
-        library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
-        library.define(schema)
-        library.impl(name, operator, "CPU")
-        _LIBRARIES.append(library)
+        "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
+        rotary_embedding,
+        "CPU",
+    )
+    # vLLM's worker binds memory to a NUMA node with it, which is not needed to be correct.
+    define(
+        "init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None, "CompositeExplicitAutograd"
+    )
+
+
+def define(schema: str, operator: Callable[..., None], key: str) -> None:
+    """Define an operator of vLLM's compiled extension, unless it has it.
+
+    Args:
+        schema: The operator's name and signature, as torch writes them.
+        operator: Function that does what the operator does.
+        key: Dispatch key of torch for which it is defined.
+    """
+    name = schema.partition("(")[0]
+    if hasattr(torch.ops._C, name):
+        return
+    library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(schema)
+    library.impl(name, operator, key)
+    _LIBRARIES.append(library)
 
 
 def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -73,7 +93,7 @@ def rotary_embedding(
         rope_dim_offset: Elements of a head before those that are rotated.
         inverse: True to rotate back.
     """
-    cos, sin = cos_sin_cache[positions.flatten()][:, None].chunk(2, dim=-1)
+    cos, sin = cos_sin_cache[positions.flatten()].chunk(2, dim=-1)
     if inverse:
         sin = -sin
     end = rope_dim_offset + cos_sin_cache.shape[-1]
@@ -81,10 +101,4 @@ def rotary_embedding(
         if tensor is None:
             continue
         part = tensor.view(len(cos), -1, head_size)[..., rope_dim_offset:end]
-        if is_neox:
-            first, second = part.chunk(2, dim=-1)
-        else:
-            first, second = part[..., ::2], part[..., 1::2]
-        rotated = first * cos - second * sin, second * cos + first * sin
-        first.copy_(rotated[0])
-        second.copy_(rotated[1])
+        part.copy_(ApplyRotaryEmb.forward_static(part, cos, sin, is_neox))

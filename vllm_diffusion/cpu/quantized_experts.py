@@ -37,7 +37,7 @@ from vllm_diffusion.cpu.quantization import (
     value_dtype,
 )
 from vllm_diffusion.cpu.quantized_linear import log_emulation
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 
 
 def register() -> None:
@@ -46,44 +46,40 @@ def register() -> None:
     _nvfp4_experts.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.model_executor.layers.fused_moe.oracle.fp8:backend_to_kernel_cls",
     reason="Emulated experts stand behind one of its names, on the CPU only.",
     until="Experts can be registered with the oracle, as linear kernels can with their list.",
 )
-def _fp8_experts(stock: Callable[..., list[type]]) -> Callable[..., list[type]]:
+def _fp8_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
     # The layout that vLLM calls TRITON is the checkpoint's.
-    return _ours_first(stock, fp8_oracle.Fp8MoeBackend.TRITON, [TorchFp8Experts])
+    return [TorchFp8Experts] if backend == fp8_oracle.Fp8MoeBackend.TRITON else stock(backend)
 
 
-@replaces(
+@replaces_call(
     "vllm.model_executor.layers.fused_moe.oracle.nvfp4:backend_to_kernel_cls",
     reason="Emulated experts stand behind one of its names, on the CPU only.",
     until="Experts can be registered with the oracle, as linear kernels can with their list.",
 )
-def _nvfp4_experts(stock: Callable[..., list[type]]) -> Callable[..., list[type]]:
+def _nvfp4_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
     # The layout that vLLM calls EMULATION is the checkpoint's.
-    return _ours_first(
-        stock,
-        nvfp4_oracle.NvFp4MoeBackend.EMULATION,
-        [TorchNvfp4Experts, TorchNvfp4WeightOnlyExperts],
-    )
-
-
-def _ours_first(
-    stock: Callable[..., list[type]], name: Any, experts: list[type]
-) -> Callable[..., list[type]]:
-    def backend_to_kernel_cls(backend: Any) -> list[type]:
-        return experts if backend == name else stock(backend)
-
-    return backend_to_kernel_cls
+    if backend == nvfp4_oracle.NvFp4MoeBackend.EMULATION:
+        return [TorchNvfp4Experts, TorchNvfp4WeightOnlyExperts]
+    return stock(backend)
 
 
 class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
-    """Base of both formats' experts; a subclass computes one expert's two products."""
+    """Base of both formats' experts; a subclass computes one expert's two products.
+
+    Attributes:
+        format_name: Name of the format for the log.
+        emulated: What is emulated, for the log.
+        schemes: Pairs of what weights and activations are quantised to.
+    """
 
     format_name: str
     emulated = "weights and activations"
+    schemes: tuple[tuple[QuantKey, QuantKey | None], ...]
 
     def __init__(self, moe_config: Any, quant_config: Any, **kwargs: Any) -> None:
         super().__init__(moe_config, quant_config, **kwargs)
@@ -108,6 +104,12 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation in GATES
+
+    @classmethod
+    def _supports_quant_scheme(
+        cls, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
+        return (weight_key, activation_key) in cls.schemes
 
     @staticmethod
     def supports_lora() -> bool:
@@ -163,15 +165,10 @@ class TorchFp8Experts(TorchQuantizedExperts):
     """FP8: scales per channel with activations per token, or per tensor with static activations."""
 
     format_name = "FP8 experts"
-
-    @staticmethod
-    def _supports_quant_scheme(
-        weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> bool:
-        return (weight_key, activation_key) in (
-            (kFp8StaticChannelSym, kFp8DynamicTokenSym),
-            (kFp8StaticTensorSym, kFp8StaticTensorSym),
-        )
+    schemes = (
+        (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+        (kFp8StaticTensorSym, kFp8StaticTensorSym),
+    )
 
     def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
         return _fp8_product(rows, weight, self.w1_scale[idx], self.a1_scale)
@@ -192,12 +189,7 @@ class TorchNvfp4Experts(TorchQuantizedExperts):
     """NVFP4 weights and activations."""
 
     format_name = "NVFP4 experts"
-
-    @staticmethod
-    def _supports_quant_scheme(
-        weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> bool:
-        return (weight_key, activation_key) == (kNvfp4Static, kNvfp4Dynamic)
+    schemes = ((kNvfp4Static, kNvfp4Dynamic),)
 
     def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
         values = quantize_nvfp4(rows, self.a1_gscale)
@@ -215,12 +207,7 @@ class TorchNvfp4WeightOnlyExperts(TorchQuantizedExperts):
 
     format_name = "NVFP4 experts"
     emulated = "weights only"
-
-    @staticmethod
-    def _supports_quant_scheme(
-        weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> bool:
-        return weight_key == kNvfp4Static and activation_key is None
+    schemes = ((kNvfp4Static, None),)
 
     def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
         product = _nvfp4_product(rows, weight, self.w1_scale[idx], self.g1_alphas[idx])

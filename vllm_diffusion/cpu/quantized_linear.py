@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
 from vllm_diffusion.cpu.linear import linear
+from vllm_diffusion.cpu.operators import define
 from vllm_diffusion.cpu.quantization import (
     FP8,
     FP8_MAX,
@@ -71,13 +72,6 @@ def _without_marlin(stock: type) -> type:
 
 def _define_static_quantization() -> None:
     """The operator with which vLLM gives fused per-tensor weights one scale while it loads them."""
-    if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
-        return
-    library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(
-        "static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, "
-        "int[]? group_shape=None) -> ()"
-    )
 
     def quantize(
         result: Tensor, x: Tensor, scale: Tensor, group_shape: list[int] | None = None
@@ -86,12 +80,12 @@ def _define_static_quantization() -> None:
             raise NotImplementedError(f"static FP8 with {scale.numel()} scales on the CPU")
         result.copy_((x.float() / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8))
 
-    library.impl("static_scaled_fp8_quant", quantize, "CompositeExplicitAutograd")
-    _LIBRARIES.append(library)
-
-
-# An operator lives as long as the library that defined it.
-_LIBRARIES: list[Any] = []
+    define(
+        "static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, "
+        "int[]? group_shape=None) -> ()",
+        quantize,
+        "CompositeExplicitAutograd",
+    )
 
 
 class TorchFp8LinearKernel(FP8ScaledMMLinearKernel):

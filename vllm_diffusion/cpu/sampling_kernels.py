@@ -96,12 +96,7 @@ def noised(
     return rows
 
 
-def temperature(
-    logits: Tensor,
-    expanded_idx_mapping: Tensor,
-    temperature: Tensor,
-    vocab_size: int,
-) -> None:
+def temperature(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
     """Divide each row by its request's temperature."""
     of_row = temperature[expanded_idx_mapping].float()
     logits /= of_row.where(of_row != 0, 1.0)[:, None].to(logits.dtype)

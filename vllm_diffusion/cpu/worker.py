@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
-
-# The CUDA wheel has no CPU extension; the stock CPU worker calls this one operator of it, to bind
-# memory to a NUMA node, which is not needed to be correct.
-if not hasattr(torch.ops._C, "init_cpu_memory_env"):
-    _library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
-    _library.define("init_cpu_memory_env(int[] nodes) -> ()")
-    _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
-
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.mem_utils import format_gib
@@ -33,13 +26,9 @@ class DiffusionCpuWorker(CPUWorker):
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
-        init_method = self.distributed_init_method
-        # Names the shared memory of this engine's ranks apart from that of any other engine.
-        os.environ["VLLM_DIST_IDENT"] = (
-            os.path.basename(init_method.removeprefix("file://"))
-            if init_method.startswith("file://")
-            else init_method.split(":")[-1]
-        )
+        # The file or port at which the ranks meet names the shared memory of this engine's ranks apart
+        # from that of any other engine.
+        os.environ["VLLM_DIST_IDENT"] = re.split("[/:]", self.distributed_init_method)[-1]
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,
