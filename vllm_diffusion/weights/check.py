@@ -141,23 +141,34 @@ def _check_tensors(
             "belongs to no module that config.json describes; correct quantization_config (its "
             "ignore list says which modules are not quantised)."
         )
-    for name, (dtypes, shapes) in specs.items():
-        if name not in stored:
-            continue
-        tensor = stored[name]
-        if tensor.dtype not in dtypes or tensor.shape not in shapes:
-            raise ValueError(
-                f"{tensor.name} in {tensor.file} is {tensor.dtype} {list(tensor.shape)}, but by "
-                f"config.json it must be {' or '.join(dtypes)} "
-                f"{' or '.join(str(list(shape)) for shape in shapes)}; quantise or download the "
-                "checkpoint again."
-            )
+    for name, spec in specs.items():
+        if name in stored and (
+            misfit := why_misfit(stored[name], spec, "by config.json it must be")
+        ):
+            raise ValueError(f"{misfit}; quantise or download the checkpoint again.")
 
 
-def listed(names: list[str]) -> str:
-    """List the first names of tensors, and the number of the others."""
+def why_misfit(tensor: StoredTensor, spec: Spec, expected: str) -> str | None:
+    """Return that a tensor has another dtype or shape than it must have; ``None`` if it has not.
+
+    Args:
+        tensor: The tensor.
+        spec: Allowed dtypes and shapes.
+        expected: Words between what it is and what it must be.
+    """
+    dtypes, shapes = spec
+    if tensor.dtype in dtypes and tensor.shape in shapes:
+        return None
+    return (
+        f"{tensor.name} in {tensor.file} is {tensor.dtype} {list(tensor.shape)}, but {expected} "
+        f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
+    )
+
+
+def listed(names: list[str], noun: str = "tensors") -> str:
+    """List the first names, and the number of the others."""
     rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more {noun}" if rest > 0 else "")
 
 
 def _check_ignored(settings: dict[str, Any], shapes: dict[str, Shape], rules: TensorRules) -> None:

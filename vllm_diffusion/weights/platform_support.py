@@ -6,9 +6,6 @@ from typing import Any
 
 from vllm_diffusion.weights.read_config import read_format
 
-# vLLM's weight-only FP4 kernel for GPUs without FP4 units.
-_FIRST_CAPABILITY = (7, 5)
-
 
 def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
     """Refuse FP4 on a machine that can neither run nor emulate it.
@@ -21,20 +18,14 @@ def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
         return
     from vllm.platforms import current_platform
 
-    if current_platform.is_rocm() or _is_ours(current_platform):
+    # Every NVIDIA GPU that this torch runs on (7.5 and above) has a kernel of vLLM's for it.
+    if current_platform.is_cuda() or current_platform.is_rocm() or _is_ours(current_platform):
         return
-    if current_platform.is_cuda():
-        capability = current_platform.get_device_capability()
-        if capability is not None and (capability.major, capability.minor) >= _FIRST_CAPABILITY:
-            return
-        have = f"compute capability {capability.major}.{capability.minor}" if capability else "none"
-        reason = f"an NVIDIA GPU needs compute capability 7.5, this one has {have}"
-    else:
-        reason = f"vLLM has no kernel for it on {current_platform.device_name or 'this platform'}"
+    platform = current_platform.device_name or "this platform"
     raise ValueError(
         f"The weights of {model} are NVFP4 ({quantized.name}), which this machine can neither run "
-        f"nor emulate: {reason}. Serve the FP8 or BF16 checkpoint here, or use the ordinary vLLM "
-        "wheel without an accelerator, where FP4 is emulated."
+        f"nor emulate: vLLM has no kernel for it on {platform}. Serve the FP8 or BF16 checkpoint "
+        "here, or use the ordinary vLLM wheel without an accelerator, where FP4 is emulated."
     )
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
+from vllm_diffusion.weights.weight_files import largest_of
 
 _MARK = "requests are refused until good weights have come"
 
@@ -131,19 +132,7 @@ class _CheckedTransfer:
 def _not_finite(model: nn.Module) -> str | None:
     """Return the name of a parameter that holds NaN or infinity, if there is one."""
     for name, parameter in model.named_parameters():
-        if not _is_finite(parameter.data):
+        values = parameter.data
+        if values.is_floating_point() and values.numel() and not largest_of(values).isfinite():
             return name
     return None
-
-
-def _is_finite(values: Tensor) -> bool:
-    if not values.is_floating_point() or values.numel() == 0:
-        return True
-    if values.dtype == torch.float8_e4m3fn:
-        # Its two NaNs are its largest byte, read with a sign and without.
-        bits = values.view(torch.uint8)
-        return int(bits.max()) < 0xFF and int(bits.view(torch.int8).max()) < 0x7F
-    if values.element_size() < 2:
-        values = values.float()
-    least, most = torch.aminmax(values)
-    return bool(torch.isfinite(least) & torch.isfinite(most))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_diffusion.weights.check import expected_specs, listed
+from vllm_diffusion.weights.check import expected_specs, listed, why_misfit
 from vllm_diffusion.weights.formats import Spec
 from vllm_diffusion.weights.read_config import read_format
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
@@ -86,13 +86,8 @@ class ExpectedTensors:
                 f"{tensor.name} in {tensor.file} is no tensor of the served model; send tensors under "
                 f"the names of its checkpoint. {UNHARMED.capitalize()}."
             )
-        dtypes, shapes = spec
-        if tensor.dtype not in dtypes or tensor.shape not in shapes:
-            raise ValueError(
-                f"{tensor.name} in {tensor.file} is {tensor.dtype} {list(tensor.shape)}, but in the "
-                f"served model it is {' or '.join(dtypes)} "
-                f"{' or '.join(str(list(shape)) for shape in shapes)}; {UNHARMED}."
-            )
+        if misfit := why_misfit(tensor, spec, "in the served model it is"):
+            raise ValueError(f"{misfit}; {UNHARMED}.")
 
     def missing(self, sent: set[str]) -> list[str]:
         """Return the tensors of the model that were not sent.

@@ -101,13 +101,19 @@ def largest_magnitude(tensor: StoredTensor) -> float:
             if file.readinto(chunk) != len(chunk):
                 raise ValueError(f"{tensor.file} was cut short while it was read.")
             # Both propagate NaN.
-            largest = torch.maximum(largest, _largest(torch.frombuffer(chunk, dtype=dtype)))
+            largest = torch.maximum(largest, largest_of(torch.frombuffer(chunk, dtype=dtype)))
     return float(largest)
 
 
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest magnitude, float64, without a copy of the values."""
+def largest_of(values: Tensor) -> Tensor:
+    """Return the largest magnitude, float64, without a copy of the values; NaN if one of them is.
+
+    Args:
+        values: At least one floating-point number, on any device.
+    """
     if values.dtype != torch.float8_e4m3fn:
+        if values.element_size() < 2:
+            values = values.float()
         least, most = torch.aminmax(values)
         return torch.maximum(-least.double(), most.double())
     # Read as integers its bits are ordered as magnitudes are, with the sign bit before them: the largest

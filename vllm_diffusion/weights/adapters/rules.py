@@ -7,16 +7,19 @@ shapes of the checkpoint's own.
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
 
+from vllm_diffusion.weights.check import listed
 from vllm_diffusion.weights.regular_files import json_object, why_not_folder
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
@@ -31,7 +34,6 @@ _FLOATS = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight$")
 _GIVE = "give the folder that PEFT's save_pretrained wrote"
 _AGAIN = "copy the adapter again"
-_NAMED = 3
 # Parts of module names, and the reason why an adapter of such a module is refused.
 UNREACHED = {
     **dict.fromkeys(
@@ -48,6 +50,18 @@ UNREACHED = {
 _TOGETHER = (
     {"qkv_proj", "q_proj", "k_proj", "v_proj"},
     {"gate_up_proj", "gate_proj", "up_proj"},
+)
+_Rank = Annotated[int, Meta(ge=1)]
+# JSON's 1e400 is read as infinity.
+_Factor = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+# Settings of PEFT, each with the type of its value, and with the value in words.
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("peft_type", Literal["LORA"], '"LORA", the kind that is served'),
+    ("r", _Rank, "an integer of at least 1"),
+    ("lora_alpha", _Factor, "a finite number above 0"),
+    ("rank_pattern", dict[str, _Rank] | None, "an object of finite numbers above 0"),
+    ("alpha_pattern", dict[str, _Factor] | None, "an object of finite numbers above 0"),
+    ("bias", Literal["none"], '"none": biases are not adapted'),
 )
 # Settings of PEFT for adapters that are not only pairs of matrices.
 _UNSUPPORTED = (
@@ -187,7 +201,7 @@ class AdapterRules:
                     raise _MisfitError(f"it adapts {name}, but {why}")
         if unknown := [name for name in names if name not in self.modules]:
             raise _MisfitError(
-                f"it adapts {_listed(unknown)}, which this model has not; serve it with the model "
+                f"it adapts {listed(unknown, 'modules')}, which this model has not; serve it with the model "
                 "that it was trained on"
             )
         experts = {name for name in names if ".experts" in name}
@@ -195,7 +209,7 @@ class AdapterRules:
             raise _MisfitError(f"it adapts {min(experts)}, but {self.no_experts}")
         if left_out := [name for name in names if not self._is_target(name)]:
             raise _MisfitError(
-                f"it adapts {_listed(left_out)}, which --lora-target-modules leaves out; name its "
+                f"it adapts {listed(left_out, 'modules')}, which --lora-target-modules leaves out; name its "
                 "modules there, or leave the option out"
             )
         layers = {name.partition(".experts")[0] + ".experts" for name in experts}
@@ -204,7 +218,7 @@ class AdapterRules:
         ]
         if missing := [name for name in of_layers if name not in experts]:
             raise _MisfitError(
-                f"it adapts experts of a layer and has nothing for {_listed(missing)}; train it on all "
+                f"it adapts experts of a layer and has nothing for {listed(missing, 'modules')}; train it on all "
                 "of a layer's experts and on each of their matrices (target_parameters "
                 "experts.gate_up_proj and experts.down_proj)"
             )
@@ -320,40 +334,31 @@ def read_config(folder: Path) -> Any:
     if not path.is_file():
         raise _MisfitError(f"it has no {CONFIG}; {_GIVE}")
     try:
-        config = json_object(path)
+        config = {"bias": "none", **json_object(path)}
     except ValueError as error:
         raise _MisfitError(f"{CONFIG} {error}; {_AGAIN}") from None
 
-    def check(key: str, fits: bool, what: str) -> None:
-        if not fits:
-            raise _MisfitError(f"{CONFIG}: {key}={config.get(key)!r} must be {what}")
-
-    def is_positive(value: Any, *kinds: type) -> bool:
-        # JSON's 1e400 is read as infinity.
-        return type(value) in kinds and 0 < value < math.inf
-
-    check("peft_type", config.get("peft_type") == "LORA", '"LORA", the kind that is served')
-    check("r", is_positive(config.get("r"), int), "an integer of at least 1")
-    check(
-        "lora_alpha", is_positive(config.get("lora_alpha"), int, float), "a finite number above 0"
-    )
-    for key, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
-        pattern = config.get(key) or {}
-        is_right = isinstance(pattern, dict) and all(
-            is_positive(value, *kinds) for value in pattern.values()
-        )
-        check(key, is_right, "an object of finite numbers above 0")
-    check("bias", config.get("bias", "none") == "none", '"none": biases are not adapted')
+    for key, kind, what in _KINDS:
+        try:
+            msgspec.convert(config.get(key) or None, kind)
+        except msgspec.ValidationError:
+            raise _wrong(config, key, what) from None
     for key in _UNSUPPORTED:
-        check(key, not config.get(key), "left out, false or empty: it is not served")
+        if config.get(key):
+            raise _wrong(config, key, "left out, false or empty: it is not served")
     start = config.get("init_lora_weights", True)
-    check(
-        "init_lora_weights",
-        not isinstance(start, str) or start.lower() in _PLAIN_STARTS,
-        "one that leaves the model's own weights as they are; convert the adapter with PEFT's "
-        "path_initial_model_for_weight_conversion",
-    )
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        raise _wrong(
+            config,
+            "init_lora_weights",
+            "one that leaves the model's own weights as they are; convert the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion",
+        )
     return PEFTHelper.from_dict({"target_modules": [], **config})
+
+
+def _wrong(config: Mapping[str, Any], key: str, what: str) -> _MisfitError:
+    return _MisfitError(f"{CONFIG}: {key}={config.get(key)!r} must be {what}")
 
 
 def read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
@@ -377,8 +382,3 @@ def read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
     if not pairs:
         raise _MisfitError(f"{WEIGHTS} holds no tensors; {_AGAIN}")
     return pairs
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more modules" if rest > 0 else "")
