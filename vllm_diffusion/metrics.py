@@ -209,10 +209,22 @@ _HELP = {
 }
 # Counters with a label: passes by what a request had in them.
 _KINDS = {"encode_passes": "encode", "denoise_passes": "denoise", "fused_passes": "fused"}
-# A canvas is at most 10,000 steps; tens of milliseconds each on a GPU, seconds on a CPU.
-_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-_TOKENS = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# Histograms, one value for each canvas. A canvas is at most 10,000 steps; tens of milliseconds each
+# on a GPU, seconds on a CPU.
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "denoise_steps_per_canvas": (
+        "Denoising steps of a canvas.",
+        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256),
+    ),
+    "tokens_per_pass": (
+        "Tokens of a canvas for each pass that it took.",
+        (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
+    ),
+    "seconds_per_canvas": (
+        "Seconds from a canvas's first step until it was emitted.",
+        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+    ),
+}
 
 
 class Instruments:
@@ -229,35 +241,15 @@ class Instruments:
             "(a canvas), fused (both).",
             [*labels, "kind"],
         )
-        self.steps_per_canvas = Histogram(
-            "vllm_diffusion:denoise_steps_per_canvas",
-            "Denoising steps of a canvas.",
-            labels,
-            buckets=_STEPS,
-        )
-        self.tokens_per_pass = Histogram(
-            "vllm_diffusion:tokens_per_pass",
-            "Tokens of a canvas for each pass that it took.",
-            labels,
-            buckets=_TOKENS,
-        )
-        self.seconds_per_canvas = Histogram(
-            "vllm_diffusion:seconds_per_canvas",
-            "Seconds from a canvas's first step until it was emitted.",
-            labels,
-            buckets=_SECONDS,
-        )
+        self.histograms = {
+            name: Histogram(f"vllm_diffusion:{name}", text, labels, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
 
     @property
     def all(self) -> list[Counter | Histogram]:
         """All counters and histograms."""
-        return [
-            *self.counters.values(),
-            self.passes_by_kind,
-            self.steps_per_canvas,
-            self.tokens_per_pass,
-            self.seconds_per_canvas,
-        ]
+        return [*self.counters.values(), self.passes_by_kind, *self.histograms.values()]
 
 
 @cache
@@ -300,11 +292,13 @@ class DiffusionStatLogger(StatLoggerBase):
         width = len(CanvasTotals._fields)
         for start in range(len(names), len(numbers), width):
             canvas = CanvasTotals(*numbers[start : start + width])
-            self._instruments.steps_per_canvas.labels(*self._labels).observe(canvas.steps)
-            tokens_per_pass = canvas.tokens / canvas.passes
-            self._instruments.tokens_per_pass.labels(*self._labels).observe(tokens_per_pass)
-            seconds = canvas.microseconds / 1e6
-            self._instruments.seconds_per_canvas.labels(*self._labels).observe(seconds)
+            observed = {
+                "denoise_steps_per_canvas": canvas.steps,
+                "tokens_per_pass": canvas.tokens / canvas.passes,
+                "seconds_per_canvas": canvas.microseconds / 1e6,
+            }
+            for name, value in observed.items():
+                self._instruments.histograms[name].labels(*self._labels).observe(value)
 
     def log_engine_initialized(self) -> None:
         """Log nothing, since vLLM's own loggers do."""
