@@ -7,6 +7,7 @@ by the dtype of the tensor that holds them on the device, int32 or float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,6 +54,11 @@ class Setting:
         return f"{noun}, {self.low:.7g} to {self.high:.7g}"
 
     @property
+    def bounds(self) -> dict[str, Any]:
+        """Allowed values as JSON: ``is_integer``, ``low`` and ``high``."""
+        return {"is_integer": self.kind is int, "low": self.low, "high": self.high}
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type of the tensor that holds it."""
         return torch.int32 if self.kind is int else torch.float32
@@ -83,6 +89,11 @@ class Choice:
     def values(self) -> str:
         """Allowed values in a few words, for the documentation."""
         return ", ".join(f'`"{word}"`' for word in self.words)
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """Allowed values as JSON: ``words``."""
+        return {"words": self.words}
 
     @property
     def rule(self) -> str:

@@ -136,6 +136,31 @@ def argument_names(spec: CanvasSpec) -> tuple[str, ...]:
     return _NAMES + presets + tuple(PREFIX + name for name in spec.rule.settings)
 
 
+def offered_settings(spec: CanvasSpec) -> list[dict[str, Any]]:
+    """Describe as JSON what a request may set about denoising.
+
+    Returns:
+        For each argument its ``name``, ``meaning``, ``default`` and either the ``words`` to choose from or
+        ``is_integer``, ``low`` and ``high``.
+    """
+    offered: dict[str, tuple[Setting | Choice, float | str | None]] = {}
+    if spec.rule.presets:
+        words = tuple(spec.rule.presets)
+        offered["preset"] = Choice(words, "settings of the rule that go together"), None
+    steps = Setting(int, 1, spec.max_denoising_steps, "the step cap of a canvas")
+    offered["max_steps"] = steps, spec.max_denoising_steps
+    if spec.layout.allows_width(1):
+        width = Setting(int, 1, spec.length, "positions of a canvas")
+        offered["canvas_length"] = width, spec.length
+    offered |= {
+        name: (setting, spec.settings[name]) for name, setting in spec.rule.settings.items()
+    }
+    return [
+        {"name": PREFIX + name, "meaning": setting.meaning, "default": default, **setting.bounds}
+        for name, (setting, default) in offered.items()
+    ]
+
+
 def parse_arguments(
     extra_args: Mapping[str, Any] | None,
     *,
