@@ -29,24 +29,18 @@ def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
     lora_config = vllm_config.lora_config
     if lora_config is None:
         return
+    # vLLM resolves --lora-dtype later, in the same way.
+    lora_config.verify_with_model_config(vllm_config.model_config)
     targets = lora_config.target_modules
     rules = vllm_config.model_config.adapter_rules = AdapterRules(
         adapted_modules(tensors, vllm_config.model_config.hf_config),
         max_rank=lora_config.max_lora_rank,
         target_modules=None if targets is None else tuple(targets),
         no_experts=_why_no_experts(vllm_config),
-        largest=torch.finfo(_dtype(vllm_config)).max,
+        largest=torch.finfo(lora_config.lora_dtype).max,
     )
     early_checks.check_command_line(rules)
     early_checks.install()
-
-
-def _dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """Resolve ``--lora-dtype`` as vLLM does later."""
-    dtype = vllm_config.lora_config.lora_dtype
-    if dtype in (None, "auto"):
-        return vllm_config.model_config.dtype
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
 def _why_no_experts(vllm_config: VllmConfig) -> str:

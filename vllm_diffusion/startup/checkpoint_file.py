@@ -15,10 +15,6 @@ def checkpoint_file(model_config: ModelConfig, folder: str, name: str) -> Path |
     Returns:
         ``None`` if the checkpoint has no such file.
     """
-    local = Path(model_config.model)
-    if local.is_dir():
-        path = local / folder / name
-        return path if path.is_file() else None
     from transformers.utils import cached_file
 
     found = cached_file(
