@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -118,24 +119,18 @@ def working_accelerator() -> str | None:
             return name
     allowed = os.environ.get("VLLM_PLUGINS")
     for plugin in entry_points(group="vllm.platform_plugins"):
-        if plugin.name == "vllm_diffusion_cpu":
+        is_allowed = allowed is None or plugin.name in allowed.split(",")
+        if plugin.name == "vllm_diffusion_cpu" or not is_allowed:
             continue
-        if allowed is not None and plugin.name not in allowed.split(","):
-            continue
-        try:
-            found = _finds_device(plugin.load())
-        except Exception:
-            # vLLM reports a broken plugin itself; here it only means "not this one".
-            found = False
-        if found:
+        if _finds_device(lambda plugin=plugin: plugin.load()()):
             return plugin.name
     return None
 
 
-def _finds_device(platform_plugin: object) -> bool:
-    assert callable(platform_plugin)
+def _finds_device(probe: Callable[[], object]) -> bool:
     try:
-        return platform_plugin() is not None
+        return probe() is not None
     except Exception:
-        # A probe that fails has found no device; vLLM itself treats it so.
+        # A probe that fails has found no device; vLLM itself treats it so, and reports a plugin that
+        # cannot be imported.
         return False
