@@ -35,6 +35,15 @@ def why_not_file(path: str | Path) -> str | None:
     return None if stat.S_ISREG(mode) else _not_regular(mode)
 
 
+def file_stamp(path: Path) -> tuple[int, ...] | None:
+    """Return a value that differs if a file may have changed; ``None`` if there is no file."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def json_object(path: Path) -> dict[str, Any]:
     """Read a file of one JSON object.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm_diffusion.weights.check import expected_specs, listed, why_misfit
 from vllm_diffusion.weights.formats import Spec
 from vllm_diffusion.weights.read_config import read_format
+from vllm_diffusion.weights.regular_files import file_stamp
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     StoredTensor,
@@ -114,7 +115,7 @@ class WeightUpdate:
         self._expected = expected
         # By :meth:`ExpectedTensors.tensor_of`.
         self._sent: dict[str, StoredTensor] = {}
-        self._stamps: dict[Path, tuple[int, ...]] = {}
+        self._stamps: dict[Path, tuple[int, ...] | None] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -139,7 +140,7 @@ class WeightUpdate:
             ValueError: Naming the file or the tensor.
         """
         files = _files(path)
-        stamps = {file: _stamp(file) for file in files}
+        stamps = {file: file_stamp(file) for file in files}
         sent = dict(self._sent)
         for tensor in stored_tensors(files):
             self._expected.check(tensor)
@@ -163,7 +164,7 @@ class WeightUpdate:
             ValueError: If a file changed since it was sent, or a tensor is missing.
         """
         for file, stamp in self._stamps.items():
-            if not file.is_file() or _stamp(file) != stamp:
+            if file_stamp(file) != stamp:
                 raise ValueError(
                     f"{file} was changed or taken away since it was sent; keep what is sent until "
                     "the update is finished: send it again, and finish. Until then "
@@ -206,12 +207,6 @@ def _check_finite(tensor: StoredTensor) -> None:
             f"{tensor.name} in {tensor.file} holds numbers that are not finite; train or write it again. "
             f"{UNHARMED.capitalize()}."
         )
-
-
-def _stamp(file: Path) -> tuple[int, ...]:
-    """Return a value that differs if the file may have changed."""
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _check_equal(one: StoredTensor, other: StoredTensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from msgspec import Meta
 
 from vllm_diffusion.weights.check import listed
-from vllm_diffusion.weights.regular_files import json_object, why_not_folder
+from vllm_diffusion.weights.regular_files import file_stamp, json_object, why_not_folder
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     StoredTensor,
@@ -115,9 +115,9 @@ class AdapterRules:
     target_modules: tuple[str, ...] | None = None
     no_experts: str = ""
     largest: float = torch.finfo(torch.float32).max
-    # By folder: the signatures of its files when they were read, and their problem.
+    # By folder: the stamps of its files when they were read, and their problem.
     _seen: dict[Path, tuple[object, str | None]] = field(default_factory=dict, repr=False)
-    # By name and folder: the signatures of the files when they were first loaded under both.
+    # By name and folder: the stamps of the files when they were first loaded under both.
     _loaded: dict[tuple[str, Path], object] = field(default_factory=dict, repr=False)
     # By path or name: the adapter's folder.
     _fetched: dict[str, Path] = field(default_factory=dict, repr=False)
@@ -166,7 +166,7 @@ class AdapterRules:
             ValueError: Naming the folder, what is wrong with it and what to do.
         """
         folder = self._folder(path)
-        now = [_signature(folder / name) for name in (CONFIG, WEIGHTS)]
+        now = [file_stamp(folder / name) for name in (CONFIG, WEIGHTS)]
         then, problem = self._seen.get(folder, (None, None))
         if then != now:
             problem = self._problem(folder)
@@ -312,14 +312,6 @@ def local_folder(path: str) -> Path:
         f"LoRA adapter {path}: there is no such folder, and no repository of this name could be fetched{why}; "
         f"{_GIVE}, or the name of a repository that holds one."
     )
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except (OSError, ValueError):
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def read_config(folder: Path) -> Any:
