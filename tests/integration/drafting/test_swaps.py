@@ -162,9 +162,9 @@ def test_refusals(engine: TracedEngine, folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             update(engine, path=str(bad))
         assert words in str(raised.value), f"{kind}: {raised.value}"
-    # The longest path that Linux takes has 4,096 bytes.
-    too_long = Path("/" + "d/" * 2500)
-    for path in (tmp_path / "absent", folder / "1" / "config.json", too_long):
+    # The longest path that Linux takes has 4,096 bytes, the longest name 255.
+    too_long = Path("/" + "d/" * 2500), Path("/" + "d" * 300)
+    for path in (tmp_path / "absent", folder / "1" / "config.json", *too_long):
         with pytest.raises(ValueError, match="absolute path of a draft's folder"):
             update(engine, path=str(path))
     for info in ({"replaced": "restored"}, {"replaced": "drop", "path": str(folder / "2")}):
