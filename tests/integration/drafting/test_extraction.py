@@ -110,13 +110,12 @@ def test_refused_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     target = saved_target(tmp_path)
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"token_ids": [1, drafts.VOCAB]}))
-    for words, message in (
-        ((str(SHIPPED), str(own), "--out", str(tmp_path / "out")), "is a diffusion model"),
-        (
-            (str(target), str(own), "--out", str(tmp_path / "out")),
-            "has token 160, and the target's",
-        ),
-        ((str(target), str(own), "--out", str(tmp_path)), "is not empty; name a new folder"),
+    elsewhere = tmp_path / "out"
+    for model, out, status, message in (
+        (SHIPPED, elsewhere, 1, "is a diffusion model"),
+        (target, elsewhere, 1, "has token 160, and the target's"),
+        (target, tmp_path, 2, "is not empty; name a new folder"),
     ):
-        assert status_of("calibrate", "extract", *words, "--layer-ids", "0") == 1
+        words = (model, own, "--out", out, "--layer-ids", "0")
+        assert status_of("calibrate", "extract", *words) == status
         assert message in capsys.readouterr().err
