@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.server import start_server, stop_server
-from tests.support.tiny_pair import greedy_answer, greedy_answers
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from tests.support.tiny_pair import dflash, greedy_answer, greedy_answers, serving
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-DFLASH = {"method": "dflash", "model": str(shipped_draft()), "num_speculative_tokens": 7}
+DFLASH = dflash()
 SAME = {
     "method": "draft_model",
     "model": str(shipped_checkpoint("qwen3")),
@@ -50,13 +48,6 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options_of(spec: dict[str, Any], drafting: dict[str, Any]) -> list[str]:
-    options = ["--speculative-config", json.dumps(spec)]
-    if drafting:
-        options += ["--additional-config", json.dumps({"drafting": drafting})]
-    return options
-
-
 @pytest.mark.parametrize(
     ("spec", "drafting", "layout", "at_least"),
     [
@@ -86,10 +77,7 @@ def test_tokens(
     """Alone and eight at once; drafts are kept as they are in one process."""
     if spec["method"] == "eagle3":
         spec = spec | {"model": str(request.getfixturevalue("eagle3"))}
-    server = start_server(
-        shipped_checkpoint("qwen3"), tmp_path / "log", *options_of(spec, drafting), *layout
-    )
-    try:
+    with serving(tmp_path, spec, drafting, layout) as server:
         assert {question: greedy_answer(server, question) for question in expected} == expected
         with ThreadPoolExecutor(len(expected)) as pool:
             answers = pool.map(lambda question: greedy_answer(server, question), expected)
@@ -103,25 +91,44 @@ def test_tokens(
         if drafting.get("adaptive") and layout == DATA:
             assert "adaptive=true is off" in log
             assert drafted == spec["num_speculative_tokens"] * verified
-    finally:
-        stop_server(server)
 
 
 @pytest.mark.parametrize(
-    ("spec", "options", "remedy"),
+    ("spec", "drafting", "options", "remedy"),
     [
-        pytest.param(DFLASH, ["--no-async-scheduling"], "--no-async-scheduling", id="in step"),
-        pytest.param(SAME, [], "--pipeline-parallel-size", id="a smaller model"),
+        pytest.param(
+            DFLASH,
+            {},
+            (*PIPELINE, "--no-async-scheduling"),
+            "leave --no-async-scheduling out",
+            id="stages in step",
+        ),
+        pytest.param(
+            SAME, {}, PIPELINE, "leave --pipeline-parallel-size out", id="a smaller model in stages"
+        ),
+        pytest.param(
+            DFLASH, {"steps": 9}, (), "set steps to 1..7", id="more passes than positions"
+        ),
     ],
 )
-def test_stages_are_refused(
-    spec: dict[str, Any], options: list[str], remedy: str, tmp_path: Path
+def test_refused(
+    spec: dict[str, Any],
+    drafting: dict[str, Any],
+    options: tuple[str, ...],
+    remedy: str,
+    tmp_path: Path,
 ) -> None:
-    """vLLM's synchronous scheduler hands stages no drafts in time, and a draft that is a model of its own
-    is cut into stages too: said before anything is loaded."""
-    options = [*options_of(spec, {}), *PIPELINE, *options]
-    with pytest.raises(RuntimeError) as refused:
-        start_server(shipped_checkpoint("qwen3"), tmp_path / "log", *options)
+    """Said before anything is loaded.
+
+    vLLM's synchronous scheduler hands stages no drafts in time, and a draft that is a model of its own
+    is cut into stages too.
+    """
+    with pytest.raises(RuntimeError) as refused, serving(tmp_path, spec, drafting, options):
+        pass
     log = str(refused.value)
-    assert f"leave {remedy} out" in log
+    assert remedy in log
     assert "Loading weights" not in log
+    if drafting:
+        # A setting of ours: one line, without a trace.
+        assert log.rstrip().splitlines()[-1].startswith("vllm-diffusion: --additional-config")
+        assert "Traceback" not in log

@@ -1,37 +1,38 @@
-"""``vllm serve`` takes other drafts while it answers: worse ones go by themselves, better ones stay."""
+"""``vllm serve`` takes other drafts while it answers: worse ones go by themselves.
+
+That better ones stay is in ``test_online_calibration.py``.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from tests.support.server import Server, start_server, stop_server
-from tests.support.tiny_pair import greedy_answer, greedy_answers
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from tests.support.server import Server
+from tests.support.tiny_pair import (
+    SWAPS,
+    SWAPS_PLUGINS,
+    dflash,
+    greedy_answer,
+    greedy_answers,
+    save_random_draft,
+    serving,
+)
+from vllm_diffusion.cli.checkpoint import shipped_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-_PLUGINS = (
-    "vllm_diffusion",
-    "vllm_diffusion_cpu",
-    "vllm_diffusion_metrics",
-    "vllm_diffusion_draft",
-)
 _ACCEPTED = re.compile(
     r'^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)".*\} (\S+)$', re.M
 )
@@ -39,13 +40,7 @@ _ACCEPTED = re.compile(
 
 @pytest.fixture(scope="module")
 def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the shipped one's make."""
-    from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("random")
-    save_draft(ReferenceDraft(load_draft(shipped_draft()).config), folder)
-    return folder
+    return save_random_draft(tmp_path_factory.mktemp("random"))
 
 
 @pytest.fixture(scope="module")
@@ -74,23 +69,12 @@ def counted(server: Server, expected: dict[str, list[int]]) -> list[float]:
     return [now - then for now, then in zip(counters(), before, strict=True)]
 
 
-@contextmanager
-def serving(folder: Path, draft: Path, *options: str, **variables: str) -> Iterator[Server]:
-    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
-    server = start_server(
-        shipped_checkpoint("qwen3"),
-        folder / "log",
-        "--speculative-config",
-        json.dumps(spec),
-        "--weight-transfer-config",
-        '{"backend": "safetensors"}',
-        *options,
-        **({"VLLM_PLUGINS": ",".join(_PLUGINS), "VLLM_API_KEY": KEY} | variables),
-    )
-    try:
-        yield server
-    finally:
-        stop_server(server)
+def swapping(
+    folder: Path, draft: Path, *options: str, drafting: dict[str, Any] | None = None
+) -> AbstractContextManager[Server]:
+    """A server with a key whose draft can be replaced."""
+    variables = {"VLLM_PLUGINS": SWAPS_PLUGINS, "VLLM_API_KEY": KEY}
+    return serving(folder, dflash(draft), drafting, (*SWAPS, *options), **variables)
 
 
 def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -140,8 +124,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
 def test_swaps(
     order: str, random_draft: Path, expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """A worse draft is put back by itself, to the counters that were; a bad file changes nothing."""
-    with serving(tmp_path, shipped_draft(), *ORDERS[order]) as server:
+    """A worse draft is put back by itself, to the counters that were."""
+    with swapping(tmp_path, shipped_draft(), *ORDERS[order]) as server:
         trained = counted(server, expected)
         for _ in range(2):
             assert counted(server, expected) == trained
@@ -153,22 +137,7 @@ def test_swaps(
         assert str(random_draft) not in done.stdout.splitlines()[0]
         assert counted(server, expected) == trained
 
-        bad = tmp_path / "bad"
-        shutil.copytree(shipped_draft(), bad)
-        weights = bad / "model.safetensors"
-        content = weights.read_bytes()
-        weights.write_bytes(content[:-64])
-        done = command(server, str(bad))
-        assert done.returncode == 1
-        assert "truncated" in done.stderr
-        config = json.loads((bad / "config.json").read_text())
-        config["dflash_config"]["target_layer_ids"] = [0, 1]
-        (bad / "config.json").write_text(json.dumps(config))
-        done = command(server, str(bad))
-        assert done.returncode == 1
-        assert "target_layer_ids" in done.stderr
         assert "Traceback" not in done.stderr + server.log.read_text(errors="replace")
-        assert counted(server, expected) == trained
         assert httpx.get(f"{server.url}/v1/draft").status_code == 401
 
         # Nobody asks, so nothing is judged.
@@ -183,11 +152,3 @@ def test_swaps(
         done = command(server, "--roll-back")
         assert "rolled back: asked for" in done.stdout
         assert counted(server, expected) == trained
-    if order == "asynchronous":
-        (tmp_path / "second").mkdir()
-        with serving(tmp_path / "second", random_draft) as server:
-            assert counted(server, expected) == worse
-            done = swap_under_load(server, expected, str(shipped_draft()), "--verifications", "60")
-            assert done.returncode == 0, done.stderr
-            assert "kept: it is not worse" in done.stdout
-            assert counted(server, expected) == trained

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.end_to_end.test_draft_swaps import KEY, ask, serving
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from tests.end_to_end.test_draft_swaps import KEY, ask, swapping
+from tests.support.tiny_pair import save_random_draft
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -26,14 +25,9 @@ QUESTIONS += [f"Reverse: {one} {other}" for one, other in itertools.permutations
 
 def test_random_draft(tmp_path: Path) -> None:
     """Recorded traffic in, a better draft out: halted while the server is asked, kept by its counters."""
-    from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
-
-    torch.manual_seed(0)
-    save_draft(ReferenceDraft(load_draft(shipped_draft()).config), tmp_path / "random")
     recording = tmp_path / "recording"
-    settings = {"drafting": {"record": {"folder": str(recording)}}}
-    options = ("--additional-config", json.dumps(settings))
-    with serving(tmp_path, tmp_path / "random", *options) as server:
+    drafting = {"record": {"folder": str(recording)}}
+    with swapping(tmp_path, save_random_draft(tmp_path / "random"), drafting=drafting) as server:
         command = [sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate", "online"]
         command += ["--url", server.url, "--api-key", KEY, "--recording", str(recording)]
         command += ["--target", str(shipped_checkpoint("qwen3"))]

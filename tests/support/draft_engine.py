@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.support import drafts
 from tests.support.drafts import VOCAB
 from tests.support.engine import TracedEngine
+from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 NUM_DRAFTS = 7
 OPTIONS: dict[str, Any] = {
@@ -28,6 +31,59 @@ def prompt_of(length: int, seed: int, vocab_size: int = VOCAB) -> list[int]:
 
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 2, 31, 33, 64, 81, 100, 150)]
+
+
+def saved_target(folder: Path, kind: str = "qwen3") -> Path:
+    """The folder of a random target, saved once."""
+    target = folder / f"target-{kind}"
+    return target if target.exists() else drafts.save_target(kind, target)
+
+
+def draft_spec(folder: Path, method: str = "dflash", kind: str = "qwen3") -> dict[str, Any]:
+    """``speculative_config`` of a method, with a random draft where it needs one.
+
+    ``draft_model`` drafts with the target itself, so that every draft is right.
+    """
+    if method == "dflash":
+        draft = folder / "draft"
+        model = draft if draft.exists() else drafts.save_draft(draft)
+        return {"method": method, "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
+    if method == "draft_model":
+        model = saved_target(folder, kind)
+        return {"method": method, "model": str(model), "num_speculative_tokens": 3}
+    if method == "eagle3":
+        return untrained_eagle3(saved_target(folder, kind), folder / "head", 4)
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    return {"method": "ngram", "num_speculative_tokens": 4, **lookup}
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    spec: dict[str, Any] | None,
+    drafting: dict[str, Any] | None = None,
+    kind: str = "qwen3",
+    **options: Any,
+) -> Iterator[TracedEngine]:
+    """An engine with a random target, a draft and settings of drafts."""
+    if drafting is not None:
+        options["additional_config"] = {"drafting": drafting}
+    engine = TracedEngine(
+        saved_target(folder, kind),
+        **(OPTIONS | {"disable_log_stats": False} | options),
+        speculative_config=spec,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def assert_greedy(engine: TracedEngine, model: Any, prompts: list[Any] | None = None) -> None:
+    """What the engine says greedily, to prompts at once, is what ``transformers`` says."""
+    prompts = PROMPTS if prompts is None else prompts
+    for prompt, output in zip(prompts, generate(engine, prompts), strict=True):
+        assert list(output.outputs[0].token_ids) == drafts.greedy_tokens(model, prompt, 30)
 
 
 def generate(engine: TracedEngine, prompts: list[Any], **changes: Any) -> list[Any]:

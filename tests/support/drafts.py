@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,12 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    """What ``transformers`` says."""
+    """What ``transformers`` says, computed once for each model, whose weights stay."""
+    return list(_greedy_tokens(model, tuple(prompt), max_tokens))
+
+
+@cache
+def _greedy_tokens(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     with torch.no_grad():
         output = model.generate(
             torch.tensor([prompt]),
@@ -137,7 +143,7 @@ def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
             eos_token_id=None,
             pad_token_id=0,
         )
-    return output[0, len(prompt) :].tolist()
+    return tuple(output[0, len(prompt) :].tolist())
 
 
 def features(model: Any, tokens: list[int], layer_ids: Sequence[int]) -> Tensor:

@@ -1,15 +1,24 @@
-"""Questions to the shipped autoregressive target, over HTTP, and what ``transformers`` answers."""
+"""Servers of the shipped autoregressive target: questions over HTTP, and what ``transformers`` answers."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 
-from tests.support.server import MODEL, Server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from tests.support.server import MODEL, Server, start_server, stop_server
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
+
+# A server that takes other drafts while it runs.
+SWAPS = ("--weight-transfer-config", '{"backend": "safetensors"}')
+SWAPS_PLUGINS = "vllm_diffusion,vllm_diffusion_cpu,vllm_diffusion_metrics,vllm_diffusion_draft"
 
 QUESTIONS = [
     f"Count from {first} to {last}." for first, last in ((3, 12), (1, 9), (20, 33), (5, 17))
@@ -17,6 +26,50 @@ QUESTIONS = [
 MAX_TOKENS = 64
 # No two requests share a block of the cache.
 _salts = itertools.count()
+
+
+def dflash(draft: Path | None = None) -> dict[str, Any]:
+    """``speculative_config`` of the shipped draft, or of another one of its shape."""
+    return {
+        "method": "dflash",
+        "model": str(draft or shipped_draft()),
+        "num_speculative_tokens": 7,
+    }
+
+
+def save_random_draft(folder: Path) -> Path:
+    """The folder of an untrained draft of the shipped one's shape."""
+    torch.manual_seed(0)
+    save_draft(ReferenceDraft(load_draft(shipped_draft()).config), folder)
+    return folder
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    spec: dict[str, Any],
+    drafting: dict[str, Any] | None = None,
+    options: tuple[str, ...] = (),
+    **variables: str,
+) -> Iterator[Server]:
+    """A server of the shipped target with a draft, whose log is in ``folder``.
+
+    Args:
+        folder: That the log is written to; made if absent.
+        spec: Its ``--speculative-config``.
+        drafting: Settings of drafts.
+        options: Others of ``vllm serve``.
+        variables: Of its environment.
+    """
+    folder.mkdir(exist_ok=True)
+    options = ("--speculative-config", json.dumps(spec), *options)
+    if drafting:
+        options += ("--additional-config", json.dumps({"drafting": drafting}))
+    server = start_server(shipped_checkpoint("qwen3"), folder / "log", *options, **variables)
+    try:
+        yield server
+    finally:
+        stop_server(server)
 
 
 def greedy_answers() -> dict[str, list[int]]:

@@ -12,12 +12,13 @@ from torch import Tensor
 from tests.support import drafts
 from tests.support.draft_engine import (
     NUM_DRAFTS,
-    OPTIONS,
     PROMPTS,
+    draft_spec,
     generate,
     metric,
     observed,
     prompt_of,
+    serving,
 )
 from tests.support.drafts import MASK
 from tests.support.engine import TracedEngine
@@ -37,23 +38,14 @@ def model(models: Any) -> Any:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
     folder = tmp_path_factory.mktemp("drafts")
-    draft = drafts.save_draft(folder / "draft", architectures=["DFlashMaskedDraftModel"])
-    served = TracedEngine(
-        drafts.save_target("qwen3", folder / "target"),
-        **OPTIONS,
+    drafts.save_draft(folder / "draft", architectures=["DFlashMaskedDraftModel"])
+    options: dict[str, Any] = {
         # Of the longest request, and some of the others.
-        num_gpu_blocks_override=48,
-        disable_log_stats=False,
-        per_request_spec_decode_metrics="detailed",
-        speculative_config={
-            "method": "dflash",
-            "model": str(draft),
-            "num_speculative_tokens": NUM_DRAFTS,
-        },
-        additional_config={"drafting": {"steps": STEPS}},
-    )
-    yield served
-    served.close()
+        "num_gpu_blocks_override": 48,
+        "per_request_spec_decode_metrics": "detailed",
+    }
+    with serving(folder, draft_spec(folder), {"steps": STEPS}, **options) as served:
+        yield served
 
 
 def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:

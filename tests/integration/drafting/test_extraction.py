@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from tests.support import drafts
 from tests.support.checkpoints import SHIPPED
 from tests.support.commands import status_of
-from tests.support.draft_engine import prompt_of
-from vllm_diffusion.cli.main import main
+from tests.support.draft_engine import prompt_of, saved_target
 from vllm_diffusion.drafting.calibration.samples import read_extraction
 
 pytestmark = [pytest.mark.engine]
@@ -40,7 +39,7 @@ def recorded(path: Path) -> Path:
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_states(cache: str, models: Any, tmp_path: Path) -> None:
     """One sample of each exchange, as the target read it; in full precision behind any cache."""
-    target = drafts.save_target("qwen3", tmp_path / "target")
+    target = saved_target(tmp_path)
     words = ["calibrate", "extract", target, recorded(tmp_path / "own.jsonl"), "--layer-ids", "0,2"]
     words += ["--out", tmp_path / "samples", "--max-model-len", "256", "--kv-cache-dtype", cache]
     words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4"]
@@ -93,7 +92,7 @@ def test_refused(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one line, before anything is loaded or written."""
-    target = drafts.save_target("qwen3", tmp_path / "target")
+    target = saved_target(tmp_path)
     own = recorded(tmp_path / "own.jsonl")
     out = tmp_path / "out"
     capsys.readouterr()
@@ -108,16 +107,15 @@ def test_refused(
 @pytest.mark.slow
 def test_refused_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A diffusion model; another target's recording; a folder with something in it."""
-    target = drafts.save_target("qwen3", tmp_path / "target")
+    target = saved_target(tmp_path)
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"token_ids": [1, drafts.VOCAB]}))
-    for words, message in (
-        ((str(SHIPPED), str(own), "--out", str(tmp_path / "out")), "is a diffusion model"),
-        (
-            (str(target), str(own), "--out", str(tmp_path / "out")),
-            "has token 160, and the target's",
-        ),
-        ((str(target), str(own), "--out", str(tmp_path)), "is not empty; name a new folder"),
+    elsewhere = tmp_path / "out"
+    for model, out, status, message in (
+        (SHIPPED, elsewhere, 1, "is a diffusion model"),
+        (target, elsewhere, 1, "has token 160, and the target's"),
+        (target, tmp_path, 2, "is not empty; name a new folder"),
     ):
-        assert main(["calibrate", "extract", *words, "--layer-ids", "0"]) == 1
+        words = (model, own, "--out", out, "--layer-ids", "0")
+        assert status_of("calibrate", "extract", *words) == status
         assert message in capsys.readouterr().err

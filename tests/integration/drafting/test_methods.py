@@ -13,146 +13,96 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.support import drafts
 from tests.support.draft_engine import (
-    NUM_DRAFTS,
     OPTIONS,
     PROMPTS,
+    assert_greedy,
+    draft_spec,
     generate,
     metric,
     observed,
     prompt_of,
+    saved_target,
+    serving,
 )
-from tests.support.drafts import WINDOW
+from tests.support.drafts import TARGETS, WINDOW
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
-from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-
-@contextmanager
-def serving(
-    folder: Path, kind: str, spec: dict[str, Any] | None, **options: Any
-) -> Iterator[TracedEngine]:
-    engine = TracedEngine(
-        drafts.save_target(kind, folder / kind),
-        **(OPTIONS | {"disable_log_stats": False} | options),
-        speculative_config=spec,
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
+ORDERS = ({"async_scheduling": True}, {"async_scheduling": False})
+# Too few for eight requests; Gemma 4's windows take blocks of their own.
+NUM_BLOCKS = {"qwen3": 48, "llama": 48, "gemma4": 120}
+# Windows far shorter than prompts.
+SETTINGS = (
+    {"steps": 7, "order": "position", "schedule": "linear"},
+    {"steps": 2, "schedule": "sqrt", "window": WINDOW},
+)
 
 
-def assert_says_what_transformers_says(engine: TracedEngine, model: Any) -> None:
-    """Eight at once, and again from the prefix cache."""
-    for _ in range(2):
-        for prompt, output in zip(PROMPTS, generate(engine, PROMPTS), strict=True):
-            expected = drafts.greedy_tokens(model, prompt, 30)
-            assert list(output.outputs[0].token_ids) == expected
-
-
-def dflash(folder: Path, **changes: Any) -> dict[str, Any]:
-    draft = drafts.save_draft(folder / "draft", **changes)
-    return {"method": "dflash", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
-
-
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
-@pytest.mark.parametrize("kind", drafts.TARGETS)
-def test_no_draft(kind: str, asynchronous: bool, models: Any, tmp_path: Path) -> None:
-    """The target alone, prompts in chunks: what drafts are compared with otherwise."""
-    with serving(tmp_path, kind, None, async_scheduling=asynchronous) as engine:
-        assert engine.scheduler.vllm_config.scheduler_config.async_scheduling is asynchronous
-        assert engine.runner.speculator is None
-        assert_says_what_transformers_says(engine, models[kind])
-
-
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
-@pytest.mark.parametrize("kind", drafts.TARGETS)
-def test_dflash(kind: str, asynchronous: bool, models: Any, tmp_path: Path) -> None:
-    """Stock's class, with each kind of target, short of memory; Gemma 4's windows are 32 tokens."""
-    options = {"num_gpu_blocks_override": 120 if kind == "gemma4" else 48}
-    spec = dflash(tmp_path)
-    with serving(tmp_path, kind, spec, async_scheduling=asynchronous, **options) as engine:
-        assert type(engine.runner.speculator.model).__name__ == "DFlashQwen3ForCausalLM"
-        assert engine.scheduler.vllm_config.scheduler_config.async_scheduling is asynchronous
+@pytest.mark.parametrize(
+    ("method", "kind", "drafting", "options"),
+    [
+        *((None, kind, None, order) for kind in TARGETS for order in ORDERS),
+        *(
+            ("dflash", kind, None, order | {"num_gpu_blocks_override": NUM_BLOCKS[kind]})
+            for kind in TARGETS
+            for order in ORDERS
+        ),
+        *(("draft_model", kind, None, {}) for kind in TARGETS),
+        *(("ngram", kind, None, {}) for kind in TARGETS),
+        *(("eagle3", kind, None, {}) for kind in ("qwen3", "llama")),
+        *(
+            ("dflash", kind, settings, ORDERS[1])
+            for kind in ("llama", "gemma4")
+            for settings in SETTINGS
+        ),
+    ],
+)
+def test_tokens(
+    method: str | None,
+    kind: str,
+    drafting: dict[str, Any] | None,
+    options: dict[str, Any],
+    models: Any,
+    tmp_path: Path,
+) -> None:
+    """The target's own: eight at once, in chunks, short of memory, and again from the prefix cache."""
+    spec = method and draft_spec(tmp_path, method, kind)
+    with serving(tmp_path, spec, drafting, kind, **options) as engine:
+        if "async_scheduling" in options:
+            scheduler = engine.scheduler.vllm_config.scheduler_config
+            assert scheduler.async_scheduling is options["async_scheduling"]
         engine.preempted.clear()
-        assert_says_what_transformers_says(engine, models[kind])
-        assert engine.preempted
-        assert metric(engine, "num_drafts") > 0
+        for _ in range(2):
+            assert_greedy(engine, models[kind])
+        if "num_gpu_blocks_override" in options:
+            assert engine.preempted
+        if method is None:
+            assert engine.runner.speculator is None
+            return
+        drafted, accepted = (
+            metric(engine, name) for name in ("num_draft_tokens", "num_accepted_tokens")
+        )
+        assert drafted > 0
+        if method == "dflash":
+            # A stock checkpoint is served by ours where something is set.
+            served = "DFlashQwen3ForCausalLM" if drafting is None else "DFlashMaskedDraftModel"
+            assert type(engine.runner.speculator.model).__name__ == served
+        else:
+            assert accepted > (0.9 * drafted if method == "draft_model" else 0)
 
 
 def test_fp8_cache(tmp_path: Path) -> None:
     """What is verified is read as coarsely as without a draft: the same tokens, of a random draft too."""
     said = []
-    for number, spec in enumerate((None, dflash(tmp_path))):
-        with serving(tmp_path / str(number), "qwen3", spec, kv_cache_dtype="fp8") as engine:
+    for spec in (None, draft_spec(tmp_path)):
+        with serving(tmp_path, spec, kv_cache_dtype="fp8") as engine:
             outputs = generate(engine, PROMPTS)
             said.append([list(output.outputs[0].token_ids) for output in outputs])
             if spec is not None:
                 assert metric(engine, "num_accepted_tokens") > 0
     assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("kind", drafts.TARGETS)
-def test_draft_model(kind: str, models: Any, tmp_path: Path) -> None:
-    """The target itself as the draft: everything is accepted."""
-    spec = {
-        "method": "draft_model",
-        "model": str(drafts.save_target(kind, tmp_path / "same")),
-        "num_speculative_tokens": 3,
-    }
-    with serving(tmp_path, kind, spec) as engine:
-        assert_says_what_transformers_says(engine, models[kind])
-        drafted, accepted = (
-            metric(engine, name) for name in ("num_draft_tokens", "num_accepted_tokens")
-        )
-        assert accepted > 0.9 * drafted
-
-
-@pytest.mark.parametrize("kind", drafts.TARGETS)
-def test_ngram(kind: str, models: Any, tmp_path: Path) -> None:
-    spec = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
-    with serving(tmp_path, kind, spec) as engine:
-        assert_says_what_transformers_says(engine, models[kind])
-        assert metric(engine, "num_accepted_tokens") > 0
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_eagle3(kind: str, models: Any, tmp_path: Path) -> None:
-    """A random head, three drafts one after another."""
-    target = drafts.save_target(kind, tmp_path / "target")
-    spec = untrained_eagle3(target, tmp_path / "head", 3)
-    with serving(tmp_path, kind, spec) as engine:
-        assert_says_what_transformers_says(engine, models[kind])
-        assert metric(engine, "num_accepted_tokens") > 0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"steps": 7, "order": "position", "schedule": "linear"},
-        {"steps": 2, "schedule": "sqrt", "window": WINDOW},
-    ],
-    ids=["position", "window"],
-)
-@pytest.mark.parametrize("kind", ["llama", "gemma4"])
-def test_passes(kind: str, settings: dict[str, Any], models: Any, tmp_path: Path) -> None:
-    """A stock checkpoint served by ours, since something is set: windows far shorter than prompts."""
-    additional = {"drafting": settings}
-    options: dict[str, Any] = {
-        "additional_config": additional,
-        "async_scheduling": False,
-        "num_gpu_blocks_override": 120,
-    }
-    with serving(tmp_path, kind, dflash(tmp_path), **options) as engine:
-        assert type(engine.runner.speculator.model).__name__ == "DFlashMaskedDraftModel"
-        assert_says_what_transformers_says(engine, models[kind])
 
 
 @contextmanager
@@ -182,9 +132,7 @@ def test_window(models: Any, tmp_path: Path) -> None:
     known = drafts.features(model, prompt, full["target_layer_ids"])
     embedding = model.get_input_embeddings().weight
     for window, options in ((WINDOW, windowed), (200, full)):
-        additional = {"drafting": {"window": window}}
-        spec = dflash(tmp_path)
-        with serving(tmp_path, "qwen3", spec, additional_config=additional) as engine:
+        with serving(tmp_path, draft_spec(tmp_path), {"window": window}) as engine:
             inner = engine.runner.speculator.model.model
             rows: list[tuple[Any, Any]] = []
             with observed(inner, "forward", rows), draft_blocks(engine) as held:
@@ -210,8 +158,8 @@ def test_stock_is_untouched(tmp_path: Path) -> None:
     job = {
         "engine": OPTIONS
         | {
-            "model": str(drafts.save_target("qwen3", tmp_path / "target")),
-            "speculative_config": dflash(tmp_path) | {"draft_sample_method": "probabilistic"},
+            "model": str(saved_target(tmp_path)),
+            "speculative_config": draft_spec(tmp_path) | {"draft_sample_method": "probabilistic"},
             "kv_cache_memory_bytes": 64 * 1024**2,
             "enforce_eager": True,
         },
@@ -238,40 +186,23 @@ def test_law(verification: str, sampled: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         # Flat enough that drafts are accepted and rejected often.
         model.lm_head.weight.mul_(0.1)
-    model.save_pretrained(tmp_path / "qwen3")
-    spec = dflash(
-        tmp_path,
-        **small,
-        dflash_config={"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]},
-    )
-    engine = TracedEngine(
-        tmp_path / "qwen3",
-        **(
-            OPTIONS
-            | {"disable_log_stats": False, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
-        ),
-        speculative_config=spec
-        | {
-            "draft_sample_method": "probabilistic" if sampled else "greedy",
-            "rejection_sample_method": verification,
-        },
-        additional_config={"drafting": {"steps": 3}},
-    )
+    model.save_pretrained(tmp_path / "target-qwen3")
+    dflash = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]}
+    drafts.save_draft(tmp_path / "draft", **small, dflash_config=dflash)
+    spec = draft_spec(tmp_path) | {
+        "draft_sample_method": "probabilistic" if sampled else "greedy",
+        "rejection_sample_method": verification,
+    }
     prompt = prompt_of(12, seed=9, vocab_size=vocab)
-    try:
+    params = {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+    many = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
+    with serving(tmp_path, spec, {"steps": 3}, **many) as engine:
         outputs = engine.llm.generate(
             [{"prompt_token_ids": prompt}] * total,
-            [
-                SamplingParams(
-                    temperature=1.0, seed=seed, max_tokens=3, ignore_eos=True, detokenize=False
-                )
-                for seed in range(total)
-            ],
+            [SamplingParams(seed=seed, **params) for seed in range(total)],
             use_tqdm=False,
         )
         accepted, drafted = metric(engine, "num_accepted_tokens"), metric(engine, "num_drafts")
-    finally:
-        engine.close()
     # Neither every draft nor none: both sides of the test are tried.
     assert 0.05 * drafted < accepted < 2 * drafted
 

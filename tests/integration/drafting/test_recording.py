@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import drafts
 from tests.support.checkpoints import SHIPPED
-from tests.support.draft_engine import NUM_DRAFTS, OPTIONS, PROMPTS, generate
-from tests.support.engine import TracedEngine
+from tests.support.draft_engine import PROMPTS, draft_spec, generate, saved_target, serving
 from vllm_diffusion.drafting.recording import read_recording
 
 pytestmark = [pytest.mark.engine]
-
-
-def recording_engine(tmp_path: Path, drafting: dict[str, Any], **options: Any) -> TracedEngine:
-    settings = {"record": {"folder": str(tmp_path / "recording"), "max_mib": 1}} | drafting
-    return TracedEngine(
-        drafts.save_target("qwen3", tmp_path / "target"),
-        **OPTIONS,
-        additional_config={"drafting": settings},
-        **options,
-    )
 
 
 @pytest.mark.parametrize(
@@ -39,15 +27,10 @@ def test_records_its_answers(
     is_async: bool, with_draft: bool, adaptive: bool, tmp_path: Path
 ) -> None:
     """Each answer once, as the engine gave it; an aborted one as far as it came; none that says no."""
-    options: dict[str, Any] = {"async_scheduling": is_async}
-    if with_draft:
-        options["speculative_config"] = {
-            "method": "dflash",
-            "model": str(drafts.save_draft(tmp_path / "draft")),
-            "num_speculative_tokens": NUM_DRAFTS,
-        }
-    engine = recording_engine(tmp_path, {"adaptive": True} if adaptive else {}, **options)
-    try:
+    drafting = {"record": {"folder": str(tmp_path / "recording"), "max_mib": 1}}
+    spec = draft_spec(tmp_path) if with_draft else None
+    drafting |= {"adaptive": True} if adaptive else {}
+    with serving(tmp_path, spec, drafting, async_scheduling=is_async) as engine:
         said = generate(engine, PROMPTS[:6])
         generate(engine, PROMPTS[6:7], extra_args={"record": False})
         params = engine.sampling_params(max_tokens=200, ignore_eos=True, detokenize=False)
@@ -58,9 +41,7 @@ def test_records_its_answers(
         (internal,) = engine.scheduler.requests
         running.abort_request(["aborted"])
         assert not engine.scheduler.requests, internal
-    finally:
         engine.scheduler.shutdown()
-        engine.close()
     found = {
         tuple(each.prompt_token_ids): list(each.output_token_ids)
         for each in read_recording(tmp_path / "recording").exchanges
@@ -82,7 +63,7 @@ def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
             model=str(model), additional_config={"drafting": {"record": record}}, **options
         ).create_engine_config()
 
-    target = drafts.save_target("qwen3", tmp_path / "target")
+    target = saved_target(tmp_path)
     ours = {"folder": str(tmp_path / "recording")}
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match=r"record.folder=.* is open to other users \(mode 755\)"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import drafts
-from tests.support.draft_engine import NUM_DRAFTS, OPTIONS, PROMPTS, generate, metric
+from tests.support.draft_engine import (
+    NUM_DRAFTS,
+    PROMPTS,
+    assert_greedy,
+    generate,
+    metric,
+    serving,
+)
 from tests.support.engine import TracedEngine
 
 pytestmark = pytest.mark.engine
 
 
-def start(folder: Path, draft: Path, **changes: Any) -> TracedEngine:
-    target = folder / "target"
-    if not target.exists():
-        drafts.save_target("qwen3", target)
+def start(
+    folder: Path, draft: Path, drafting: Any = None, **options: Any
+) -> AbstractContextManager[TracedEngine]:
     spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
-    options = OPTIONS | {"disable_log_stats": False, "speculative_config": spec}
-    return TracedEngine(
-        target, **(options | {"weight_transfer_config": {"backend": "safetensors"}} | changes)
-    )
+    options["weight_transfer_config"] = {"backend": "safetensors"}
+    return serving(folder, spec, drafting, **options)
 
 
 def update(engine: TracedEngine, **update_info: str) -> None:
@@ -67,14 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[TracedEngine]:
-    served = start(folder, folder / "1")
-    yield served
-    served.close()
+    with start(folder, folder / "1") as served:
+        yield served
 
 
 def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
     """There and back: each draft's own counters, at the same addresses; greedy tokens throughout."""
-    expected = [drafts.greedy_tokens(models["qwen3"], prompt, 30) for prompt in PROMPTS]
     lies_at, first = addresses(engine), counted(engine)
     assert sum(first[1:]) > 0
     update(engine, path=str(folder / "2"))
@@ -91,94 +94,77 @@ def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
         update(engine, replaced="restore")
     assert counted(engine) == first
     assert addresses(engine) == lies_at
-    for prompt, output, tokens in zip(PROMPTS, generate(engine, PROMPTS), expected, strict=True):
-        assert list(output.outputs[0].token_ids) == tokens, len(prompt)
+    assert_greedy(engine, models["qwen3"])
+
+
+# Fields of ``config.json`` that another draft may not change; those behind are among the ones of DFlash.
+OTHERS: dict[str, Any] = {
+    "block_size": 4,
+    "num_target_layers": 9,
+    "num_attention_heads": 2,
+    "vocab_size": 99,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    "architectures": ["DFlashMaskedDraftModel"],
+    "quantization_config": {"quant_method": "fp8"},
+}
+OTHERS_OF_DFLASH = {"target_layer_ids": [0, 2], "mask_token_id": 3, "causal": True}
+NAME = "layers.1.self_attn.k_norm.weight"
+# What a file of weights may not be, and what its refusal names.
+WEIGHTS = {
+    "truncated": "truncated",
+    "no weights": "holds no safetensors file",
+    "named pipe": "holds more.safetensors, which is a named pipe",
+    **dict.fromkeys(("shape", "kind of number", "missing", "not finite", "unknown"), NAME),
+}
 
 
 def unfit(folder: Path, kind: str) -> tuple[Path, str]:
     """A draft's folder that cannot be taken, and what its refusal names."""
     bad = drafts.save_draft(folder / kind, seed=3)
     weights = bad / "model.safetensors"
-    tensors, config = load_file(weights), json.loads((bad / "config.json").read_text())
-    name = "layers.1.self_attn.k_norm.weight"
-    if kind == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-        return bad, "truncated"
-    if kind == "no weights":
-        weights.unlink()
-        return bad, "holds no safetensors file"
-    if kind == "named pipe":
-        os.mkfifo(bad / "more.safetensors")
-        return bad, "holds more.safetensors, which is a named pipe"
-    if kind == "shape":
-        tensors[name] = tensors[name][:-1].clone()
-    elif kind == "kind of number":
-        tensors[name] = tensors[name].to(torch.int32)
-    elif kind == "missing":
-        del tensors[name]
-    elif kind == "not finite":
-        tensors[name][3] = float("nan")
-    elif kind == "unknown":
-        tensors = {name + "s" if each == name else each: tensors[each] for each in tensors}
-    else:
-        changes: dict[str, Any] = {
-            "block_size": 4,
-            "target_layer_ids": [0, 2],
-            "mask_token_id": 3,
-            "num_target_layers": 9,
-            "num_attention_heads": 2,
-            "vocab_size": 99,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
-            "causal": True,
-            "architectures": ["DFlashMaskedDraftModel"],
-            "quantization_config": {"quant_method": "fp8"},
-        }
-        inner = ("target_layer_ids", "mask_token_id", "causal")
-        (config["dflash_config"] if kind in inner else config)[kind] = changes[kind]
+    if kind not in WEIGHTS:
+        config = json.loads((bad / "config.json").read_text())
+        if kind in OTHERS_OF_DFLASH:
+            config["dflash_config"][kind] = OTHERS_OF_DFLASH[kind]
+        else:
+            config[kind] = OTHERS[kind]
         if kind == "rope_parameters":
             del config["rope_theta"]
         (bad / "config.json").write_text(json.dumps(config))
         return bad, "windows" if kind == "causal" else kind
+    tensors = load_file(weights)
+    if kind == "shape":
+        tensors[NAME] = tensors[NAME][:-1].clone()
+    elif kind == "kind of number":
+        tensors[NAME] = tensors[NAME].to(torch.int32)
+    elif kind in ("missing", "unknown"):
+        tensor = tensors.pop(NAME)
+        tensors |= {NAME + "s": tensor} if kind == "unknown" else {}
+    elif kind == "not finite":
+        tensors[NAME][3] = float("nan")
     save_file(tensors, weights)
-    return bad, name
-
-
-UNFIT = (
-    "truncated",
-    "no weights",
-    "named pipe",
-    "shape",
-    "kind of number",
-    "missing",
-    "not finite",
-    "unknown",
-    "block_size",
-    "target_layer_ids",
-    "mask_token_id",
-    "num_target_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_parameters",
-    "causal",
-    "architectures",
-    "quantization_config",
-)
+    if kind == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif kind == "no weights":
+        weights.unlink()
+    elif kind == "named pipe":
+        os.mkfifo(bad / "more.safetensors")
+    return bad, WEIGHTS[kind]
 
 
 def test_refusals(engine: TracedEngine, folder: Path, tmp_path: Path) -> None:
     """Each names what does not fit, and the old draft drafts as it did."""
     update(engine, path=str(folder / "1"))
     lies_at, first = addresses(engine), counted(engine)
-    for kind in UNFIT:
+    for kind in (*WEIGHTS, *OTHERS, *OTHERS_OF_DFLASH):
         bad, words = unfit(tmp_path, kind)
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             update(engine, path=str(bad))
         assert words in str(raised.value), f"{kind}: {raised.value}"
-    # The longest path that Linux takes has 4,096 bytes.
-    too_long = Path("/" + "d/" * 2500)
-    for path in (tmp_path / "absent", folder / "1" / "config.json", too_long):
+    # The longest path that Linux takes has 4,096 bytes, the longest name 255.
+    too_long = Path("/" + "d/" * 2500), Path("/" + "d" * 300)
+    for path in (tmp_path / "absent", folder / "1" / "config.json", *too_long):
         with pytest.raises(ValueError, match="absolute path of a draft's folder"):
             update(engine, path=str(path))
     for info in ({"replaced": "restored"}, {"replaced": "drop", "path": str(folder / "2")}):
@@ -219,15 +205,11 @@ def test_in_flight(is_async: bool, architecture: str, models: Any, tmp_path: Pat
     """Three swaps in mid-answer of eight requests: the target's tokens; then as a server begun with it."""
     from vllm import SamplingParams
 
-    several = {"additional_config": {"drafting": {"steps": 3}}}
-    changes: dict[str, Any] = {"async_scheduling": is_async}
-    if architecture == "DFlashMaskedDraftModel":
-        changes |= several
+    settings = {"steps": 3} if architecture == "DFlashMaskedDraftModel" else None
     for seed in (1, 2):
         drafts.save_draft(tmp_path / str(seed), seed=seed, architectures=[architecture])
     expected = [drafts.greedy_tokens(models["qwen3"], prompt, 40) for prompt in PROMPTS]
-    engine = start(tmp_path, tmp_path / "1", **changes)
-    try:
+    with start(tmp_path, tmp_path / "1", settings, async_scheduling=is_async) as engine:
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
         llm = engine.llm.llm_engine
         for number, prompt in enumerate(PROMPTS):
@@ -244,21 +226,15 @@ def test_in_flight(is_async: bool, architecture: str, models: Any, tmp_path: Pat
         assert [said[str(number)] for number in range(len(PROMPTS))] == expected
         assert engine.preempted
         swapped = counted(engine)
-    finally:
-        engine.close()
-    engine = start(tmp_path, tmp_path / "2", **changes)
-    try:
+    with start(tmp_path, tmp_path / "2", settings, async_scheduling=is_async) as engine:
         assert counted(engine) == swapped
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adaptive_drafts_forget(folder: Path) -> None:
     """What was learnt of the old draft is not held against the new one."""
-    engine = start(folder, folder / "1", additional_config={"drafting": {"adaptive": True}})
-    try:
+    with start(folder, folder / "1", {"adaptive": True}) as engine:
         generate(engine, PROMPTS)
         draft = engine.scheduler.draft
         fresh = type(draft.acceptance)(NUM_DRAFTS).tokens([])
@@ -266,5 +242,3 @@ def test_adaptive_drafts_forget(folder: Path) -> None:
         update(engine, path=str(folder / "2"))
         assert draft.acceptance.tokens([]) == fresh
         assert draft.choose(["one"], 10) == NUM_DRAFTS
-    finally:
-        engine.close()

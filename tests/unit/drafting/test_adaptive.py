@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -107,10 +108,15 @@ def cost(
 ALTERNATING = [(KNOWN, 600), (UNKNOWN, 300)] * 3
 
 
-def assert_pays(
-    machine: Machine, texts: list[list[float]], num_reqs: int, prompt: int, *, num_seeds: int
-) -> None:
-    """The mean cost is at most 1.05 times that of no draft and of the best fixed level."""
+def cost_to_best(
+    machine: Machine,
+    texts: list[list[float]],
+    num_reqs: int,
+    prompt: int,
+    num_seeds: int = 1,
+    busy: float = 0.0,
+) -> float:
+    """Cost of adapting as a multiple of that of no draft or of the best fixed level."""
 
     def mean(level: int | None) -> float:
         # What is accepted by chance differs between two levels too.
@@ -122,28 +128,36 @@ def assert_pays(
                 prompt,
                 AdaptiveDraft(LEVELS) if level is None else level,
                 seed,
+                busy,
             )
             for seed in range(num_seeds)
         )
 
-    assert mean(None) <= 1.05 * min(mean(level) for level in (0, *LEVELS))
+    return mean(None) / min(mean(level) for level in (0, *LEVELS))
 
 
-@pytest.mark.parametrize(
-    ("machine", "num_reqs", "prompt"),
-    [
-        pytest.param(
-            machine,
-            *load,
-            id=f"{machine.name}-{load[0]}-{load[1]}",
-            # A long context matters most where it makes the draft dear.
-            marks=()
-            if load == (1, 100) or (machine, *load) == (LONG, 1, 60_000)
-            else pytest.mark.slow,
-        )
-        for machine in (GPU, CPU, LONG)
-        for load in ((1, 100), (1, 60_000), (8, 500), (32, 2000))
-    ],
+def loads(machines: tuple[Machine, ...], others: tuple[tuple[int, int], ...], always: Any) -> Any:
+    """Requests at a time and tokens of their prompts, by machine; slow where not ``always``."""
+    return pytest.mark.parametrize(
+        ("machine", "num_reqs", "prompt"),
+        [
+            pytest.param(
+                machine,
+                *load,
+                id=f"{machine.name}-{load[0]}-{load[1]}",
+                marks=() if (machine, *load) in always else pytest.mark.slow,
+            )
+            for machine in machines
+            for load in ((1, 100), *others)
+        ],
+    )
+
+
+# A long context matters most where it makes the draft dear.
+@loads(
+    (GPU, CPU, LONG),
+    ((1, 60_000), (8, 500), (32, 2000)),
+    always=((GPU, 1, 100), (CPU, 1, 100), (LONG, 1, 100), (LONG, 1, 60_000)),
 )
 @pytest.mark.parametrize(
     "phases",
@@ -154,9 +168,7 @@ def test_cost(
     machine: Machine, num_reqs: int, prompt: int, phases: list[tuple[float, int]]
 ) -> None:
     """At most 1.05 times that of no draft and of the best fixed level, probing included."""
-    texts = [traffic(phases)] * num_reqs
-
-    assert_pays(machine, texts, num_reqs, prompt, num_seeds=3)
+    assert cost_to_best(machine, [traffic(phases)] * num_reqs, num_reqs, prompt, 3) <= 1.05
 
 
 REQUESTS = {
@@ -171,40 +183,27 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("machine", "num_reqs", "prompt"),
-    [
-        pytest.param(
-            machine,
-            *load,
-            id=f"{machine.name}-{load[0]}-{load[1]}",
-            # What waits for its memory, and what was measured.
-            marks=() if machine in (GPU, TINY) and load == (1, 100) else pytest.mark.slow,
-        )
-        for machine in (GPU, CPU, LONG, TINY)
-        for load in ((1, 100), (8, 100), (1, 20_000))
-    ],
-)
+# What waits for its memory, and what was measured.
+@loads((GPU, CPU, LONG, TINY), ((8, 100), (1, 20_000)), always=((GPU, 1, 100), (TINY, 1, 100)))
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests: str) -> None:
     """The same bound where what changes is who asks, and answers are short."""
-    texts = REQUESTS[requests] * num_reqs
-
-    assert_pays(machine, texts, num_reqs, prompt, num_seeds=2)
+    assert cost_to_best(machine, REQUESTS[requests] * num_reqs, num_reqs, prompt, 2) <= 1.05
 
 
-def test_requests_are_told_apart() -> None:
-    """Short answers that the draft does not know cost little between others that it does know."""
-    texts = REQUESTS["every other, short ones unknown"]
-    fixed = min(cost(TINY, texts, 1, 100, level) for level in (0, *LEVELS))
-    assert cost(TINY, texts, 1, 100, AdaptiveDraft(LEVELS)) < 0.85 * fixed
-
-
-def test_alternating_traffic_is_followed() -> None:
-    """No fixed level is as cheap where a long context makes the draft dear, and the text changes."""
-    texts = [traffic(ALTERNATING)]
-    fixed = min(cost(LONG, texts, 1, 60_000, level) for level in (0, *LEVELS))
-    assert cost(LONG, texts, 1, 60_000, AdaptiveDraft(LEVELS)) < 0.8 * fixed
+@pytest.mark.parametrize(
+    ("machine", "texts", "prompt", "bound"),
+    [
+        (TINY, REQUESTS["every other, short ones unknown"], 100, 0.85),
+        (LONG, [traffic(ALTERNATING)], 60_000, 0.8),
+    ],
+    ids=["requests", "text"],
+)
+def test_no_fixed_level_is_as_cheap(
+    machine: Machine, texts: list[list[float]], prompt: int, bound: float
+) -> None:
+    """Where short answers that the draft does not know lie between others, and where the text changes."""
+    assert cost_to_best(machine, texts, 1, prompt) < bound
 
 
 @pytest.mark.parametrize("rate", [UNKNOWN, 0.33])
@@ -212,17 +211,7 @@ def test_busy_machine(rate: float) -> None:
     """Steps that took long for another reason do not have drafts taken to pay where they do not."""
     # The tiny pair's, nearly, on two cores.
     machine = Machine("busy", weights=9, row=1.3, kv=0.1, draft=10)
-    texts = [traffic([(rate, 1500)])]
-
-    def mean(level: int | None) -> float:
-        return fmean(
-            cost(
-                machine, texts, 1, 100, AdaptiveDraft(LEVELS) if level is None else level, seed, 0.3
-            )
-            for seed in range(5)
-        )
-
-    assert mean(None) <= 1.1 * min(mean(level) for level in (0, *LEVELS))
+    assert cost_to_best(machine, [traffic([(rate, 1500)])], 1, 100, 5, busy=0.3) <= 1.1
 
 
 def test_acceptance_of_requests() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.support.drafts import greedy_tokens
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "drafting"))
 
 from batched_speculation import (
@@ -64,17 +66,6 @@ def draft(target):
     return model
 
 
-def plain(target, prompt: list[int], num_tokens: int) -> list[int]:
-    out = target.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 def test_positions_of() -> None:
     """A gap takes no positions."""
     mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1, 0]])
@@ -86,7 +77,7 @@ def test_positions_of() -> None:
 def test_greedy(way, num_proposals: int, target, draft) -> None:
     """Every row's tokens are those of the target alone, and rows differ in what they accept."""
     found = way(target, draft, PROMPTS, 24, num_proposals=num_proposals)
-    assert found.tokens == [plain(target, prompt, 24) for prompt in PROMPTS]
+    assert found.tokens == [greedy_tokens(target, prompt, 24) for prompt in PROMPTS]
     blocks = [block for block in found.accepted if len(block) > 1]
     assert any(len(set(block)) > 1 for block in blocks)
     assert any(num_proposals in block for block in blocks)
@@ -113,7 +104,7 @@ def test_ways_agree(target, draft) -> None:
 @ways
 def test_stops(way, target, draft) -> None:
     """A row ends at its stop token, in the middle of a block too; the others go on without it."""
-    whole = [plain(target, prompt, 24) for prompt in PROMPTS]
+    whole = [greedy_tokens(target, prompt, 24) for prompt in PROMPTS]
     for stop in {token for tokens in whole for token in tokens[2:9]}:
         found = way(target, draft, PROMPTS, 24, num_proposals=4, stop_token_ids=(stop,))
         ends = [row.index(stop) + 1 if stop in row else 24 for row in whole]

@@ -100,6 +100,8 @@ def dflash(**changes: Any) -> dict[str, Any]:
 
 
 STOCK = {"architectures": [STOCK_ARCHITECTURE]}
+STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
+GEMMA = {"model_type": "gemma4_text"}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,10 @@ STOCK = {"architectures": [STOCK_ARCHITECTURE]}
         (dflash(mask_token_id=160), "mask_token_id=160 must be a token .* 0 to 159"),
         (dflash(mask_token_id=None), "mask_token_id=None must be a token"),
         ({"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* set .* to at most 7"),
-        ({"drafting": {"steps": 8}}, r"steps=8 .*set steps to 1\.\.7"),
+        (
+            {"drafting": {"steps": 8}},
+            r"^--additional-config .*drafting.*steps=8 .*set steps to 1\.\.7",
+        ),
         ({"drafting": {"order": "any"}}, "order='any' is not known"),
         (
             {"drafting": {"window": 8}, "layer_types": ["full_attention", "sliding_attention"]},
@@ -198,62 +203,51 @@ def test_caches_that_the_cpu_cannot_read(dtype: str) -> None:
         check_cache(config)
 
 
-def test_what_the_cpu_does_not_verify() -> None:
-    config = configured()
-    check_verification(config)
-    config.watermark_config = object()
-    with pytest.raises(ValueError, match="--watermark-config with --speculative-config"):
-        check_verification(config)
-    config.speculative_config.rejection_sample_method = "fly"
-    with pytest.raises(ValueError, match='rejection_sample_method "fly"'):
-        check_verification(config)
-    config.speculative_config = None
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("dflash", {}, None),
+        ("dflash", {"watermark_config": object()}, "--watermark-config with --speculative-config"),
+        ("dflash", {"rejection_sample_method": "fly"}, 'rejection_sample_method "fly"'),
+        ("draft_model", {}, None),
+        # A server with it would die of its first request.
+        (
+            "draft_model",
+            STAGES,
+            "draft_model into stages .* --pipeline-parallel-size out",
+        ),
+        # vLLM's synchronous scheduler does not know the drafts of stages in time.
+        ("dflash", STAGES | {"async_scheduling": False}, "leave --no-async-scheduling out"),
+        ("dflash", STAGES, None),
+        # vLLM's class hands no hidden states on, which some drafts read.
+        ("dflash", STAGES | GEMMA, r"dflash reads hidden .* --pipeline-parallel-size out"),
+        ("eagle3", STAGES | GEMMA, r"eagle3 reads hidden .* --pipeline-parallel-size out"),
+        ("ngram", STAGES | GEMMA, None),
+        ("dflash", GEMMA, None),
+    ],
+)
+def test_what_the_cpu_verifies(method: str, changes: dict[str, Any], message: str | None) -> None:
+    config = configured(method=method)
+    for part in (
+        config,
+        config.speculative_config,
+        config.parallel_config,
+        config.scheduler_config,
+        config.model_config.hf_text_config,
+    ):
+        vars(part).update({name: changes[name] for name in vars(part) if name in changes})
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            check_verification(config)
+        config.speculative_config = None
     check_verification(config)
 
 
-def test_stages_in_step() -> None:
-    """vLLM's synchronous scheduler does not know the drafts of stages in time; its asynchronous one does."""
-    config = configured()
-    config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ValueError, match="leave --no-async-scheduling out"):
-        check_verification(config)
-    config.scheduler_config.async_scheduling = True
-    check_verification(config)
-    config.speculative_config = None
-    config.scheduler_config.async_scheduling = False
-    check_verification(config)
-
-
-def test_stages_of_gemma() -> None:
-    """vLLM's class hands no hidden states on: drafts that read them are refused, others are not."""
+def test_gemma_keeps_its_hidden_states() -> None:
+    """What the refusal above says of vLLM's class."""
     from vllm.model_executor.models.gemma4 import Gemma4Model
 
     assert not Gemma4Model.supports_aux_hidden_states_over_pp
-    config = configured()
-    config.parallel_config.pipeline_parallel_size = 2
-    config.scheduler_config.async_scheduling = True
-    config.model_config.hf_text_config.model_type = "gemma4_text"
-    for method in ("dflash", "eagle3"):
-        config.speculative_config.method = method
-        with pytest.raises(
-            ValueError, match=rf"{method} reads hidden .* --pipeline-parallel-size out"
-        ):
-            check_verification(config)
-    config.speculative_config.method = "ngram"
-    check_verification(config)
-    config.speculative_config.method = "dflash"
-    config.parallel_config.pipeline_parallel_size = 1
-    check_verification(config)
-
-
-def test_a_smaller_model_in_stages() -> None:
-    """A server with it would die of its first request."""
-    config = configured(method="draft_model")
-    check_verification(config)
-    config.parallel_config.pipeline_parallel_size = 2
-    config.scheduler_config.async_scheduling = True
-    with pytest.raises(ValueError, match="draft_model into stages .* --pipeline-parallel-size out"):
-        check_verification(config)
 
 
 ADAPTIVE = {"drafting": {"adaptive": True}}
@@ -316,10 +310,3 @@ def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: 
     config.scheduler_config.scheduler_cls = None
     check_draft(config)
     assert spec.num_speculative_tokens_per_batch_size == theirs
-
-
-def test_two_servers_do_not_record_to_one_folder(tmp_path: Path) -> None:
-    held = Ring(tmp_path / "recording", "engine0", 1).lock()
-    with pytest.raises(ValueError, match=r"record\.folder=.* is recorded to by another server"):
-        check_draft(recording(tmp_path / "recording"))
-    os.close(held)

@@ -15,10 +15,10 @@ def parsed(section: Any) -> DraftSettings:
     return draft_settings(config)
 
 
-def test_nothing_is_one_pass() -> None:
-    for additional in ({}, {"diffusion": {}}, None):
-        config: Any = SimpleNamespace(additional_config=additional)
-        assert draft_settings(config) == DraftSettings(steps=1, window=None)
+@pytest.mark.parametrize("additional", [{}, {"diffusion": {}}, None])
+def test_nothing_is_one_pass(additional: Any) -> None:
+    config: Any = SimpleNamespace(additional_config=additional)
+    assert draft_settings(config) == parsed({}) == DraftSettings(steps=1, window=None)
     assert parsed({}).unmask_counts(7) == (7,)
 
 
@@ -62,11 +62,3 @@ def test_settings_are_read() -> None:
 def test_what_is_not_understood_is_refused(section: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^--additional-config .*{message}"):
         parsed(section)
-
-
-def test_more_passes_than_positions_are_refused() -> None:
-    """Known when the block is: the message names the option and the setting."""
-    with pytest.raises(
-        ValueError, match=r"^--additional-config .*drafting.*steps=8 .*set steps to"
-    ):
-        parsed({"steps": 8}).unmask_counts(7)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_diffusion.drafting.recording import (
@@ -33,6 +33,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recording")
     folder.chmod(0o700)
     return folder
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Ring:
+    return Ring(tmp_path / "recording", "engine0", 2**20)
 
 
 def recorded(path: Path) -> list[tuple[list[int], list[int]]]:
@@ -97,6 +102,8 @@ def test_ring_is_bounded(
 
 
 @given(prompt=IDS, output=ANSWERS)
+# As long as long answers are.
+@example(prompt=list(range(10_000)), output=list(range(4096)))
 def test_reads_what_it_was_given(
     prompt: list[int], output: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -110,26 +117,17 @@ def test_reads_what_it_was_given(
     assert found.time > 1e9
 
 
-def test_only_the_owner_reads(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "recording"
+def test_only_the_owner_reads(ring: Ring) -> None:
     old = os.umask(0)
     try:
-        recorder = Recorder(Ring(folder, "engine0", 2**20), pytest.fail)
+        recorder = Recorder(ring, pytest.fail)
         recorder.add([1], [2])
         recorder.close()
     finally:
         os.umask(old)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    files = [path for path in folder.iterdir() if path.is_file()]
+    assert ring.folder.stat().st_mode & 0o777 == 0o700
+    files = [path for path in ring.folder.iterdir() if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-
-
-def test_long_ids_are_written_whole(tmp_path: Path) -> None:
-    """More than what is made text at once."""
-    recorder = Recorder(Ring(tmp_path / "r", "engine0", 2**20), pytest.fail)
-    recorder.add(range(10_000), range(4096))
-    recorder.close()
-    assert recorded(tmp_path / "r") == [(list(range(10_000)), list(range(4096)))]
 
 
 def test_engines_beside_each_other(tmp_path: Path) -> None:
@@ -143,8 +141,7 @@ def test_engines_beside_each_other(tmp_path: Path) -> None:
         recorder.close()
 
 
-def test_a_second_server_is_refused(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "r", "engine0", 2**20)
+def test_a_second_server_is_refused(ring: Ring) -> None:
     recorder = Recorder(ring, pytest.fail)
     with pytest.raises(ValueError, match="recorded to by another server; give each its own"):
         Recorder(ring, pytest.fail)
@@ -154,35 +151,36 @@ def test_a_second_server_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_open_folder_is_refused(mode: int, tmp_path: Path) -> None:
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r").chmod(mode)
+def test_open_folder_is_refused(mode: int, ring: Ring) -> None:
+    ring.folder.mkdir()
+    ring.folder.chmod(mode)
     with pytest.raises(ValueError, match=rf"\(mode {mode:o}\).* chmod 700 it"):
-        Ring(tmp_path / "r", "engine0", 2**20).lock()
+        ring.lock()
 
 
-def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_refused(
+    ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Closed to others or not: its owner could read what is recorded. So with a file in it, and links."""
-    ring = Ring(tmp_path / "r", "engine0", 2**20)
+
+    def assert_refused(message: str, refused: Ring = ring) -> None:
+        with pytest.raises(ValueError, match=message):
+            refused.lock()
+
     os.close(ring.lock())
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(ValueError, match=f"belongs to user {os.getuid()}, .* name a folder of"):
-            ring.lock()
-    (tmp_path / "link").symlink_to("r")
-    with pytest.raises(ValueError, match="is a link; name the folder that it leads to"):
-        Ring(tmp_path / "link", "engine0", 2**20).lock()
+        assert_refused(f"belongs to user {os.getuid()}, .* name a folder of")
+    (tmp_path / "link").symlink_to(ring.folder)
+    link = Ring(tmp_path / "link", "engine0", 2**20)
+    assert_refused("is a link; name the folder that it leads to", link)
     ring.append([line([1], [2])])
     (file,) = ring.folder.glob("*.jsonl")
     file.chmod(0o644)
-    with pytest.raises(
-        ValueError, match=r"engine0-00000000.jsonl is open to other users \(mode 644"
-    ):
-        ring.lock()
+    assert_refused(r"engine0-00000000.jsonl is open to other users \(mode 644")
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="engine0-00000000.jsonl is a link"):
-        ring.lock()
+    assert_refused("engine0-00000000.jsonl is a link")
     before = (tmp_path / "elsewhere").read_bytes()
     with pytest.raises(OSError, match="engine0-00000000.jsonl is a link"):
         ring.append([line([3], [4])])
@@ -196,10 +194,10 @@ def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
             Ring(folder, "engine0", 2**20).lock()
 
 
-def test_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_once(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever adds notices nothing, and recording goes on when there is room."""
     warnings: list[str] = []
-    recorder = Recorder(Ring(tmp_path / "r", "engine0", 2**20), warnings.append)
+    recorder = Recorder(ring, warnings.append)
     write = os.write
 
     def full(handle: int, content: bytes) -> int:
@@ -215,26 +213,25 @@ def test_full_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     recorder.add([3], [4])
     recorder.close()
     (warning,) = warnings
-    assert str(tmp_path / "r") in warning
+    assert str(ring.folder) in warning
     assert "No space left on device" in warning
-    assert recorded(tmp_path / "r") == [([3], [4])]
-    assert read_recording(tmp_path / "r").num_damaged >= 1
+    assert recorded(ring.folder) == [([3], [4])]
+    assert read_recording(ring.folder).num_damaged >= 1
 
 
-def test_slow_disk_loses_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_loses_and_never_waits(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    recorder = Recorder(Ring(tmp_path / "r", "engine0", 2**20), warnings.append)
+    recorder = Recorder(ring, warnings.append)
     monkeypatch.setattr("vllm_diffusion.drafting.recording._MAX_PENDING_TOKENS", 10)
     recorder.add(range(9), range(9))
     recorder.add([1], [2])
     recorder.close()
     (warning,) = warnings
     assert "slower than the traffic" in warning
-    assert recorded(tmp_path / "r") == [([1], [2])]
+    assert recorded(ring.folder) == [([1], [2])]
 
 
-def test_clearing_under_a_writer(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "r", "engine0", 2**20)
+def test_clearing_under_a_writer(ring: Ring) -> None:
     recorder = Recorder(ring, pytest.fail)
     ring.append([line([1], [2])])
     assert clear_recording(ring.folder) == 1
@@ -293,21 +290,11 @@ def test_held_out_by_the_prompt(tmp_path: Path) -> None:
     assert 0.07 < sum(marks) / len(marks) < 0.13
 
 
-@pytest.mark.parametrize(
-    ("extra", "wanted"),
-    [
-        (None, True),
-        ({}, True),
-        ({"record": 1}, True),
-        ({"record": True}, True),
-        ({"record": "true"}, True),
-        ({"record": False}, False),
-        ({"record": 0}, False),
-        ({"record": "false"}, False),
-        ({"record": "no"}, False),
-        ({"record": None}, False),
-        ({"record": [1]}, False),
-    ],
-)
-def test_what_a_request_says(extra: dict[str, object] | None, wanted: bool) -> None:
-    assert wants_recording(extra) is wanted
+@pytest.mark.parametrize("extra", [None, {}, *({"record": yes} for yes in (1, True, "true"))])
+def test_requests_are_recorded(extra: dict[str, object] | None) -> None:
+    assert wants_recording(extra) is True
+
+
+@pytest.mark.parametrize("no", [False, 0, "false", "no", None, [1]])
+def test_requests_that_say_no_are_not(no: object) -> None:
+    assert wants_recording({"record": no}) is False

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
+from tests.support.drafts import greedy_tokens
 from vllm_diffusion.drafting.layers import context_rows
 from vllm_diffusion.drafting.reference import (
     Context,
     ReferenceDraft,
+    decoding,
     draft_config,
     load_draft,
     probabilities,
@@ -77,21 +79,28 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCAB - 1, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_block_is_qwen3(window: int | None) -> None:
-    """Without a context, and causal, a draft is transformers' Qwen3 with the same tensors."""
+def causal_pair(
+    num_layers: int, window: int | None, block_size: int
+) -> tuple[ReferenceDraft, Qwen3Model]:
+    """A causal draft, and transformers' Qwen3 of the same configuration."""
     kind = "full_attention" if window is None else "sliding_attention"
     config = Qwen3Config(
-        **SIZES | {"num_hidden_layers": 2},
+        **SIZES | {"num_hidden_layers": num_layers},
         head_dim=16,
-        layer_types=[kind] * 2,
+        layer_types=[kind] * num_layers,
         sliding_window=window,
         use_sliding_window=window is not None,
         is_causal=True,
-        block_size=12,
+        block_size=block_size,
         dflash_config={"mask_token_id": MASK, "target_layer_ids": [1]},
     )
-    draft, oracle = ReferenceDraft(config), Qwen3Model(config)
+    return ReferenceDraft(config), Qwen3Model(config)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_block_is_qwen3(window: int | None) -> None:
+    """Without a context, and causal, a draft is transformers' Qwen3 with the same tensors."""
+    draft, oracle = causal_pair(2, window, 12)
     loud(draft, 3)
     missing, unexpected = oracle.load_state_dict(draft.state_dict(), strict=False)
     assert missing == ["embed_tokens.weight"]
@@ -107,18 +116,7 @@ def test_block_is_qwen3(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 4])
 def test_context_is_qwen3(window: int | None) -> None:
     """One causal layer whose features are the embeddings reads a context as Qwen3 reads a prefix."""
-    kind = "full_attention" if window is None else "sliding_attention"
-    config = Qwen3Config(
-        **SIZES | {"num_hidden_layers": 1},
-        head_dim=16,
-        layer_types=[kind],
-        sliding_window=window,
-        use_sliding_window=window is not None,
-        is_causal=True,
-        block_size=BLOCK,
-        dflash_config={"mask_token_id": MASK, "target_layer_ids": [1]},
-    )
-    draft, oracle = ReferenceDraft(config), Qwen3Model(config)
+    draft, oracle = causal_pair(1, window, BLOCK)
     loud(draft, 4)
     with torch.no_grad():
         draft.fc.weight.copy_(torch.eye(32))
@@ -260,10 +258,7 @@ def test_spec_generate_greedy(target, steps: int, schedule: str, order: str) -> 
         found = spec_generate(
             target, draft, prompt, 30, steps=steps, schedule=schedule, order=order
         )
-        plain = target.generate(
-            prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert found.tokens == plain[0, length:].tolist()
+        assert found.tokens == greedy_tokens(target, prompt[0].tolist(), 30)
         assert sum(found.accepted) + len(found.accepted) >= 29
 
 
@@ -295,43 +290,30 @@ def test_spec_generate_accepts_all(target) -> None:
     """A draft that is always right has its whole block kept, and the target's token after it."""
     config = draft_config(target.config, num_layers=2, block_size=BLOCK, mask_token_id=MASK)
     prompt = prompt_of(8)
-    plain = target.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)[
-        0
-    ].tolist()
+    said = prompt[0].tolist()
+    said += greedy_tokens(target, said, 60)
     # No draft may propose it.
-    assert MASK not in plain
-    draft = _Copyist(config, plain + [0] * BLOCK, target.lm_head)
+    assert MASK not in said
+    draft = _Copyist(config, said + [0] * BLOCK, target.lm_head)
     found = spec_generate(target, draft, prompt, 1 + 4 * BLOCK)
-    assert found.tokens == plain[8 : 9 + 4 * BLOCK]
+    assert found.tokens == said[8 : 9 + 4 * BLOCK]
     assert found.accepted == [BLOCK - 1] * 4
     assert found.tokens_per_verification == BLOCK
 
 
-def test_no_trace_of_rejected(target) -> None:
+def test_no_trace_of_rejected(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cropped caches are those of a fresh read, and a block's logits those of a pass without caches."""
     draft = make_draft(target)
     tokens = prompt_of(10)[0].tolist()
     seen = []
 
-    def watched(*args, **kwargs):
-        out = original(*args, **kwargs)
-        seen.append((args[0].clone(), out[1].clone()))
-        return out
-
-    from vllm_diffusion.drafting.reference import decoding
-
-    original = decoding.propose
-
-    def spy(context, target, anchor, **kwargs):
-        proposals, logits = original(context, target, anchor, **kwargs)
+    def watched(context, target, anchor, **kwargs):
+        proposals, logits = propose(context, target, anchor, **kwargs)
         seen.append((context.length, anchor, [kv[0].clone() for kv in context.keys_values], logits))
         return proposals, logits
 
-    decoding.propose = spy
-    try:
-        answer = spec_generate(target, draft, torch.tensor([tokens]), 25).tokens
-    finally:
-        decoding.propose = original
+    monkeypatch.setattr(decoding, "propose", watched)
+    answer = spec_generate(target, draft, torch.tensor([tokens]), 25).tokens
     assert len(seen) > 5
     sequence = tokens + answer
     for length, anchor, keys, logits in seen:

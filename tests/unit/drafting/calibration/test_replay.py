@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import Qwen3ForCausalLM
 
+from tests.support.drafts import features
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.replay import replay
 from vllm_diffusion.drafting.calibration.samples import Sample
-from vllm_diffusion.drafting.layers import context_rows
 from vllm_diffusion.drafting.reference import (
     ReferenceDraft,
     draft_config,
@@ -20,10 +22,8 @@ from vllm_diffusion.drafting.reference import (
 PROMPTS = ([2, 9, 33, 80, 81, 12], [2, 50, 60, 70])
 
 
-def sample_of(target: Qwen3ForCausalLM, draft: ReferenceDraft, tokens: list[int], start: int):
-    with torch.no_grad():
-        states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    rows = context_rows(states, draft.target_layer_ids)[0]
+def sample_of(target: Any, draft: ReferenceDraft, tokens: list[int], start: int) -> Sample:
+    rows = features(target, tokens, draft.target_layer_ids)
     return Sample(torch.tensor(tokens), rows.unflatten(1, (len(draft.target_layer_ids), -1)), start)
 
 

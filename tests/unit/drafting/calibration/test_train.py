@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.support.drafts import features
 from vllm_diffusion.drafting.calibration.picture import draw_training
 from vllm_diffusion.drafting.calibration.samples import (
     Sample,
@@ -53,6 +55,12 @@ def target() -> Qwen3ForCausalLM:
     return model
 
 
+@pytest.fixture(scope="module")
+def ends(target: Any) -> tuple[Any, Any]:
+    """Embedding and output head."""
+    return target.get_input_embeddings(), target.get_output_embeddings()
+
+
 def make_draft(target, seed: int = 1) -> ReferenceDraft:
     torch.manual_seed(seed)
     return ReferenceDraft(
@@ -66,19 +74,21 @@ def make_draft(target, seed: int = 1) -> ReferenceDraft:
     )
 
 
-@torch.no_grad()
 def samples(target, num: int, seed: int) -> list[Sample]:
     """A melody of a few notes, from anywhere in it: what follows is known from the last one."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(num):
-        first = int(torch.randint(6, (1,), generator=generator))
-        length = int(torch.randint(10, 20, (1,), generator=generator))
-        ids = torch.tensor([3, 17, 9, 12, 1, 20])[(first + torch.arange(length)) % 6]
-        states = target(ids[None], output_hidden_states=True).hidden_states
-        rows = torch.stack([states[i + 1][0] for i in LAYERS], 1)
-        found.append(Sample(ids, rows, answer_start=2))
-    return found
+    # Where each begins, and how long it is.
+    firsts = torch.randint(6, (num,), generator=generator)
+    lengths = torch.randint(10, 20, (num,), generator=generator)
+    notes = torch.tensor([3, 17, 9, 12, 1, 20])
+    longest = notes[(torch.arange(6)[:, None] + torch.arange(20)) % 6]
+    # [first, position, layer, hidden]
+    states = torch.stack([features(target, ids.tolist(), LAYERS) for ids in longest])
+    states = states.unflatten(-1, (len(LAYERS), -1))
+    return [
+        Sample(longest[first, :length], states[first, :length].clone(), answer_start=2)
+        for first, length in zip(firsts, lengths, strict=True)
+    ]
 
 
 @settings(deadline=None, max_examples=60)
@@ -125,7 +135,7 @@ def test_draw_blocks(data) -> None:
                 assert learnt == known
 
 
-def test_training_sees_what_drafting_sees(target) -> None:
+def test_training_sees_what_drafting_sees(target, ends) -> None:
     """A block's logits in a batch of many are those of one pass of the draft at its anchor."""
     draft = make_draft(target).eval()
     chosen = samples(target, 3, seed=5)
@@ -140,9 +150,8 @@ def test_training_sees_what_drafting_sees(target) -> None:
         revealed_share=0.0,
         generator=torch.Generator().manual_seed(0),
     )
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     with torch.no_grad():
-        logits = block_logits(draft, embed, head, batch, blocks)
+        logits = block_logits(draft, *ends, batch, blocks)
     compared = 0
     for b, sample in enumerate(chosen):
         for first in range(0, blocks.ids.shape[1], BLOCK):
@@ -158,20 +167,18 @@ def test_training_sees_what_drafting_sees(target) -> None:
     assert compared == 12
 
 
-def test_train(target) -> None:
+def test_train(target, ends) -> None:
     """From hardly any proposal to nearly all of them; what is frozen stays, and reports add up."""
     draft = make_draft(target)
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     before = {name: t.clone() for name, t in target.state_dict().items()}
     held_out = samples(target, 24, seed=100)
-    _, right = measure(draft.eval(), embed, head, held_out, anchors=6)
+    _, right = measure(draft.eval(), *ends, held_out, anchors=6)
     assert right.sum() < 1
     settings = TrainSettings(steps=70, batch_size=8, anchors=6, learning_rate=1e-2, report_every=30)
     told = []
     history = train(
         draft,
-        embed,
-        head,
+        *ends,
         samples(target, 560, seed=0),
         settings,
         held_out=held_out,
@@ -187,14 +194,13 @@ def test_train(target) -> None:
     assert all(torch.equal(t, before[name]) for name, t in target.state_dict().items())
 
 
-def test_train_again(target) -> None:
+def test_train_again(target, ends) -> None:
     """The same seeds give the same draft."""
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     settings = TrainSettings(steps=3, batch_size=4, anchors=4)
     trained = []
     for _ in range(2):
         trained.append(make_draft(target))
-        train(trained[-1], embed, head, samples(target, 12, seed=0), settings)
+        train(trained[-1], *ends, samples(target, 12, seed=0), settings)
     for a, b in zip(*(draft.state_dict().values() for draft in trained), strict=True):
         assert torch.equal(a, b)
 
@@ -214,15 +220,14 @@ def test_bad_settings(changes: dict, said: str) -> None:
         TrainSettings(**{"steps": 5} | changes)
 
 
-def test_bad_samples(target) -> None:
+def test_bad_samples(target, ends) -> None:
     """Too few, and ones that are not finite, end the training with a sentence."""
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     few = samples(target, 3, seed=0)
     with pytest.raises(ValueError, match="fewer samples than one batch of 4"):
-        train(make_draft(target), embed, head, few, TrainSettings(steps=2, batch_size=4))
+        train(make_draft(target), *ends, few, TrainSettings(steps=2, batch_size=4))
     few[0].hidden_states[3] = float("nan")
     with pytest.raises(ValueError, match="not a number after 1 steps"):
-        train(make_draft(target), embed, head, few, TrainSettings(steps=2, batch_size=3))
+        train(make_draft(target), *ends, few, TrainSettings(steps=2, batch_size=3))
 
 
 def test_read_sample(tmp_path: Path) -> None:
@@ -251,13 +256,12 @@ def test_read_sample(tmp_path: Path) -> None:
         sample_files(tmp_path / "nowhere")
 
 
-def test_draw_training(target) -> None:
+def test_draw_training(target, ends) -> None:
     """Well-formed, with a bar for each position; without held-out samples the loss alone."""
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     given = samples(target, 8, seed=0)
     settings = TrainSettings(steps=2, batch_size=4, report_every=1)
     for held_out, num_panels in ((given, 3), ((), 1)):
-        history = train(make_draft(target), embed, head, given, settings, held_out=held_out)
+        history = train(make_draft(target), *ends, given, settings, held_out=held_out)
         root = ElementTree.fromstring(draw_training(history))
         panels = root.findall("{http://www.w3.org/2000/svg}g")
         assert len(panels) == num_panels

@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -43,32 +44,39 @@ ROWS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A package ``datasets`` that has one row of each, and what it was asked."""
-    asked: dict[str, Any] = {}
-
-    def load_dataset(repository: str, configuration: str | None, *, split: str) -> Any:
-        (name,) = (n for n, known in HUB_DATA_SETS.items() if known.repository == repository)
-        asked[name] = configuration, split
-        return [ROWS[name][0]]
-
+def hub(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package ``datasets``; a test says what it loads."""
     fake = types.ModuleType("datasets")
-    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     monkeypatch.setattr(prompt_sets, "ask", lambda *_, **__: b"")
-    return asked
+    return fake
 
 
 @pytest.mark.parametrize("name", HUB_DATA_SETS)
-def test_hub(name: str, hub: dict[str, Any]) -> None:
+def test_hub(name: str, hub: Any) -> None:
     """Each row is a conversation with what it asks in it, under the data set's name."""
+    row, turns = ROWS[name]
+    hub.load_dataset = mock.Mock(return_value=[row])
     (prompt,) = read_prompts(name, 5)
     assert prompt.task == name
-    turns = ROWS[name][1]
     for (message,), text in zip(prompt.turns, turns, strict=True):
         assert message["role"] == "user"
         assert text in message["content"]
-    assert hub[name] == (HUB_DATA_SETS[name].configuration, HUB_DATA_SETS[name].split)
+    known = HUB_DATA_SETS[name]
+    hub.load_dataset.assert_called_once_with(
+        known.repository, known.configuration, split=known.split
+    )
+
+
+def test_no_hub(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, without the data set: one sentence with the remedy."""
+    hub.load_dataset = mock.Mock(side_effect=ConnectionError("no route\nat all"))
+    refused = r"openai/gsm8k cannot be loaded \(no route\)\. .* --data\."
+    with pytest.raises(UsageError, match=refused):
+        list(hub_prompts("gsm8k"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="pip install datasets, or give a file of JSON lines"):
+        list(hub_prompts("gsm8k"))
 
 
 def test_no_network(tmp_path: Path) -> None:
@@ -81,64 +89,33 @@ def test_no_network(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    assert ended.returncode == 2
-    assert ended.stdout == ""
+    assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.count("\n") == 1, ended.stderr
     assert "give a file of JSON lines" in ended.stderr
-
-
-def test_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package, without the data set: one sentence with the remedy."""
-    fake = types.ModuleType("datasets")
-
-    def load_dataset(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("no route\nat all")
-
-    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr(prompt_sets, "ask", lambda *_, **__: b"")
-    with pytest.raises(
-        UsageError, match=r"openai/gsm8k cannot be loaded \(no route\)\. .* --data\."
-    ):
-        list(hub_prompts("gsm8k"))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="pip install datasets, or give a file of JSON lines"):
-        list(hub_prompts("gsm8k"))
 
 
 TEXTS = st.text(min_size=1, max_size=20)
 
 
-@given(
-    st.lists(
-        st.one_of(
-            st.builds(lambda text: {"prompt": text}, TEXTS),
-            st.builds(
-                lambda ids: {"prompt": ids}, st.lists(st.integers(0, 99), min_size=1, max_size=5)
-            ),
-            st.builds(lambda turns: {"turns": turns}, st.lists(TEXTS, min_size=1, max_size=3)),
-            st.builds(
-                lambda text, task: {"messages": [{"role": "user", "content": text}], "task": task},
-                TEXTS,
-                TEXTS,
-            ),
-        ),
-        min_size=1,
-        max_size=10,
-    ),
-    st.integers(1, 12),
+MESSAGES = TEXTS.map(lambda text: [{"role": "user", "content": text}])
+ENTRIES = st.one_of(
+    st.fixed_dictionaries({"prompt": TEXTS | st.lists(st.integers(0, 99), min_size=1, max_size=5)}),
+    st.fixed_dictionaries({"turns": st.lists(TEXTS, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"messages": MESSAGES, "task": TEXTS}),
 )
-def test_file(entries: list[dict[str, Any]], num_prompts: int) -> None:
-    """Every line is a prompt of its task, and at most so many of each are drawn, the same each time."""
-    import tempfile
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "mine.jsonl"
-        path.write_text("\n".join(map(json.dumps, entries)) + "\n\n", encoding="utf-8")
-        found = read_prompts(str(path), num_prompts)
-        assert found == read_prompts(str(path), num_prompts)
-        everything = read_prompts(str(path), len(entries))
+
+@given(entries=st.lists(ENTRIES, min_size=1, max_size=10), num_prompts=st.integers(1, 12))
+def test_file(
+    entries: list[dict[str, Any]], num_prompts: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every line is a prompt of its task, and at most so many of each are drawn, the same each time."""
+    path = tmp_path_factory.getbasetemp() / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)) + "\n\n", encoding="utf-8")
+    found = read_prompts(str(path), num_prompts)
+    assert found == read_prompts(str(path), num_prompts)
     expected = [prompt_of(entry, "mine") for entry in entries]
+    everything = read_prompts(str(path), len(entries))
     assert sorted(map(repr, everything)) == sorted(map(repr, expected))
     for task in {prompt.task for prompt in expected}:
         theirs = [prompt for prompt in expected if prompt.task == task]

@@ -1,21 +1,34 @@
-"""The endpoint of a draft that another one replaces, over an engine that only notes what it is told."""
+"""The endpoint of a draft that another one replaces, over an engine that only notes what it is asked."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from tests.unit.drafting.test_accepted import PLACES, step
+from vllm_diffusion.drafting.swap import endpoint
 
 pytestmark = pytest.mark.engine
 
 OLD, NEW = "/drafts/old", "/drafts/new"
 GOOD, BAD = [5, 6, 7, 4, 6], [0, 1, 0, 0, 2]
+# Methods of vLLM's engine; an update is noted by what it brings.
+CALLS = {
+    "start_draft_weight_update": "start",
+    "finish_weight_update": "finish",
+    "init_weight_transfer_engine": "forget",
+    "pause_generation": "pause",
+    "resume_generation": "resume",
+}
+LOADED = ["start", NEW, "pause", "finish", "resume"]
+RESTORED = ["start", "restore", "pause", "finish", "resume"]
+KEPT = ["start", "drop", "finish"]
 
 
 class Engine:
@@ -24,17 +37,31 @@ class Engine:
     Attributes:
         calls: Names, with what an update brings.
         failing: A call that fails once.
+        paused: Whether the engine is.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failing = ""
         self.paused = False
-        self.logger_manager = SimpleNamespace(stat_loggers=[])
+        self.logger_manager: Any = SimpleNamespace(stat_loggers=[])
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(model=OLD),
             weight_transfer_config=SimpleNamespace(backend="safetensors"),
         )
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def update_weights(self, request: Any) -> None:
+        self._note(next(iter(request.update_info.values())))
+
+    def __getattr__(self, name: str) -> Any:
+        async def noted(request: Any = None, *, mode: str = "keep") -> None:
+            assert mode == "keep"
+            self._note(CALLS[name])
+
+        return noted
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -42,223 +69,168 @@ class Engine:
             self.failing = ""
             raise RuntimeError(f"{call} failed")
 
-    async def is_paused(self) -> bool:
-        return self.paused
 
-    async def start_draft_weight_update(self) -> None:
-        self._note("start")
+class Served:
+    """A server with the endpoint."""
 
-    async def update_weights(self, request: Any) -> None:
-        self._note(next(iter(request.update_info.values())))
+    def __init__(self, runner: asyncio.Runner, engine: Engine, api_server_count: int) -> None:
+        self.runner, self.engine = runner, engine
+        app, self.swaps = FastAPI(), endpoint.DraftSwaps()
+        self.swaps.attach_router(app)
+        options = SimpleNamespace(api_server_count=api_server_count)
+        runner.run(self.swaps.init_state(engine, app.state, options))
+        transport = httpx.ASGITransport(app=app)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
 
-    async def finish_weight_update(self) -> None:
-        self._note("finish")
+    def ask(self, method: str = "GET", body: Any = None) -> httpx.Response:
+        return self.runner.run(self.client.request(method, "/v1/draft", json=body))
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        self._note("forget")
+    def swap(self, **changes: Any) -> httpx.Response:
+        return self.ask("POST", {"model": NEW, "verifications": 50} | changes)
 
-    async def pause_generation(self, mode: str) -> None:
-        assert mode == "keep"
-        self._note("pause")
+    def status(self) -> Any:
+        return self.ask().json()
 
-    async def resume_generation(self) -> None:
-        self._note("resume")
+    def verify(self, accepted: list[int], times: int = 1) -> None:
+        """Steps, as vLLM reports them to its loggers."""
+        (logger,) = self.engine.logger_manager.stat_loggers
+        stats = SimpleNamespace(spec_decoding_stats=step(PLACES, accepted))
 
-    def verify(self, accepted: list[int]) -> None:
-        """A step, as vLLM tells its loggers of it."""
-        (logger,) = self.logger_manager.stat_loggers
-        logger.record(SimpleNamespace(spec_decoding_stats=step(PLACES, accepted)), None)
+        async def steps() -> None:
+            for _ in range(times):
+                logger.record(stats, None)
+
+        self.runner.run(steps())
+
+    def judged(self) -> Any:
+        while (status := self.status())["swap"]["state"] == "pending":
+            pass
+        return status
 
 
-Test = Callable[[Engine, httpx.AsyncClient], Awaitable[None]]
-
-
-def served(
-    test: Test, monkeypatch: pytest.MonkeyPatch, engine: Engine, api_server_count: int = 1
-) -> None:
-    from fastapi import FastAPI
-
-    from vllm_diffusion.drafting.swap import endpoint as draft_endpoint
-
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
     def check(folder: Any, vllm_config: Any) -> None:
         if str(folder) != NEW:
             raise ValueError(f"{folder} does not fit")
 
-    monkeypatch.setattr(draft_endpoint, "check_new_draft", check)
-    monkeypatch.setattr(draft_endpoint, "check_replaceable", lambda config: None)
-
-    async def run() -> None:
-        app, plugin = FastAPI(), draft_endpoint.DraftSwaps()
-        plugin.attach_router(app)
-        await plugin.init_state(
-            engine, app.state, SimpleNamespace(api_server_count=api_server_count)
-        )
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            await test(engine, client)
-
-    asyncio.run(run())
-
-
-async def swap(client: httpx.AsyncClient, **changes: Any) -> Any:
-    return await client.post("/v1/draft", json={"model": NEW, "verifications": 50, **changes})
-
-
-async def judged(client: httpx.AsyncClient) -> Any:
-    while True:
-        status = (await client.get("/v1/draft")).json()
-        if status["swap"]["state"] != "pending":
-            return status
-        await asyncio.sleep(0)
-
-
-LOADED = ["start", NEW, "pause", "finish", "resume"]
+    monkeypatch.setattr(endpoint, "check_new_draft", check)
+    monkeypatch.setattr(endpoint, "check_replaceable", lambda config: None)
+    with asyncio.Runner() as runner:
+        yield lambda engine=None, count=1: Served(runner, engine or Engine(), count)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "state", "rest"),
     [
-        (GOOD, BAD, "rolled back", ["start", "restore", "pause", "finish", "resume"]),
-        (BAD, GOOD, "kept", ["start", "drop", "finish"]),
-        (GOOD, GOOD, "kept", ["start", "drop", "finish"]),
-        ([], BAD, "kept", ["start", "drop", "finish"]),
+        (GOOD, BAD, "rolled back", RESTORED),
+        (BAD, GOOD, "kept", KEPT),
+        (GOOD, GOOD, "kept", KEPT),
+        ([], BAD, "kept", KEPT),
     ],
 )
 def test_judgement(
-    before: list[int],
-    after: list[int],
-    state: str,
-    rest: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    before: list[int], after: list[int], state: str, rest: list[str], serve: Any
 ) -> None:
     """After as many verifications as were asked for, by the latest of the old draft; a second may follow."""
-
-    async def test(engine: Engine, client: httpx.AsyncClient) -> None:
-        assert (await client.get("/v1/draft")).json() == {"model": OLD, "swap": None}
-        for _ in range(40):
-            # What is older than the latest is not looked at.
-            engine.verify(GOOD if before == BAD else BAD)
-        for _ in range(10 * bool(before)):
-            engine.verify(before)
-        if not before:
-            for one in engine.logger_manager.stat_loggers:
-                one._swaps._latest.clear()
-        status = (await swap(client)).json()
-        assert status["model"] == NEW
-        assert engine.calls == LOADED
-        assert status["swap"]["before"]["verifications"] == 5 * 10 * bool(before)
-        for _ in range(9):
-            engine.verify(after)
-        assert (await client.get("/v1/draft")).json()["swap"]["state"] == "pending"
-        assert (await swap(client)).status_code == 409
-        engine.verify(after)
-        status = await judged(client)
-        assert engine.calls == LOADED + rest
-        found = status["swap"]
-        assert found["state"] == state
-        assert status["model"] == (OLD if state == "rolled back" else NEW)
-        assert found["after"]["verifications"] == 50
-        if before:
-            # 10 times these five, of which so many are longer than each place.
-            for name, lengths in (("before", before), ("after", after)):
-                assert found[name]["accepted_by_position"] == [
-                    10 * sum(n > place for n in lengths) for place in range(PLACES)
-                ]
-                assert found[name]["tokens_per_verification"] == 1 + sum(lengths) / 5
-        else:
-            assert "nothing to compare with" in found["reason"]
-        # The next one is compared with what serves now.
-        engine.verify(GOOD)
-        status = (await swap(client, verifications=30)).json()
-        assert status["swap"]["replaced"] == (OLD if state == "rolled back" else NEW)
-        assert status["swap"]["before"]["verifications"] >= 30
-
-    served(test, monkeypatch, Engine())
+    server = serve()
+    assert server.status() == {"model": OLD, "swap": None}
+    if before:
+        # What is older than the latest is not looked at.
+        server.verify(GOOD if before == BAD else BAD, times=40)
+        server.verify(before, times=10)
+    status = server.swap().json()
+    assert status["model"] == NEW
+    assert server.engine.calls == LOADED
+    assert status["swap"]["before"]["verifications"] == 5 * 10 * bool(before)
+    server.verify(after, times=9)
+    assert server.status()["swap"]["state"] == "pending"
+    assert server.swap().status_code == 409
+    server.verify(after)
+    status = server.judged()
+    assert server.engine.calls == LOADED + rest
+    found = status["swap"]
+    assert found["state"] == state
+    assert status["model"] == (OLD if state == "rolled back" else NEW)
+    assert found["after"]["verifications"] == 50
+    if before:
+        # 10 times these five, of which so many are longer than each place.
+        for name, lengths in (("before", before), ("after", after)):
+            assert found[name]["accepted_by_position"] == [
+                10 * sum(n > place for n in lengths) for place in range(PLACES)
+            ]
+            assert found[name]["tokens_per_verification"] == 1 + sum(lengths) / 5
+    else:
+        assert "nothing to compare with" in found["reason"]
+    # The next one is compared with what serves now.
+    server.verify(GOOD)
+    status = server.swap(verifications=30).json()
+    assert status["swap"]["replaced"] == (OLD if state == "rolled back" else NEW)
+    assert status["swap"]["before"]["verifications"] >= 30
 
 
-def test_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_back(serve: Any) -> None:
     """Where nobody asks anything, nothing is judged: a way out."""
-
-    async def test(engine: Engine, client: httpx.AsyncClient) -> None:
-        assert (await client.delete("/v1/draft")).status_code == 409
-        await swap(client)
-        engine.calls.clear()
-        status = (await client.delete("/v1/draft")).json()
-        assert status["model"] == OLD
-        assert (status["swap"]["state"], status["swap"]["reason"]) == ("rolled back", "asked for")
-        assert engine.calls == ["start", "restore", "pause", "finish", "resume"]
-        assert (await client.delete("/v1/draft")).status_code == 409
-
-    served(test, monkeypatch, Engine())
+    server = serve()
+    assert server.ask("DELETE").status_code == 409
+    server.swap()
+    server.engine.calls.clear()
+    status = server.ask("DELETE").json()
+    assert status["model"] == OLD
+    assert (status["swap"]["state"], status["swap"]["reason"]) == ("rolled back", "asked for")
+    assert server.engine.calls == RESTORED
+    assert server.ask("DELETE").status_code == 409
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(serve: Any) -> None:
     """Before anything stands still, and with the field's name."""
-
-    async def test(engine: Engine, client: httpx.AsyncClient) -> None:
-        refused = await swap(client, model="/drafts/other")
-        assert refused.status_code == 400
-        assert "does not fit" in refused.text
-        for changes in ({"model": 3}, {"verifications": 29}, {"verifications": "50"}, {"draft": 1}):
-            refused = await swap(client, **changes)
-            assert refused.status_code == 422  # vLLM's handler makes it 400.
-            assert next(iter(changes)) in refused.text
-        assert engine.calls == []
-        engine.paused = True
-        assert (await swap(client)).status_code == 409
-        engine.paused = False
-        engine.failing = "start"
-        assert (await swap(client)).status_code == 409
-        engine.failing = NEW
-        assert (await swap(client)).status_code == 400
-        assert "pause" not in engine.calls
-        assert (await client.get("/v1/draft")).json() == {"model": OLD, "swap": None}
-
-    served(test, monkeypatch, Engine())
+    server = serve()
+    refused = server.swap(model="/drafts/other")
+    assert refused.status_code == 400
+    assert "does not fit" in refused.text
+    for changes in ({"model": 3}, {"verifications": 29}, {"verifications": "50"}, {"draft": 1}):
+        refused = server.swap(**changes)
+        assert refused.status_code == 422  # vLLM's handler makes it 400.
+        assert next(iter(changes)) in refused.text
+    assert server.engine.calls == []
+    server.engine.paused = True
+    assert server.swap().status_code == 409
+    server.engine.paused = False
+    for failing, status in (("start", 409), (NEW, 400)):
+        server.engine.failing = failing
+        assert server.swap().status_code == status
+    assert "pause" not in server.engine.calls
+    assert server.status() == {"model": OLD, "swap": None}
 
 
 @pytest.mark.parametrize("failing", ["pause", "finish"])
-def test_failed_load(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load(failing: str, serve: Any) -> None:
     """Ranks that had loaded it put the old one back, and the server goes on."""
-
-    async def test(engine: Engine, client: httpx.AsyncClient) -> None:
-        engine.failing = failing
-        assert (await swap(client)).status_code == 500
-        loaded = [call for call in LOADED if failing == "finish" or call != "finish"]
-        restored = ["start", "restore", "pause", "finish", "resume"]
-        assert engine.calls == [*loaded, "forget", "finish", *restored]
-        assert (await client.get("/v1/draft")).json() == {"model": OLD, "swap": None}
-        assert (await swap(client)).status_code == 200
-
-    served(test, monkeypatch, Engine())
+    server = serve()
+    server.engine.failing = failing
+    assert server.swap().status_code == 500
+    loaded = [call for call in LOADED if failing == "finish" or call != "finish"]
+    assert server.engine.calls == [*loaded, "forget", "finish", *RESTORED]
+    assert server.status() == {"model": OLD, "swap": None}
+    assert server.swap().status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("lacks", "count", "words"),
     [
-        ({"weight_transfer_config": None}, "--weight-transfer-config"),
-        ({"logger_manager": None}, "--disable-log-stats"),
-        ({"api_server_count": 2}, "--api-server-count"),
+        ("weight_transfer_config", 1, "--weight-transfer-config"),
+        ("logger_manager", 1, "--disable-log-stats"),
+        ("", 2, "--api-server-count"),
     ],
 )
-def test_servers_that_take_none(
-    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_take_none(lacks: str, count: int, words: str, serve: Any) -> None:
     """Each says which option to change."""
-
-    async def test(engine: Engine, client: httpx.AsyncClient) -> None:
-        for answer in (
-            await swap(client),
-            await client.get("/v1/draft"),
-            await client.delete("/v1/draft"),
-        ):
-            assert answer.status_code == 400
-            assert words in answer.text
-        assert engine.calls == []
-
     engine = Engine()
-    if "logger_manager" in changes:
-        engine.logger_manager = None
-    if "weight_transfer_config" in changes:
-        engine.vllm_config.weight_transfer_config = None
-    served(test, monkeypatch, engine, changes.get("api_server_count", 1))
+    for part in (engine, engine.vllm_config):
+        if lacks in vars(part):
+            setattr(part, lacks, None)
+    server = serve(engine, count)
+    for answer in (server.swap(), server.ask(), server.ask("DELETE")):
+        assert answer.status_code == 400
+        assert words in answer.text
+    assert engine.calls == []
