@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.families import model as tiny
-from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2
+from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.specs import masked_spec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 
@@ -109,7 +109,7 @@ def test_fused_encode_of_a_seeded_family(tmp_path: Path) -> None:
 )
 def test_what_llada2_2_needs(values: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     """Its experts of a block, and the tokens by which it edits."""
-    message = refusal(changed(llada2(version="2.2").save(tmp_path), **values))
+    message = refusal(changed(llada2_2().save(tmp_path), **values))
     for word in words:
         assert word in message
 
@@ -124,7 +124,7 @@ def test_what_llada2_2_needs(values: dict[str, Any], words: list[str], tmp_path:
 )
 def test_rules_of_llada2(version: str, rule: str, words: list[str], tmp_path: Path) -> None:
     """2.2's own, and no other's."""
-    folder = llada2(version=version).save(tmp_path)
+    folder = (llada2_2 if version == "2.2" else llada2)().save(tmp_path)
     message = refusal(folder, additional_config={"diffusion": {"rule": rule}})
     for word in words:
         assert word in message
@@ -132,7 +132,7 @@ def test_rules_of_llada2(version: str, rule: str, words: list[str], tmp_path: Pa
 
 def test_blocks_of_llada2_2(tmp_path: Path) -> None:
     """Experts are chosen by the checkpoint's blocks."""
-    folder = llada2(version="2.2").save(tmp_path)
+    folder = llada2_2().save(tmp_path)
     message = refusal(folder, diffusion_config={"canvas_length": 64})
     assert "canvas_length=64 must be 32" in message
 
@@ -141,7 +141,7 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     """Rule and published settings, whatever the folder is called."""
     from vllm.engine.arg_utils import EngineArgs
 
-    folder = llada2(version="2.2").save(tmp_path / "LLaDA2.1-renamed")
+    folder = llada2_2().save(tmp_path / "LLaDA2.1-renamed")
     arguments = EngineArgs(model=str(folder), max_model_len=256, enforce_eager=True)
     spec = arguments.create_engine_config().model_config.canvas_spec
     assert isinstance(spec.rule, Levenshtein)
@@ -485,7 +485,7 @@ def test_llada2_says_its_rule(
     """A line says which version's loop runs, and how to have the other; 2.2's is a warning."""
     version = "2.2" if "2.2" in name else "2.0"
     settings = {} if rule is None else {"additional_config": {"diffusion": {"rule": rule}}}
-    configured(llada2(version=version).save(tmp_path / name), **settings)
+    configured((llada2_2 if version == "2.2" else llada2)().save(tmp_path / name), **settings)
     (record,) = [each for each in start_log.records if each.message.startswith("rule=")]
     assert record.levelname == ("WARNING" if version == "2.2" else "INFO")
     for word in words:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.families import llada2, run
-from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID
-from tests.support.families.llada2_model import llada2 as llada2_model
+from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2_2
 from tests.support.families.model import MASK_ID, prompt_of, scripted
 from tests.support.families.scripts import DELETE, END, MASK, SPLIT, blocks, row
 
@@ -222,7 +221,7 @@ class TestLLaDA22:
 
     def test_random_weights(self):
         """Whatever a model says, blocks end, without masks and without edit ids."""
-        tiny = run.suppress(llada2_model(version="2.2"), [MASK_ID])
+        tiny = run.suppress(llada2_2(), [MASK_ID])
         result = llada2.generate_2_2(
             tiny,
             prompt_of(5),
