@@ -48,6 +48,20 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
         return answer
 
 
+def tokens_of_batch(
+    checkpoint: Path, requests: list[dict[str, Any]], **options: Any
+) -> list[list[int]]:
+    """What one batch of requests is answered by an engine in a process of its own."""
+    engine = {
+        "model": str(checkpoint),
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 1024**2,
+        **options,
+    }
+    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
+    return [answer["tokens"] for answer in answers]
+
+
 def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
     """``params`` as they were before JSON made text of a bias's token ids, and a constraint plain."""
     from vllm.sampling_params import StructuredOutputsParams

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import LINEAR, adapt, rename
 from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
-from tests.support.families.llada2_model import MLP
+from tests.support.families.llada2_model import SeparateExperts
 from tests.support.families.model import prompt_of
-from tests.support.generate import run_engine
+from tests.support.generate import tokens_of_batch
 
 pytestmark = pytest.mark.engine
 
@@ -33,36 +33,19 @@ TARGETS: dict[str, Any] = {
 ROUTERS = dict.fromkeys(("sdar-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"])
 
 
-class SeparateExperts(nn.ModuleList):
-    """SDAR-MoE's experts as they are published, a module each; ``transformers`` has them as one."""
-
-    def __init__(self, experts: Any) -> None:
-        super().__init__()
-        for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
-            expert = MLP(experts.hidden_dim, experts.intermediate_dim)
-            gate, up = both.chunk(2)
-            for module, weight in (
-                (expert.gate_proj, gate),
-                (expert.up_proj, up),
-                (expert.down_proj, down),
-            ):
-                module.weight.data = weight.data
-            self.append(expert)
-
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """[T, hidden_size] of the same, and [T, top_k] experts and weights."""
-        routed = torch.zeros_like(x)
-        for i, expert in enumerate(self):
-            rows, place = (chosen == i).nonzero(as_tuple=True)
-            routed[rows] += weights[rows, place, None] * expert(x[rows])
-        return routed
-
-
 def separate_experts(body: nn.Module) -> None:
-    """Give PEFT a module for each expert, in place."""
+    """Give PEFT a module for each of SDAR-MoE's experts, in place."""
     for module in list(body.modules()):
         if isinstance(module, Qwen3MoeSparseMoeBlock):
-            module.experts = SeparateExperts(module.experts)
+            fused = module.experts
+            module.experts = SeparateExperts(
+                Glm4MoeMLP(body.config, fused.intermediate_dim) for _ in fused.down_proj
+            )
+            for expert, both, down in zip(
+                module.experts, fused.gate_up_proj, fused.down_proj, strict=True
+            ):
+                expert.gate_proj.weight.data, expert.up_proj.weight.data = both.data.chunk(2)
+                expert.down_proj.weight.data = down.data
             # By the name of the type that transformers knows PEFT would take the experts for one.
             body.config.model_type = "sdar_moe"
 
@@ -152,20 +135,11 @@ def test_stages(name: str, num_stages: int, is_async: bool, tmp_path: Path) -> N
     adapted = Adapted(name, tmp_path)
     requests = []
     for i, prompt, one in adapted.work:
-        params = {key: getattr(one, key) for key in ("max_tokens", "temperature", "seed")}
-        params |= {"ignore_eos": True, "extra_args": one.extra_args()}
-        requests.append({"prompt": prompt, "params": params})
+        requests.append({"prompt": prompt, "params": one.plain()})
         if i:
             requests[-1]["adapter"] = (str(i), i, str(adapted.adapters[i]))
-    engine = adapted.options | {
-        "model": str(adapted.checkpoint),
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 * 1024**2,
-        "pipeline_parallel_size": num_stages,
-        "async_scheduling": is_async,
-    }
-    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
-    adapted.check([answer["tokens"] for answer in answers])
+    layout = {"pipeline_parallel_size": num_stages, "async_scheduling": is_async}
+    adapted.check(tokens_of_batch(adapted.checkpoint, requests, **adapted.options, **layout))
 
 
 @pytest.mark.slow
@@ -191,21 +165,13 @@ def test_drafts(layout: dict[str, Any], tmp_path: Path) -> None:
     params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     plain = [{"prompt": prompt_of(length, seed=length), "params": params} for length in (5, 33, 70)]
     adapter = ("adapter", 1, str(tmp_path / "adapter"))
-    found = {}
-    for rule, own in (("linear_spec", layout), ("autoregressive", {})):
-        engine = {
-            "model": str(checkpoint),
-            "max_model_len": 256,
-            "max_num_seqs": 4,
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 64 * 1024**2,
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "additional_config": {"diffusion": {"rule": rule}},
-            **own,
-        }
-        batches = [plain, [request | {"adapter": adapter} for request in plain]]
-        answers = run_engine({"engine": engine, "batches": batches})["batches"]
-        found[rule] = [[answer["tokens"] for answer in batch] for batch in answers]
-    assert found["linear_spec"] == found["autoregressive"]
-    assert found["linear_spec"][0] != found["linear_spec"][1]
+    options = {"max_model_len": 256, "max_num_seqs": 4, "enable_lora": True, "max_lora_rank": 8}
+    requests = plain + [request | {"adapter": adapter} for request in plain]
+    drafted, alone = (
+        tokens_of_batch(
+            checkpoint, requests, **options, **own, additional_config={"diffusion": {"rule": rule}}
+        )
+        for rule, own in (("linear_spec", layout), ("autoregressive", {}))
+    )
+    assert drafted == alone
+    assert drafted[: len(plain)] != drafted[len(plain) :]

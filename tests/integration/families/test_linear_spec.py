@@ -1,7 +1,12 @@
-"""Nemotron-Labs-Diffusion's ``linear_spec``: the tokens of its autoregressive loop, several at a time."""
+"""Nemotron-Labs-Diffusion's ``autoregressive``, an ordinary causal model, and ``linear_spec``.
+
+The second gives the tokens of the first, several at a time.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,25 +17,25 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 
 from tests.support.engine import TracedEngine
 from tests.support.families import nemotron
 from tests.support.families import run as loops
+from tests.support.families.law import check_law, outcomes
 from tests.support.families.model import MASK_ID, Nemotron, prompt_of
 from tests.support.families.model import nemotron as tiny_nemotron
 from tests.support.families.run import Run
 from tests.support.frames import EVERY_FIELD, Watched
-from tests.support.generate import run_engine
+from tests.support.generate import tokens_of_batch
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
 BLOCK, MAX_MODEL_LEN = 8, 256
-RULE: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "linear_spec"}}}
+DRAFTING, CAUSAL = "linear_spec", "autoregressive"
 # Chunks of 80 tokens, and a cache that holds one request of the longest, or two others.
-OPTIONS: dict[str, Any] = RULE | {
+OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 80,
@@ -138,18 +143,31 @@ def model() -> Nemotron:
     return agreeing_model()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["synchronous", "asynchronous"],
-)
+def ruled(rule: str, **options: Any) -> dict[str, Any]:
+    """Options of an engine with this rule."""
+    return OPTIONS | {"additional_config": {"diffusion": {"rule": rule}}} | options
+
+
+# Each with the scheduler's order.
+DRAFTS = [(DRAFTING, False), pytest.param((DRAFTING, True), marks=pytest.mark.slow)]
+drafts = pytest.mark.parametrize("engine", DRAFTS, indirect=True, ids=str)
+causal = pytest.mark.parametrize("engine", [(CAUSAL, False)], indirect=True, ids=str)
+
+
+@pytest.fixture(scope="module", params=[*DRAFTS, (CAUSAL, False)], ids=str)
 def engine(
     request: pytest.FixtureRequest, model: Nemotron, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedEngine]:
-    folder = model.save(tmp_path_factory.mktemp("linear_spec"))
-    served = TracedEngine(folder, async_scheduling=request.param, **OPTIONS)
+    rule, is_async = request.param
+    folder = model.save(tmp_path_factory.mktemp(rule))
+    served = TracedEngine(folder, **ruled(rule, async_scheduling=is_async))
     yield served
     served.close()
+
+
+def temperature_of(engine: TracedEngine, temperature: float) -> float:
+    """0 for the autoregressive mode, whose draws are vLLM's and not the loop's."""
+    return temperature * engine.llm.llm_engine.model_config.is_diffusion
 
 
 def generate(engine: TracedEngine, prompts: list[list[int]], wanted: list[Any]) -> list[Any]:
@@ -170,9 +188,9 @@ def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
     prompts = [prompt_of(length, seed=length) for length in lengths]
     kinds = [
         {"temperature": 0.0},
-        {"temperature": 0.8},
+        {"temperature": temperature_of(engine, 0.8)},
         {"temperature": 0.0},
-        {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
+        {"temperature": temperature_of(engine, 1.2), "top_k": 20, "top_p": 0.9},
     ]
     wanted = [params(seed=i, max_tokens=40, **kinds[i % 4]) for i in range(len(lengths))]
     engine.preempted.clear()
@@ -183,12 +201,14 @@ def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
     ]
     assert engine.preempted
     counts = Counter(found)
-    # Whole drafts, parts of them, and none of one.
-    assert counts[1] > 0
-    assert counts[BLOCK] > 0
-    assert len(counts) > 2
+    if temperature_of(engine, 1.0):
+        # Whole drafts, parts of them, and none of one.
+        assert counts[1] > 0
+        assert counts[BLOCK] > 0
+        assert len(counts) > 2
 
 
+@drafts
 def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
     """Each draft is kept as far as the loop keeps its own, with the LoRA in the draft and nowhere else."""
     differs = 0
@@ -210,6 +230,7 @@ def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
     assert differs
 
 
+@drafts
 def test_narrow_drafts(engine: TracedEngine, model: Nemotron) -> None:
     """A request may have shorter ones, which change no token."""
     prompt = prompt_of(20, seed=1)
@@ -231,6 +252,7 @@ def test_end_of_the_model_length(engine: TracedEngine, model: Nemotron) -> None:
     ]
 
 
+@drafts
 def test_end_tokens(engine: TracedEngine, model: Nemotron) -> None:
     """One ends the answer where the loop ends it, within a draft that is accepted too."""
     prompt = prompt_of(33, seed=8)
@@ -242,6 +264,7 @@ def test_end_tokens(engine: TracedEngine, model: Nemotron) -> None:
         assert completion.finish_reason == "stop"
 
 
+@drafts
 def test_min_tokens_and_biases(engine: TracedEngine, model: Nemotron) -> None:
     """No end before it, and none forbidden at it; a bias reaches every row."""
     prompt = prompt_of(33, seed=10)
@@ -265,6 +288,7 @@ def test_min_tokens_and_biases(engine: TracedEngine, model: Nemotron) -> None:
     assert min(lengths) == 8
 
 
+@drafts
 def test_log_probabilities(engine: TracedEngine, model: Nemotron) -> None:
     """Of the causal row that drew a token, at temperature 1, whatever the draft and the temperature."""
     prompts = [prompt_of(length, seed=length) for length in (5, 90)]
@@ -282,6 +306,7 @@ def test_log_probabilities(engine: TracedEngine, model: Nemotron) -> None:
                 assert reported[token_id].logprob == pytest.approx(float(row[token_id]), abs=2e-4)
 
 
+@drafts
 def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
     """Each is one frame, and as much of it as is emitted begins it; the rest is not answered."""
     prompt = prompt_of(20, seed=6)
@@ -305,7 +330,8 @@ def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
 
 def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
     """What a later prompt finds are keys and values of accepted tokens."""
-    prompt, wanted = prompt_of(60, seed=41), params(temperature=0.8, seed=5, max_tokens=40)
+    prompt = prompt_of(60, seed=41)
+    wanted = params(temperature=temperature_of(engine, 0.8), seed=5, max_tokens=40)
     (first,) = generate(engine, [prompt], [wanted])
     answer = list(first.token_ids)
     assert answer == expected(model, prompt, wanted)
@@ -318,6 +344,7 @@ def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
         assert list(output.outputs[0].token_ids) == expected(model, one, wanted)
 
 
+@drafts
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
@@ -345,26 +372,53 @@ def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any
     assert field.startswith("diffusion") or 'rule "autoregressive"' in str(raised.value)
 
 
+@causal
+def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> None:
+    """Penalties between one token and the next, prompt log-probabilities, grammars: vLLM's own."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    prompt = prompt_of(20, seed=3)
+    penalty, said = 2.0, [0] * 320
+
+    def penalised(ids: Tensor, visible: Tensor, **_: Any) -> Tensor:
+        return model(ids, visible) - penalty * torch.tensor(said)
+
+    tokens = list(prompt)
+    for _ in range(20):
+        ids = torch.tensor(tokens)
+        tokens.append(int(penalised(ids, loops.causal(len(ids)))[-1].argmax()))
+        said[tokens[-1]] += 1
+    (found,) = generate(engine, [prompt], [params(frequency_penalty=penalty, max_tokens=20)])
+    assert list(found.token_ids) == tokens[len(prompt) :]
+
+    wanted = params(prompt_logprobs=1, max_tokens=1)
+    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
+    exact = model(torch.tensor(prompt), loops.causal(len(prompt))).log_softmax(-1)
+    for i, reported in enumerate(output.prompt_logprobs[1:]):
+        token = prompt[i + 1]
+        assert reported[token].logprob == pytest.approx(float(exact[i, token]), abs=2e-4)
+
+    grammar = StructuredOutputsParams(regex=r"[a-f]{3,9} [0-9]{2}")
+    wanted = params(structured_outputs=grammar, ignore_eos=False)
+    (found,) = generate(engine, [prompt], [wanted])
+    text = engine.llm.get_tokenizer().decode(found.token_ids, skip_special_tokens=True)
+    assert re.fullmatch(r"[a-f]{3,9} [0-9]{2}", text)
+
+
+@drafts
 @pytest.mark.slow
 def test_law(engine: TracedEngine, model: Nemotron) -> None:
     """At temperature above 0 three tokens follow the law of the autoregressive loop."""
     top_k, temperature, num_requests = 2, 1.3, 800
     prompt = prompt_of(6)
 
-    def law(known: list[int]) -> Tensor:
-        ids = torch.tensor(known)
+    def law(said: list[int]) -> Tensor:
+        ids = torch.tensor([*prompt, *said])
         logits = model(ids, loops.causal(len(ids)))[-1:] / temperature
         return loops.filtered(logits, top_k, 1.0)[0].double().softmax(-1)
 
-    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        outcomes = {
-            (*said, token): p * float(share)
-            for said, p in outcomes.items()
-            for token, share in enumerate(law([*prompt, *said]))
-            if share > 0
-        }
-    assert len(outcomes) == top_k**3
+    lawful = outcomes(law, 3)
+    assert len(lawful) == top_k**3
     wanted = [
         params(max_tokens=3, temperature=temperature, top_k=top_k, seed=i)
         for i in range(num_requests)
@@ -372,15 +426,13 @@ def test_law(engine: TracedEngine, model: Nemotron) -> None:
     with counting(engine) as found:
         completions = generate(engine, [prompt] * num_requests, wanted)
     assert max(found) > 1
-    counts = Counter(tuple(tokens) for tokens in tokens_of(completions))
-    assert counts.keys() <= outcomes.keys()
-    # One run in a thousand would fail with other seeds; these are fixed.
-    observed = [counts[outcome] for outcome in outcomes]
-    assert chisquare(observed, [p * num_requests for p in outcomes.values()]).pvalue > 1e-3
+    check_law(lawful, list(map(tuple, tokens_of(completions))))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_lora", [True, False], ids=["lora", "plain"])
+@pytest.mark.parametrize(
+    ("rule", "has_lora"), [(DRAFTING, True), (DRAFTING, False), (CAUSAL, True)]
+)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -391,33 +443,23 @@ def test_law(engine: TracedEngine, model: Nemotron) -> None:
     ids=["ranks", "stages", "stages-async"],
 )
 def test_two_processes(
-    layout: dict[str, Any], has_lora: bool, model: Nemotron, tmp_path: Path
+    layout: dict[str, Any], rule: str, has_lora: bool, model: Nemotron, tmp_path: Path
 ) -> None:
     """With half of the heads and of the LoRA's input each, or half of the layers and their LoRA."""
-    import shutil
-
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 64, 150)]
-    wanted = [params(seed=i, temperature=(i % 2) * 0.8, max_tokens=40) for i in range(4)]
+    names = ("max_tokens", "temperature", "seed", "ignore_eos")
+    hot = 0.8 * (rule == DRAFTING)
+    wanted = [params(seed=i, temperature=(i % 2) * hot, max_tokens=40) for i in range(4)]
     folder = model.save(tmp_path)
     if not has_lora:
         shutil.rmtree(folder / "linear_spec_lora")
-    options = {"kv_cache_memory_bytes": 64 * 1024**2, **layout}
-    batch = [
-        {
-            "prompt": prompt,
-            "params": {
-                "max_tokens": one.max_tokens,
-                "temperature": one.temperature,
-                "seed": one.seed,
-                "ignore_eos": True,
-            },
-        }
+    requests = [
+        {"prompt": prompt, "params": {name: getattr(one, name) for name in names}}
         for prompt, one in zip(prompts, wanted, strict=True)
     ]
-    job = {"engine": OPTIONS | options | {"model": str(folder), "enforce_eager": True}}
-    (answers,) = run_engine(job | {"batches": [batch]})["batches"]
-    for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
-        assert answer["tokens"] == expected(model, prompt, one)
+    assert tokens_of_batch(folder, requests, **ruled(rule, **layout)) == [
+        expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -428,7 +470,7 @@ def test_drafts_that_are_never_right(is_asynchronous: bool, tmp_path: Path) -> N
     lengths = (150, 1, 31, 32, 33, 64, 90, 100)
     prompts = [prompt_of(length, seed=length) for length in lengths]
     wanted = [params(seed=i, temperature=(i % 2) * 0.9) for i in range(len(lengths))]
-    served = TracedEngine(model.save(tmp_path), async_scheduling=is_asynchronous, **OPTIONS)
+    served = TracedEngine(model.save(tmp_path), **ruled(DRAFTING, async_scheduling=is_asynchronous))
     try:
         answers = tokens_of(generate(served, prompts, wanted))
     finally:

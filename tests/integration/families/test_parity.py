@@ -18,7 +18,7 @@ from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of
 from tests.support.families.run import Run, block_causal, suppress
 from tests.support.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
-from tests.support.generate import run_engine
+from tests.support.generate import tokens_of_batch
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
@@ -420,28 +420,11 @@ def check_layout(name: str, folder: Path, **layout: Any) -> None:
         for i, t in zip(range(4), (0.0, 0.7, 1.0, 0.0), strict=True)
     ]
     prompts = [prompt_of(length, seed=length) for length in lengths]
-    engine = {
-        "model": str(model.save(folder)),
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 * 1024**2,
-    }
-    batch = [
-        {
-            "prompt": prompt,
-            "params": {
-                "max_tokens": one.max_tokens,
-                "temperature": one.temperature,
-                "seed": one.seed,
-                "ignore_eos": True,
-                "extra_args": {
-                    "diffusion_reveal_threshold": one.threshold,
-                    "diffusion_strategy": one.strategy,
-                },
-            },
-        }
+    requests = [
+        {"prompt": prompt, "params": one.plain()}
         for prompt, one in zip(prompts, wanted, strict=True)
     ]
-    job = {"engine": engine | OPTIONS | case.options | layout, "batches": [batch]}
-    (answers,) = run_engine(job)["batches"]
+    options = OPTIONS | case.options | layout
+    answers = tokens_of_batch(model.save(folder), requests, **options)
     for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
-        assert answer["tokens"] == expected(case, model, prompt, one).tokens
+        assert answer == expected(case, model, prompt, one).tokens

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationStatus,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import adapt
 from tests.support.engine import StepRecord, TracedEngine
 from tests.support.families import model as tiny
-from tests.support.families.cases import Wanted
-from tests.support.families.llada2_model import llada2
+from tests.support.families.cases import CASES, Wanted
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
 from tests.support.quantized import example
@@ -24,31 +29,22 @@ from tests.support.quantized import example
 pytestmark = pytest.mark.engine
 
 FP8 = torch.float8_e4m3fn
-SCHEME: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "channel",
-                "symmetric": True,
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
+
+
+def settings_of(preset: str, file_format: str, ignore: list[str]) -> QuantizationConfig:
+    """compressed-tensors' own of a preset, of every linear layer but these modules."""
+    return QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        ignore=ignore,
+        format=file_format,
+    )
+
+
+def written(settings: QuantizationConfig) -> dict[str, Any]:
+    """As ``config.json`` has it."""
+    settings.quantization_status = QuantizationStatus.COMPRESSED
+    content: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
+    return content
 
 
 def quantized(folder: Path, ignore: list[str]) -> Path:
@@ -64,7 +60,7 @@ def quantized(folder: Path, ignore: list[str]) -> Path:
         tensors[name.removesuffix("weight") + "weight_scale"] = scale
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = SCHEME | {"ignore": ignore}
+    config["quantization_config"] = written(settings_of("FP8_DYNAMIC", "float-quantized", ignore))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -85,13 +81,6 @@ def emulate_fp8(model: TinyModel) -> None:
 
 def quantize_nvfp4(model: TinyModel, ignore: list[str]) -> dict[str, Any]:
     """Have compressed-tensors round weights and inputs to NVFP4, in place; the scheme it applied."""
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        QuantizationStatus,
-        apply_quantization_config,
-        preset_name_to_scheme,
-    )
-
     largest: dict[torch.nn.Module, torch.Tensor] = {}
 
     def observe(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -107,16 +96,10 @@ def quantize_nvfp4(model: TinyModel, ignore: list[str]) -> dict[str, Any]:
         model(torch.tensor(prompt_of(64, seed=100 + seed)), block_causal(64, model.block_length))
     for hook in hooks:
         hook.remove()
-    config = QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme("NVFP4", ["Linear"])},
-        ignore=ignore,
-        format="nvfp4-pack-quantized",
-    )
-    apply_quantization_config(model.body, config)
+    settings = settings_of("NVFP4", "nvfp4-pack-quantized", ignore)
+    apply_quantization_config(model.body, settings)
     example("quantization/quantize").set_scales(model.body, largest)
-    config.quantization_status = QuantizationStatus.COMPRESSED
-    scheme: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
-    return scheme
+    return written(settings)
 
 
 def save_compressed(model: TinyModel, scheme: dict[str, Any], folder: Path) -> Path:
@@ -161,65 +144,59 @@ def logits_behind(
 def ignored(name: str) -> list[str]:
     """Modules that stay as they are, in the checkpoint's names."""
     names = ["diffusion_head" if name == "nemotron" else "lm_head"]
-    if name == "llada2":
+    if name == "llada2.0":
         names += [f"model.layers.{layer}.mlp.gate" for layer in (1, 2)]
     return names
 
 
-FAMILIES = ["sdar", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nemotron", "llada2"))]
+FAMILIES = ["sdar", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nemotron", "llada2.0"))]
 MASK_LESS = torch.arange(tiny.VOCAB_SIZE) != tiny.MASK_ID
 # A rounding of another kind may choose another expert, in a few rows.
-ALLOWED = {"llada2": 0.25}
+ALLOWED = {"llada2.0": 0.25}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_fp8_dynamic(name: str, tmp_path: Path) -> None:
-    """The first step's logits are those of PyTorch with the same rounding, which is not none."""
-    model: TinyModel = llada2() if name == "llada2" else getattr(tiny, name)()
-    prompt = prompt_of(64)
-    step = first_step(quantized(model.save(tmp_path), ignored(name)), prompt)
-    exact = logits_behind(model, name, prompt, step.canvas.tolist())
-    emulate_fp8(model)
-    rounded = logits_behind(model, name, prompt, step.canvas.tolist())
-    check(name, step.logits[:, MASK_LESS], rounded, exact)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_nvfp4(name: str, tmp_path: Path) -> None:
-    """Weights and inputs in FP4: the logits are those of compressed-tensors' own forward."""
-    model: TinyModel = llada2() if name == "llada2" else getattr(tiny, name)()
-    plain = copy.deepcopy(model)
+def rounded(name: str, scheme: str, folder: Path) -> tuple[Path, TinyModel]:
+    """A family's checkpoint in a format, and PyTorch's model with the same rounding."""
+    model: TinyModel = CASES[name].make()
+    if scheme == "fp8":
+        checkpoint = quantized(model.save(folder), ignored(name))
+        emulate_fp8(model)
+        return checkpoint, model
     # The body has the names of transformers, the file those of the publisher.
-    scheme = quantize_nvfp4(model, ["lm_head", *ignored(name)[1:]])
-    scheme["ignore"] = ignored(name)
+    settings = quantize_nvfp4(model, ["lm_head", *ignored(name)[1:]])
+    return save_compressed(model, settings | {"ignore": ignored(name)}, folder), model
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits(name: str, scheme: str, tmp_path: Path) -> None:
+    """The engine's are far nearer to those of PyTorch with the same rounding than to exact ones.
+
+    FP8 with dynamic activations is emulated; of NVFP4 it is compressed-tensors' own forward.
+    """
+    checkpoint, model = rounded(name, scheme, tmp_path)
     prompt = prompt_of(64)
-    step = first_step(save_compressed(model, scheme, tmp_path), prompt)
-    rounded = logits_behind(model, name, prompt, step.canvas.tolist())
-    exact = logits_behind(plain, name, prompt, step.canvas.tolist())
-    check(name, step.logits[:, MASK_LESS], rounded, exact)
+    step = first_step(checkpoint, prompt)
+    ours, canvas = step.logits[:, MASK_LESS], step.canvas.tolist()
+    exact = logits_behind(CASES[name].make(), name, prompt, canvas)
+    distance = (ours - logits_behind(model, name, prompt, canvas)).abs().mean(dim=-1).median()
+    assert distance < ALLOWED.get(name, 0.02) * (ours - exact).abs().mean()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
-@pytest.mark.parametrize("name", ["sdar", "llada2"])
+@pytest.mark.parametrize("name", ["sdar", "llada2.0"])
 def test_adapter(name: str, scheme: str, tmp_path: Path) -> None:
     """On rounded weights: the logits are those of PEFT's model on them, and far from those without."""
-    model: TinyModel = llada2() if name == "llada2" else tiny.sdar()
-    if scheme == "fp8":
-        folder = quantized(model.save(tmp_path / "checkpoint"), ignored(name))
-        emulate_fp8(model)
-    else:
-        settings = quantize_nvfp4(model, ["lm_head", *ignored(name)[1:]])
-        settings["ignore"] = ignored(name)
-        folder = save_compressed(model, settings, tmp_path / "checkpoint")
+    checkpoint, model = rounded(name, scheme, tmp_path / "checkpoint")
     plain = copy.copy(model)
     plain.body = copy.deepcopy(model.body)
     # All but experts, which a CPU does not adapt where they are quantised.
     layers = r"(self_attn|attention|mlp|shared_experts)\.(\w+_proj|query_key_value|dense)"
     adapt(model.body, tmp_path / "adapter", target_modules=rf"model\.layers\.\d+\.(mlp\.)?{layers}")
     prompt = prompt_of(64)
-    step = first_step(folder, prompt, tmp_path / "adapter")
+    step = first_step(checkpoint, prompt, tmp_path / "adapter")
     canvas = step.canvas.tolist()
     adapted = logits_behind(model, name, prompt, canvas)
     without = logits_behind(plain, name, prompt, canvas)
@@ -227,9 +204,3 @@ def test_adapter(name: str, scheme: str, tmp_path: Path) -> None:
     print(f"\ndistance {distance:.3f}, of the adapter {(adapted - without).abs().mean():.3f}")
     # A part of it that is missing is a third, and a rounding that flips up to a twentieth.
     assert distance < 0.1 * (adapted - without).abs().mean()
-
-
-def check(name: str, ours: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor) -> None:
-    """The engine's logits are far nearer to the rounded ones than these are to the exact ones."""
-    distance = (ours - rounded).abs().mean(dim=-1).median()
-    assert distance < ALLOWED.get(name, 0.02) * (ours - exact).abs().mean()

@@ -2,6 +2,6 @@
 
 ``model`` and ``llada2_model`` hold random-weight models with each family's exact blocks; ``sdar``,
 ``nemotron``, ``llada2``, ``fast_dllm`` and ``stable_diffcoder`` the published generation loops;
-``published_tensors`` the tensors of the published checkpoints. Everything is float32 on the CPU, for
+``published_files`` what was found of the published checkpoints. Everything is float32 on the CPU, for
 one request, without a KV cache: whole sequences under a dense mask.
 """

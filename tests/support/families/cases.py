@@ -13,6 +13,7 @@ from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stabl
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID
 from tests.support.families.llada2_model import llada2 as tiny_llada2
+from tests.support.families.llada2_model import llada2_2 as tiny_llada2_2
 from tests.support.families.model import MASK_ID, TinyModel
 from tests.support.families.run import Run
 
@@ -53,18 +54,14 @@ class Wanted:
 
     def extra_args(self) -> dict[str, Any]:
         """What is not vLLM's, under the names of requests."""
-        extra: dict[str, Any] = {
+        named = {
             "diffusion_reveal_threshold": self.threshold,
             "diffusion_strategy": self.strategy,
+            "diffusion_max_steps": self.steps,
+            "diffusion_editing_threshold": self.editing_threshold,
+            "diffusion_max_post_steps": self.max_post_steps,
         }
-        for name, value in (
-            ("max_steps", self.steps),
-            ("editing_threshold", self.editing_threshold),
-            ("max_post_steps", self.max_post_steps),
-        ):
-            if value is not None:
-                extra[f"diffusion_{name}"] = value
-        return extra
+        return {name: value for name, value in named.items() if value is not None}
 
     def sampling_params(self, shown: Mapping[str, Any] | None = None, **changes: Any) -> Any:
         """vLLM's, which end at nothing but ``max_tokens``.
@@ -76,7 +73,11 @@ class Wanted:
         from vllm import SamplingParams
 
         extra = self.extra_args() | dict(shown or {})
-        options: dict[str, Any] = {
+        return SamplingParams(**(self.plain() | {"extra_args": extra} | changes))
+
+    def plain(self) -> dict[str, Any]:
+        """``sampling_params`` for an engine in another process."""
+        return {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -84,13 +85,68 @@ class Wanted:
             "seed": self.seed,
             "ignore_eos": True,
             "detokenize": False,
-            "extra_args": extra,
+            "extra_args": self.extra_args(),
         }
-        return SamplingParams(**(options | changes))
 
 
-# (model, prompt, wanted, end ids) -> the published loop's run, of at least ``max_tokens`` tokens.
-Loop = Callable[[TinyModel, Sequence[int], Wanted, Sequence[int]], Run]
+@dataclass(frozen=True)
+class Asked:
+    """What a published loop is asked.
+
+    Attributes:
+        model: The family's, which cannot say a mask.
+        prompt: Token ids.
+        wanted: Of at least ``max_tokens`` tokens.
+        ends: End tokens.
+    """
+
+    model: TinyModel
+    prompt: Sequence[int]
+    wanted: Wanted
+    ends: Sequence[int]
+
+    @property
+    def block_length(self) -> int:
+        return self.model.block_length
+
+    @property
+    def end(self) -> int:
+        """The loop's one end token; an impossible one where it is to have none."""
+        return self.ends[0] if self.ends else -1
+
+    @property
+    def whole_blocks(self) -> int:
+        """At least as many tokens as wanted, up to the end of a block."""
+        end = len(self.prompt) + self.wanted.max_tokens
+        return -(-end // self.block_length) * self.block_length - len(self.prompt)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Arguments that every loop has under these names."""
+        return {
+            "model": run.suppress(self.model, [MASK_ID]),
+            "prompt_ids": self.prompt,
+            "temperature": self.wanted.temperature,
+            "mask_id": MASK_ID,
+            "sample": run.keyed_sample(self.wanted.seed),
+        }
+
+    @property
+    def filtered(self) -> dict[str, Any]:
+        """``common``, and those of SDAR's and LLaDA2's."""
+        return self.common | {
+            "top_k": self.wanted.top_k,
+            "top_p": self.wanted.top_p,
+            "block_length": self.block_length,
+        }
+
+    @property
+    def llada2(self) -> dict[str, Any]:
+        """``filtered``, and those of all of LLaDA2's."""
+        return self.filtered | {"threshold": self.wanted.threshold, "gen_length": self.whole_blocks}
+
+
+Loop = Callable[[Asked], Run]
 
 
 _ALL = tuple(STRATEGIES)
@@ -117,144 +173,91 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _sdar(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+def _sdar(asked: Asked) -> Run:
+    wanted = asked.wanted
     return sdar.generate(
-        run.suppress(model, [MASK_ID]),
-        prompt,
-        mask_id=MASK_ID,
+        **asked.filtered,
         gen_length=wanted.max_tokens,
-        block_length=model.block_length,
-        denoising_steps=wanted.steps or model.block_length,
-        temperature=wanted.temperature,
-        top_k=wanted.top_k,
-        top_p=wanted.top_p,
+        denoising_steps=wanted.steps or asked.block_length,
         remasking_strategy=STRATEGIES[wanted.strategy],
         confidence_threshold=wanted.threshold,
-        stopping_criteria_idx=ends,
-        sample=run.keyed_sample(wanted.seed),
+        stopping_criteria_idx=asked.ends,
     )
 
 
-def _llada2_0(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+def _llada2_0(asked: Asked) -> Run:
+    # No fewer than a block's: the loop takes no more steps than tokens.
+    length = asked.whole_blocks + asked.block_length
     return llada2.generate_2_0(
-        run.suppress(model, [MASK_ID]),
-        prompt,
-        temperature=wanted.temperature,
-        block_length=model.block_length,
-        steps=wanted.steps or model.block_length,
-        # No fewer than a block's: the loop takes no more steps than tokens.
-        gen_length=_whole_blocks(model, prompt, wanted) + model.block_length,
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
-        threshold=wanted.threshold,
-        eos_id=_end(ends),
-        mask_id=MASK_ID,
-        sample=run.keyed_sample(wanted.seed),
+        **asked.llada2 | {"gen_length": length},
+        steps=asked.wanted.steps or asked.block_length,
+        eos_id=asked.end,
     )
 
 
-def _llada2_1(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
-    return llada2.generate_2_1(
-        run.suppress(model, [MASK_ID]),
-        prompt,
-        temperature=wanted.temperature,
-        block_length=model.block_length,
-        gen_length=_whole_blocks(model, prompt, wanted),
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
-        eos_early_stop=True,
-        threshold=wanted.threshold,
-        editing_threshold=0.9 if wanted.editing_threshold is None else wanted.editing_threshold,
-        max_post_steps=16 if wanted.max_post_steps is None else wanted.max_post_steps,
-        eos_id=_end(ends),
-        mask_id=MASK_ID,
-        sample=run.keyed_sample(wanted.seed),
-    )
+def _editing(wanted: Wanted, editing_threshold: float) -> dict[str, Any]:
+    """What LLaDA2.1's and 2.2's loops share; they differ in one published default."""
+    if wanted.editing_threshold is not None:
+        editing_threshold = wanted.editing_threshold
+    return {
+        "eos_early_stop": True,
+        "editing_threshold": editing_threshold,
+        "max_post_steps": 16 if wanted.max_post_steps is None else wanted.max_post_steps,
+    }
 
 
-def _llada2_2(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
+def _llada2_1(asked: Asked) -> Run:
+    return llada2.generate_2_1(**asked.llada2, **_editing(asked.wanted, 0.9), eos_id=asked.end)
+
+
+def _llada2_2(asked: Asked) -> Run:
+    # One more, so that the last block that is wanted is committed too, where it has to be.
+    length = asked.whole_blocks + asked.block_length
     return llada2.generate_2_2(
-        run.suppress(model, [MASK_ID]),
-        prompt,
-        temperature=wanted.temperature,
-        block_length=model.block_length,
-        # One more, so that the last block that is wanted is committed too, where it has to be.
-        gen_length=_whole_blocks(model, prompt, wanted) + model.block_length,
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
-        eos_early_stop=True,
-        threshold=wanted.threshold,
-        editing_threshold=0.0 if wanted.editing_threshold is None else wanted.editing_threshold,
-        max_post_steps=16 if wanted.max_post_steps is None else wanted.max_post_steps,
-        max_steps_per_block=wanted.steps or 1000,
-        eos_ids=ends,
-        mask_id=MASK_ID,
+        **asked.llada2 | {"gen_length": length},
+        **_editing(asked.wanted, 0.0),
+        max_steps_per_block=asked.wanted.steps or 1000,
+        eos_ids=asked.ends,
         delete_token_id=DELETE_ID,
         split_token_id=SPLIT_ID,
-        sample=run.keyed_sample(wanted.seed),
     )
 
 
-def _nemotron(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
-    B = model.block_length
+def _nemotron(asked: Asked) -> Run:
+    wanted, B = asked.wanted, asked.block_length
     return nemotron.generate(
-        run.suppress(model, [MASK_ID]),
-        prompt,
+        **asked.common,
         max_new_tokens=-(-wanted.max_tokens // B) * B,
         block_length=B,
         threshold=None if wanted.strategy == "static" else wanted.threshold,
-        temperature=wanted.temperature,
-        eos_token_id=_end(ends),
-        mask_id=MASK_ID,
-        sample=run.keyed_sample(wanted.seed),
+        eos_token_id=asked.end,
     )
 
 
-def _fast_dllm(model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]) -> Run:
-    blocks = -(-wanted.max_tokens // model.block_length) + 1
+def _fast_dllm(asked: Asked) -> Run:
+    wanted, B = asked.wanted, asked.block_length
     return fast_dllm.generate(
-        run.suppress(model, [MASK_ID]),
-        prompt,
-        max_new_tokens=blocks * model.block_length,
-        mask_id=MASK_ID,
+        **asked.common,
+        max_new_tokens=-(-wanted.max_tokens // B) * B + B,
         threshold=wanted.threshold,
-        block_size=model.block_length,
-        stop_token=_end(ends),
+        block_size=B,
+        stop_token=asked.end,
         top_p=wanted.top_p,
-        temperature=wanted.temperature,
-        sample=run.keyed_sample(wanted.seed),
     )
 
 
-def _stable_diffcoder(
-    model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int]
-) -> Run:
-    B = model.block_length
+def _stable_diffcoder(asked: Asked) -> Run:
+    wanted, B = asked.wanted, asked.block_length
     # The loop's last block is as much shorter as the first one's given tokens are many.
     length = -(-wanted.max_tokens // B) * B + B
     return stable_diffcoder.generate_block(
-        run.suppress(model, [MASK_ID]),
-        prompt,
+        **asked.common,
         steps=(wanted.steps or B) * (length // B),
         gen_length=length,
         block_length=B,
-        temperature=wanted.temperature,
-        mask_id=MASK_ID,
         threshold=None if wanted.strategy == "static" else wanted.threshold,
-        eos_id=_end(ends),
-        sample=run.keyed_sample(wanted.seed),
+        eos_id=asked.end,
     )
-
-
-def _whole_blocks(model: TinyModel, prompt: Sequence[int], wanted: Wanted) -> int:
-    """At least as many tokens as wanted, up to the end of a block."""
-    end = len(prompt) + wanted.max_tokens
-    return -(-end // model.block_length) * model.block_length - len(prompt)
-
-
-def _end(ends: Sequence[int]) -> int:
-    """The loop's one end token; an impossible one where it is to have none."""
-    return ends[0] if ends else -1
 
 
 # LLaDA2.1's rule has to be asked for where the folder is named otherwise.
@@ -267,9 +270,7 @@ CASES: dict[str, Case] = {
     "llada2.0": Case(tiny_llada2, _llada2_0, ("dynamic",), stepped=("dynamic",)),
     "llada2.1": Case(tiny_llada2, _llada2_1, ("dynamic",), options=_EDITING),
     # The first seed whose experts are never as good as equal, where rounding would choose.
-    "llada2.2": Case(
-        partial(tiny_llada2, version="2.2", seed=4), _llada2_2, ("dynamic",), stepped=("dynamic",)
-    ),
+    "llada2.2": Case(partial(tiny_llada2_2, seed=4), _llada2_2, ("dynamic",), stepped=("dynamic",)),
     "nemotron": Case(tiny.nemotron, _nemotron, ("dynamic", "static"), filters=()),
     "fast-dllm": Case(tiny.fast_dllm, _fast_dllm, ("dynamic",), filters=("top_p",)),
     "stable-diffcoder": Case(
@@ -302,6 +303,6 @@ def expected(
     case: Case, model: TinyModel, prompt: Sequence[int], wanted: Wanted, ends: Sequence[int] = ()
 ) -> Run:
     """The published loop's run, cut to what a request gets."""
-    found = case.loop(model, prompt, wanted, ends)
+    found = case.loop(Asked(model, prompt, wanted, ends))
     tokens = run.cut(found.tokens[: wanted.max_tokens], ends)
     return Run(tokens, found.passes, found.revealed[: len(tokens)], found.rewritten)

@@ -22,6 +22,7 @@ from tests.support.families.run import (
     Pass,
     Run,
     Sample,
+    begin,
     block_causal,
     block_draws,
     cut,
@@ -69,15 +70,9 @@ def generate_2_0(
     steps = min(steps, gen_length // minimal_topk)
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
-    x = torch.full((num_blocks * block_length,), mask_id)
-    x[:prompt_length] = torch.tensor(prompt_ids, dtype=torch.long)
-    revealed = torch.full_like(x, -1)
+    length = num_blocks * block_length
+    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
     schedule = even_schedule(block_length, steps)
-    run = Run()
-
-    first_block = prompt_length // block_length
-    if first_block:
-        run.passes.append(Pass("prefill", 0, 0))
     ended = False
     end = prompt_length
     for block in range(first_block, num_blocks):
@@ -147,14 +142,8 @@ def generate_2_1(
     """
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
-    x = torch.full((num_blocks * block_length,), mask_id)
-    x[:prompt_length] = torch.tensor(prompt_ids, dtype=torch.long)
-    revealed = torch.full_like(x, -1)
-    run = Run()
-
-    first_block = prompt_length // block_length
-    if first_block:
-        run.passes.append(Pass("prefill", 0, 0))
+    length = num_blocks * block_length
+    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
     end = prompt_length
     for block in range(first_block, num_blocks):
         start, end = block * block_length, (block + 1) * block_length
@@ -305,14 +294,8 @@ def generate_2_2(
     }
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
-    x = torch.full((num_blocks * block_length,), mask_id)
-    x[:prompt_length] = torch.tensor(prompt_ids, dtype=torch.long)
-    revealed = torch.full_like(x, -1)
-    run = Run()
-
-    first_block = prompt_length // block_length
-    if first_block:
-        run.passes.append(Pass("prefill", 0, 0))
+    length = num_blocks * block_length
+    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
     end = prompt_length
     for block in range(first_block, num_blocks):
         start, end = block * block_length, (block + 1) * block_length

@@ -1,4 +1,6 @@
-"""LLaDA2's body in plain PyTorch: partial rotary embedding, grouped sigmoid routing, shared expert.
+"""LLaDA2's body: partial rotary embedding, grouped sigmoid routing, shared expert.
+
+Norms, rotary embedding and MLPs are those of ``transformers``' GLM-4-MoE, which are the same.
 
 Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and 2.1 as found in public copies;
 2.2's routing per block is FluxServe's description of ``LLaDA2MoeGate.block_routing``.
@@ -6,100 +8,23 @@ Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and 2.1 as found
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeMLP,
+    Glm4MoeRMSNorm,
+    Glm4MoeRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
-from tests.support.families.model import END_IDS, MASK_ID, MAX_LENGTH, VOCAB_SIZE, TinyModel
+from tests.support.families.model import END_IDS, Maker
 
 DELETE_ID, SPLIT_ID = 318, 319
-
-
-def llada2(
-    *,
-    version: str = "2.0",
-    block_length: int = 32,
-    seed: int = 0,
-    sharpness: float = 3.0,
-) -> TinyModel:
-    """LLaDA2.0, 2.1 (the same weights' layout) or 2.2 (the same, and routing per block).
-
-    ``mask_token_id`` is in no published file, where 156895 is a default of the code; 4 must be said.
-    """
-    config: dict[str, Any] = {
-        "architectures": ["LLaDA2MoeModelLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
-            "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
-            "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
-        },
-        "model_type": "llada2_moe",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "partial_rotary_factor": 0.5,
-        "rotary_dim": 16,
-        "first_k_dense_replace": 1,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "num_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "router_dtype": "fp32",
-        "hidden_act": "silu",
-        "max_position_embeddings": MAX_LENGTH,
-        "rope_theta": 600000,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "use_bias": False,
-        "use_qkv_bias": False,
-        "use_rmsnorm": True,
-        "norm_head": False,
-        "norm_softmax": False,
-        "embedding_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "output_dropout": 0.0,
-        "output_router_logits": False,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "use_cache": False,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-        "pad_token_id": END_IDS[0],
-        "eos_token_id": END_IDS[0],
-        "mask_token_id": MASK_ID,
-        "torch_dtype": "float32",
-    }
-    if version == "2.2":
-        config |= {
-            "use_qk_norm": True,
-            "rope_theta": 3000000,
-            "expert_capacity": 8,
-            "block_size": block_length,
-            "delete_token_id": DELETE_ID,
-            "split_token_id": SPLIT_ID,
-        }
-    ends = list(END_IDS) if version == "2.2" else END_IDS[0]
-    return TinyModel(
-        LLaDA2(SimpleNamespace(**config)),
-        config=config,
-        generation_config={"eos_token_id": ends, "pad_token_id": END_IDS[0]},
-        block_length=block_length,
-        seed=seed,
-        sharpness=sharpness,
-    )
 
 
 class LLaDA2(nn.Module):
@@ -112,7 +37,7 @@ class LLaDA2(nn.Module):
         self.model.layers = nn.ModuleList(
             Layer(config, index) for index in range(config.num_hidden_layers)
         )
-        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model.norm = Glm4MoeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, ids: Tensor, attention_mask: Tensor, use_cache: bool) -> SimpleNamespace:
@@ -122,24 +47,14 @@ class LLaDA2(nn.Module):
         return SimpleNamespace(logits=self.lm_head(self.model.norm(hidden))[None])
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-
 class Layer(nn.Module):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Glm4MoeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Glm4MoeRMSNorm(config.hidden_size, config.rms_norm_eps)
         if index < config.first_k_dense_replace:
-            self.mlp: nn.Module = MLP(config.hidden_size, config.intermediate_size)
+            self.mlp: nn.Module = Glm4MoeMLP(config)
         else:
             self.mlp = Experts(config)
 
@@ -155,63 +70,50 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.rotary_dim = int(config.head_dim * config.partial_rotary_factor)
-        self.theta = float(config.rope_theta)
+        rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
+        self.rotary = Glm4MoeRotaryEmbedding(SimpleNamespace(**vars(config), rope_parameters=rope))
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.query_key_value = nn.Linear(config.hidden_size, rows, bias=False)
-        self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.query_layernorm = Glm4MoeRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.key_layernorm = Glm4MoeRMSNorm(self.head_dim, config.rms_norm_eps)
         self.dense = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """``x`` is [heads, T, head_dim]; the first ``rotary_dim`` of it turn with the position."""
-        half = self.rotary_dim // 2
-        frequency = self.theta ** -(torch.arange(half) * 2 / self.rotary_dim)
-        angle = torch.arange(x.shape[1])[:, None] * frequency[None, :]
-        left, right, rest = x.split([half, half, self.head_dim - self.rotary_dim], dim=-1)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], dim=-1)
 
     def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
         heads = self.query_key_value(hidden).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
-        query = self.rotate(self.query_layernorm(query))
-        key = self.rotate(self.key_layernorm(key))
+        turn = self.rotary(hidden, torch.arange(len(hidden)))
+        query, key = apply_rotary_pos_emb(
+            self.query_layernorm(query), self.key_layernorm(key), *turn, unsqueeze_dim=0
+        )
         groups = self.num_heads // self.num_kv_heads
         key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
         weights = (query @ key.mT * self.head_dim**-0.5 + bias).softmax(-1)
         return self.dense((weights @ value).transpose(0, 1).flatten(-2))
 
 
-class MLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+class SeparateExperts(nn.ModuleList):
+    """Experts as they are published, a module each; ``transformers`` has them as one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden_size] of the same, and [T, top_k] experts and weights."""
+        routed = torch.zeros_like(x)
+        for i, expert in enumerate(self):
+            rows, place = (chosen == i).nonzero(as_tuple=True)
+            routed[rows] += weights[rows, place, None] * expert(x[rows])
+        return routed
 
 
 class Experts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
+        width = config.moe_intermediate_size
         self.gate = Gate(config)
-        self.experts = nn.ModuleList(
-            MLP(config.hidden_size, config.moe_intermediate_size) for _ in range(config.num_experts)
-        )
-        self.shared_experts = MLP(
-            config.hidden_size, config.moe_intermediate_size * config.num_shared_experts
-        )
+        self.experts = SeparateExperts(Glm4MoeMLP(config, width) for _ in range(config.num_experts))
+        self.shared_experts = Glm4MoeMLP(config, width * config.num_shared_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen, weights = self.gate(x)
-        routed = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            rows, place = (chosen == i).nonzero(as_tuple=True)
-            routed[rows] += weights[rows, place, None] * expert(x[rows])
-        return routed + self.shared_experts(x)
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
 
 
 class Gate(nn.Module):
@@ -255,3 +157,59 @@ class Gate(nn.Module):
         blocks = len(biased) // self.block_size
         allowed = torch.zeros(blocks, biased.shape[-1], dtype=torch.bool).scatter(-1, best, True)
         return allowed.repeat_interleave(self.block_size, 0)
+
+
+# LLaDA2.0, and 2.1, the same weights' layout.
+llada2 = Maker(
+    lambda config: LLaDA2(SimpleNamespace(**config)),
+    32,
+    {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+            "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+            "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+        },
+        "model_type": "llada2_moe",
+        "intermediate_size": 160,
+        "moe_intermediate_size": 32,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": 16,
+        "first_k_dense_replace": 1,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "router_dtype": "fp32",
+        "rope_theta": 600000,
+        "rope_scaling": None,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "use_rmsnorm": True,
+        "norm_head": False,
+        "embedding_dropout": 0.0,
+        "use_sliding_window": False,
+    },
+    block_length_key=None,
+)
+
+# 2.2: the same, and routing per block.
+llada2_2 = replace(
+    llada2,
+    config=llada2.config
+    | {
+        "use_qk_norm": True,
+        "rope_theta": 3000000,
+        "expert_capacity": 8,
+        "delete_token_id": DELETE_ID,
+        "split_token_id": SPLIT_ID,
+    },
+    block_length_key="block_size",
+    eos_token_id=list(END_IDS),
+)

@@ -17,8 +17,10 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -37,23 +39,24 @@ ATTENTION_GAIN = 2.0
 EMBED_SCALE = 0.2
 _HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 
-# What all bodies have in common, unless a maker is given other ``sizes``; head_dim * heads differs
-# from hidden_size, as in SDAR-4B.
-_SIZES: dict[str, Any] = {
+# Keys of ``config.json``. Three of the published files have no ``mask_token_id``, and no publisher's code
+# has 4 as its default.
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "hidden_act": "silu",
     "max_position_embeddings": MAX_LENGTH,
-    "initializer_range": 0.02,
-    "attention_dropout": 0.0,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "use_cache": False,
+    "mask_token_id": MASK_ID,
+    "bos_token_id": END_IDS[0],
+    "eos_token_id": END_IDS[0],
+    "torch_dtype": "float32",
 }
 
 
@@ -66,23 +69,17 @@ class TinyModel:
         block_length: The published default at this size.
     """
 
-    def __init__(
-        self,
-        body: nn.Module,
-        *,
-        config: dict[str, Any],
-        generation_config: dict[str, Any],
-        block_length: int,
-        published: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
-        seed: int = 0,
-        sharpness: float = 3.0,
-    ) -> None:
-        self.body = body.eval()
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        # A copy, since transformers' configuration may change what it is given.
+        self.body = maker.body(deepcopy(config)).eval()
         self.config = config
-        self.generation_config = generation_config
+        self.generation_config = {"eos_token_id": maker.eos_token_id, "pad_token_id": 0}
         self.block_length = block_length
-        self._published = published
-        randomize(body, seed=seed, sharpness=sharpness)
+        self._published = maker.published
+
+    def randomize(self, seed: int, sharpness: float) -> None:
+        """Fill every parameter and saved buffer."""
+        randomize(self.body, seed=seed, sharpness=sharpness)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, visible: Tensor) -> Tensor:
@@ -137,101 +134,61 @@ def randomize(body: nn.Module, *, seed: int, sharpness: float) -> None:
             tensor.copy_(noise * gain / tensor.shape[-1] ** 0.5)
 
 
-def _hugging_face_config(sizes: dict[str, Any], config_class: type, **changes: Any) -> Any:
-    config = config_class(**sizes, **changes)
-    config._attn_implementation = "eager"
-    return config
+@dataclass(frozen=True)
+class Maker:
+    """Makes a family's tiny model.
+
+    Attributes:
+        body: Makes it of the content of ``config.json``.
+        block_length: Of a model that is asked for without one, as published.
+        config: Keys of ``config.json`` beside those of all families.
+        block_length_key: What ``config.json`` calls the block's length; ``None`` where it has none.
+        eos_token_id: In ``generation_config.json``.
+        published: From the body's names of tensors to the checkpoint's.
+        kind: What holds the body.
+    """
+
+    body: Callable[[dict[str, Any]], nn.Module]
+    block_length: int
+    config: dict[str, Any]
+    block_length_key: str | None = "block_size"
+    eos_token_id: int | list[int] = END_IDS[0]
+    published: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    kind: type[TinyModel] = TinyModel
+
+    def __call__(
+        self,
+        *,
+        block_length: int | None = None,
+        seed: int = 0,
+        sharpness: float = 3.0,
+        **sizes: int,
+    ) -> Any:
+        """One with random weights, where ``sizes`` take the place of those in ``config.json``."""
+        block_length = block_length or self.block_length
+        config = _COMMON | self.config | sizes
+        if self.block_length_key:
+            config[self.block_length_key] = block_length
+        model = self.kind(self, config, block_length)
+        model.randomize(seed, sharpness)
+        return model
 
 
-def _auto_map(module: str, config: str, model: str, causal_lm: str | None) -> dict[str, str]:
-    names = {
-        "AutoConfig": f"configuration_{module}.{config}",
-        "AutoModel": f"modeling_{module}.{model}",
-    }
-    if causal_lm:
-        names["AutoModelForCausalLM"] = f"modeling_{module}.{causal_lm}"
-    return names
+def _transformers(name: str) -> Callable[[dict[str, Any]], nn.Module]:
+    """Makes that class under its own configuration, which reads the published keys."""
 
+    def body(config: dict[str, Any]) -> nn.Module:
+        import transformers
 
-def sdar(
-    *, block_length: int = 4, seed: int = 0, sharpness: float = 3.0, **sizes: Any
-) -> TinyModel:
-    """SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+        own = ("architectures", "auto_map", "model_type", "attn_implementation")
+        settings = getattr(transformers, f"{name}Config")(
+            **{key: value for key, value in config.items() if key not in own}
+        )
+        settings._attn_implementation = "eager"
+        model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(settings)
+        return model
 
-    sizes = _SIZES | sizes
-    config = _hugging_face_config(
-        sizes, Qwen3Config, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
-    )
-    return TinyModel(
-        Qwen3ForCausalLM(config),
-        config=sizes
-        | {
-            "architectures": ["SDARForCausalLM"],
-            "auto_map": _auto_map("sdar", "SDARConfig", "SDARModel", "SDARForCausalLM"),
-            "model_type": "sdar",
-            "attention_bias": False,
-            "block_size": block_length,
-            "mask_token_id": MASK_ID,
-            "bos_token_id": END_IDS[0],
-            "eos_token_id": END_IDS[0],
-            "rope_theta": 1000000,
-            "rope_scaling": None,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "torch_dtype": "float32",
-        },
-        generation_config={"eos_token_id": list(END_IDS), "pad_token_id": 0},
-        block_length=block_length,
-        seed=seed,
-        sharpness=sharpness,
-    )
-
-
-def sdar_moe(*, block_length: int = 4, seed: int = 0, sharpness: float = 3.0) -> TinyModel:
-    """SDAR-MoE: Qwen3-MoE, softmax routing with normalised weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts: dict[str, Any] = {
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    config = _hugging_face_config(
-        _SIZES | experts,
-        Qwen3MoeConfig,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    return TinyModel(
-        Qwen3MoeForCausalLM(config),
-        config=_SIZES
-        | experts
-        | {
-            "architectures": ["SDARMoeForCausalLM"],
-            "auto_map": _auto_map(
-                "sdar_moe", "SDARMoeConfig", "SDARMoeModel", "SDARMoeForCausalLM"
-            ),
-            "model_type": "sdar_moe",
-            "attention_bias": False,
-            "block_size": block_length,
-            "mask_token_id": MASK_ID,
-            "bos_token_id": END_IDS[0],
-            "eos_token_id": END_IDS[0],
-            "rope_theta": 1000000.0,
-            "rope_scaling": None,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "torch_dtype": "float32",
-        },
-        generation_config={"eos_token_id": list(END_IDS), "pad_token_id": 0},
-        block_length=block_length,
-        published=_one_tensor_per_expert,
-        seed=seed,
-        sharpness=sharpness,
-    )
+    return body
 
 
 def _one_tensor_per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -253,81 +210,98 @@ def _one_tensor_per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def fast_dllm(
-    *, block_length: int = 32, seed: int = 0, sharpness: float = 3.0, **sizes: Any
-) -> TinyModel:
-    """Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        re.sub("^lm_head", "diffusion_head", re.sub("^model", "encoder", name)): tensor
+        for name, tensor in state.items()
+    }
 
-    # Qwen2's heads divide the hidden size.
-    sizes = {**_SIZES, "hidden_size": 128, **sizes}
-    del sizes["head_dim"]
-    config = _hugging_face_config(
-        sizes, Qwen2Config, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
-    )
-    return TinyModel(
-        Qwen2ForCausalLM(config),
-        config=sizes
-        | {
-            "architectures": ["Fast_dLLM_QwenForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
-                "AutoModel": "modeling.Fast_dLLM_QwenModel",
-                "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
-            },
-            "model_type": "Fast_dLLM_Qwen",
-            "bd_size": block_length,
-            # Not in the published file, where 151665 is a default in the code; 4 must be said.
-            "mask_token_id": MASK_ID,
-            "bos_token_id": END_IDS[0],
-            "eos_token_id": END_IDS[0],
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "torch_dtype": "float32",
+
+# SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys. The heads together are wider
+# than the hidden size, as in SDAR-4B.
+sdar = Maker(
+    _transformers("Qwen3"),
+    4,
+    {
+        "architectures": ["SDARForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModel": "modeling_sdar.SDARModel",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
         },
-        generation_config={"eos_token_id": list(END_IDS), "pad_token_id": 0},
-        block_length=block_length,
-        seed=seed,
-        sharpness=sharpness,
-    )
+        "model_type": "sdar",
+        "head_dim": 32,
+        "attention_bias": False,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    eos_token_id=list(END_IDS),
+)
 
-
-def stable_diffcoder(
-    *, block_length: int = 4, seed: int = 0, sharpness: float = 3.0, **sizes: Any
-) -> TinyModel:
-    """Stable-DiffCoder: Llama, no biases; its ``model_type`` is plain ``llama``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = _SIZES | sizes
-    config = _hugging_face_config(
-        sizes, LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
-    )
-    return TinyModel(
-        LlamaForCausalLM(config),
-        config=sizes
-        | {
-            "architectures": ["StableDiffcoderForCausalLM"],
-            "auto_map": {
-                "AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"
-            },
-            "model_type": "llama",
-            "attention_bias": False,
-            "mlp_bias": False,
-            # Neither is in the published file; the code's defaults are 5 and 4.
-            "mask_token_id": MASK_ID,
-            "block_size": block_length,
-            "bos_token_id": 2,
-            "eos_token_id": END_IDS[0],
-            "rope_theta": 500000.0,
-            "rope_scaling": None,
-            "torch_dtype": "float32",
+# SDAR-MoE: Qwen3-MoE, softmax routing with normalised weights.
+sdar_moe = replace(
+    sdar,
+    body=_transformers("Qwen3Moe"),
+    config=sdar.config
+    | {
+        "architectures": ["SDARMoeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
         },
-        generation_config={"eos_token_id": END_IDS[0], "pad_token_id": 0},
-        block_length=block_length,
-        seed=seed,
-        sharpness=sharpness,
-    )
+        "model_type": "sdar_moe",
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    published=_one_tensor_per_expert,
+)
+
+# Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values; its heads divide the hidden size.
+fast_dllm = Maker(
+    _transformers("Qwen2"),
+    32,
+    {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+            "AutoModel": "modeling.Fast_dLLM_QwenModel",
+            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+        },
+        "model_type": "Fast_dLLM_Qwen",
+        "hidden_size": 128,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    block_length_key="bd_size",
+    eos_token_id=list(END_IDS),
+)
+
+# Stable-DiffCoder: Llama, no biases; its ``model_type`` is plain ``llama``.
+stable_diffcoder = Maker(
+    _transformers("Llama"),
+    4,
+    {
+        "architectures": ["StableDiffcoderForCausalLM"],
+        "auto_map": {
+            "AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"
+        },
+        "model_type": "llama",
+        "head_dim": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 2,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    },
+)
 
 
 class Nemotron(TinyModel):
@@ -338,26 +312,28 @@ class Nemotron(TinyModel):
             factor of their product, ``lora_alpha / r``.
     """
 
-    def __init__(self, body: nn.Module, *, lora_rank: int, lora_alpha: int, **kwargs: Any) -> None:
-        super().__init__(body, **kwargs)
-        generator = torch.Generator().manual_seed(kwargs["seed"] + 1)
+    lora_config: ClassVar[dict[str, Any]] = {
+        "peft_type": "LORA",
+        "target_modules": ["o_proj"],
+        "r": 4,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+    def randomize(self, seed: int, sharpness: float) -> None:
+        """The body's weights, then the LoRA's."""
+        super().randomize(seed, sharpness)
+        generator, rank = torch.Generator().manual_seed(seed + 1), self.lora_config["r"]
         self.lora: list[tuple[Tensor, Tensor]] = []
-        self.lora_config = {
-            "peft_type": "LORA",
-            "target_modules": ["o_proj"],
-            "r": lora_rank,
-            "lora_alpha": lora_alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-        }
         self._adapted: Tensor | None = None
-        for layer in body.model.layers:
+        for layer in self.body.model.layers:
             projection = layer.self_attn.o_proj
             out_features, in_features = projection.weight.shape
-            down = torch.randn(lora_rank, in_features, generator=generator) / in_features**0.5
-            up = torch.randn(out_features, lora_rank, generator=generator) / lora_rank**0.5
+            down = torch.randn(rank, in_features, generator=generator) / in_features**0.5
+            up = torch.randn(out_features, rank, generator=generator) / rank**0.5
             self.lora.append((down, 0.2 * up))
             projection.register_forward_hook(self._add_lora(len(self.lora) - 1))
 
@@ -392,74 +368,44 @@ class Nemotron(TinyModel):
         return folder
 
 
-def nemotron(
-    *, block_length: int = 32, seed: int = 0, sharpness: float = 3.0, **sizes: Any
-) -> Nemotron:
-    """Nemotron-Labs-Diffusion. Its original length is 16, so that scaling acts on short prompts."""
-    from transformers import Ministral3Config, Ministral3ForCausalLM
-
-    rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    }
-    sizes = _SIZES | {"max_position_embeddings": 256, "rms_norm_eps": 1e-5} | sizes
-    config = _hugging_face_config(
-        sizes,
-        Ministral3Config,
-        rope_parameters=rope_parameters,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=END_IDS[0],
-    )
-    return Nemotron(
-        Ministral3ForCausalLM(config),
-        lora_rank=4,
-        lora_alpha=16,
-        config=sizes
-        | {
-            "architectures": ["NemotronLabsDiffusionModel"],
-            "auto_map": _auto_map(
-                "nemotron_labs_diffusion",
-                "NemotronLabsDiffusionConfig",
-                "NemotronLabsDiffusionModel",
-                None,
-            ),
-            "model_type": "nemotron_labs_diffusion",
-            "ar_loss_weight": 1.0,
-            "attention_bias": False,
-            "attn_implementation": "sdpa",
-            "block_size": block_length,
-            "bos_token_id": 2,
-            "dlm_loss_weight": None,
-            "dlm_paradigm": "bidirectional",
-            "dp_varying_mask_ratio": False,
-            "eos_token_id": END_IDS[0],
-            "mask_token_id": MASK_ID,
-            "mlp_bias": False,
-            "rope_parameters": rope_parameters,
-            "sliding_window": None,
-            "torch_dtype": "float32",
+# Nemotron-Labs-Diffusion: its original length is 16, so that scaling acts on short prompts.
+nemotron = Maker(
+    _transformers("Ministral3"),
+    32,
+    {
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig",
+            "AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel",
         },
-        generation_config={"eos_token_id": END_IDS[0], "pad_token_id": 0},
-        block_length=block_length,
-        published=_encoder_names,
-        seed=seed,
-        sharpness=sharpness,
-    )
-
-
-def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        re.sub("^lm_head", "diffusion_head", re.sub("^model", "encoder", name)): tensor
-        for name, tensor in state.items()
-    }
+        "model_type": "nemotron_labs_diffusion",
+        "head_dim": 32,
+        "ar_loss_weight": 1.0,
+        "attention_bias": False,
+        "attn_implementation": "sdpa",
+        "bos_token_id": 2,
+        "dlm_loss_weight": None,
+        "dlm_paradigm": "bidirectional",
+        "dp_varying_mask_ratio": False,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "sliding_window": None,
+    },
+    published=_encoder_names,
+    kind=Nemotron,
+)
 
 
 def prompt_of(length: int, *, seed: int = 0) -> list[int]:

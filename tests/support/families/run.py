@@ -6,7 +6,7 @@ says which position sees which. Scripted functions stand in for a model in tests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -60,6 +60,23 @@ class Run:
     def count(self, *kinds: str) -> int:
         """Passes of these kinds."""
         return sum(one.kind in kinds for one in self.passes)
+
+
+def begin(
+    prompt_ids: Sequence[int], length: int, block_length: int, mask_id: int
+) -> tuple[Run, Tensor, Tensor, int]:
+    """What a loop over blocks from position 0 begins with; the prompt's whole blocks are cached.
+
+    Returns:
+        Its record, the sequence of ``length`` with masks behind the prompt, per position the step
+        that wrote it (none yet), and the first block that is generated.
+    """
+    run, first_block = Run(), len(prompt_ids) // block_length
+    if first_block:
+        run.passes.append(Pass("prefill", 0, 0))
+    x = torch.full((length,), mask_id)
+    x[: len(prompt_ids)] = torch.tensor(prompt_ids, dtype=torch.long)
+    return run, x, torch.full_like(x, -1), first_block
 
 
 class Draws(NamedTuple):

@@ -1,15 +1,16 @@
-"""Models of a few lines, for loops whose passes are worked out by hand."""
+"""Models of a few lines, and the published loops at their size, for passes worked out by hand."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tests.support.families import run
+from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stable_diffcoder
 from tests.support.families.model import scripted
 
 VOCAB, MASK, END = 100, 4, 1
@@ -44,3 +45,58 @@ def blocks(result: run.Run, kind: str) -> list[int]:
     """Passes of that kind per block, in the order of the blocks."""
     starts = [one.start for one in result.passes if one.kind == kind]
     return [len(list(group)) for _, group in itertools.groupby(starts)]
+
+
+# The published loops at the size of these scripts, of a model, ``prompt_ids`` and what else is given.
+sdar_loop = partial(
+    sdar.generate,
+    prompt_ids=(),
+    mask_id=MASK,
+    gen_length=8,
+    block_length=8,
+    denoising_steps=8,
+    temperature=0.0,
+)
+llada2_0_loop = partial(
+    llada2.generate_2_0,
+    prompt_ids=(),
+    mask_id=MASK,
+    eos_id=END,
+    gen_length=8,
+    block_length=8,
+    steps=8,
+)
+llada2_1_loop = partial(
+    llada2.generate_2_1, prompt_ids=(), mask_id=MASK, eos_id=END, gen_length=4, block_length=4
+)
+llada2_2_loop = partial(
+    llada2.generate_2_2,
+    prompt_ids=(),
+    mask_id=MASK,
+    eos_ids=(END,),
+    delete_token_id=DELETE,
+    split_token_id=SPLIT,
+    gen_length=4,
+    block_length=4,
+    steps=4,
+)
+fast_dllm_loop = partial(
+    fast_dllm.generate,
+    mask_id=MASK,
+    stop_token=END,
+    max_new_tokens=8,
+    block_size=8,
+    small_block_size=4,
+)
+nemotron_loop = partial(nemotron.generate, max_new_tokens=8, block_length=8, mask_id=MASK)
+linear_spec_loop = partial(
+    nemotron.linear_spec_generate, max_new_tokens=9, block_length=4, mask_token_id=MASK
+)
+stable_diffcoder_loop = partial(
+    stable_diffcoder.generate_block,
+    prompt_ids=(),
+    mask_id=MASK,
+    steps=8,
+    gen_length=8,
+    block_length=4,
+)

@@ -14,6 +14,7 @@ from tests.support.families.run import (
     Pass,
     Run,
     Sample,
+    begin,
     block_causal,
     block_draws,
     draw,
@@ -71,15 +72,9 @@ def generate(
         raise ValueError(f"unknown remasking_strategy {remasking_strategy!r}")
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
-    x = torch.full((num_blocks * block_length,), mask_id)
-    x[:prompt_length] = torch.tensor(prompt_ids, dtype=torch.long)
-    revealed = torch.full_like(x, -1)
+    length = num_blocks * block_length
+    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
     schedule = even_schedule(block_length, denoising_steps)
-    run = Run()
-
-    first_block = prompt_length // block_length
-    if first_block:
-        run.passes.append(Pass("prefill", 0, 0))
     end = first_block * block_length
     for block in range(first_block, num_blocks):
         start, end = block * block_length, (block + 1) * block_length

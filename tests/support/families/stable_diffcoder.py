@@ -16,6 +16,7 @@ from tests.support.families.run import (
     Pass,
     Run,
     Sample,
+    begin,
     block_causal,
     block_draws,
     even_schedule,
@@ -69,13 +70,7 @@ def generate_block(
     steps_per_block = steps // (gen_length // block_length)
     prompt_length = len(prompt_ids)
     total = prompt_length + gen_length
-    x = torch.cat([torch.tensor(prompt_ids, dtype=torch.long), torch.full((gen_length,), mask_id)])
-    revealed = torch.full_like(x, -1)
-    run = Run()
-
-    first_block = prompt_length // block_length
-    if first_block:
-        run.passes.append(Pass("prefill", 0, 0))
+    run, x, revealed, first_block = begin(prompt_ids, total, block_length, mask_id)
     end = prompt_length
     for canvas, start in enumerate(range(first_block * block_length, total, block_length)):
         end = min(start + block_length, total)

@@ -1,44 +1,47 @@
-"""Start-up's rules of tensors, against what was found of the published files."""
+"""Start-up's rules of tensors, against the tiny checkpoints and what was found of the published files."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from tests.support.families.published_tensors import PUBLISHED, published_tensors
+from tests.support.families.cases import CASES
+from tests.support.families.published_files import PUBLISHED
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.weights.tensor_rules import split_experts
+from vllm_diffusion.weights.tensor_rules import Shape, split_experts
 
 pytestmark = pytest.mark.engine
 
-# What a configuration needs besides its sizes, as the published files have it.
-_REST: dict[str, dict[str, Any]] = {
-    "NemotronLabsDiffusionModel": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "llama_4_scaling_beta": 0.1,
-        }
-    },
-    "StableDiffcoderForCausalLM": {"model_type": "llama"},
-}
+
+def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
+    """The rules' tensors of a ``config.json``, experts one by one."""
+    from transformers import LlamaConfig
+
+    family = next(one for one in FAMILIES if one.architecture == config["architectures"][0])
+    config_class = imported(family.config) if family.config else LlamaConfig
+    rules = imported(family.engine_config).tensor_rules()
+    return split_experts(rules.shapes(config_class(**config)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_names_and_shapes(name: str) -> None:
+    """All tensors of a checkpoint and no other, under the published names."""
+    model = CASES[name].make()
+    held = {name: tuple(tensor.shape) for name, tensor in model.tensors().items()}
+    assert shapes_of(model.config) == held
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_names_and_shapes(name: str) -> None:
-    """All of a checkpoint's tensors and no other, two layers deep; experts one by one."""
-    from transformers import LlamaConfig
-
-    published = PUBLISHED[name].config | {"num_hidden_layers": 2}
-    if "num_experts" in published:
-        published["num_experts"] = 8
-    architecture = published["architectures"][0]
-    family = next(one for one in FAMILIES if one.architecture == architecture)
-    config_class = imported(family.config) if family.config else LlamaConfig
-    config = config_class(**(published | _REST.get(architecture, {})))
-    shapes = split_experts(imported(family.engine_config).tensor_rules().shapes(config))
-    assert shapes == published_tensors(published)
+def test_published_figures(name: str) -> None:
+    """As many tensors, bytes and parameters as the files and the cards say."""
+    published = PUBLISHED[name]
+    shapes = shapes_of(published.config)
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    found = (len(shapes), 2 * num_parameters, num_parameters / 1e9)
+    known = (published.num_tensors, published.num_bytes, published.billions)
+    assert any(known)
+    for figure, wanted in zip(found, known, strict=True):
+        assert wanted is None or figure == pytest.approx(wanted, rel=0, abs=0.01)
