@@ -24,13 +24,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.commands import refusal_of, status_of
-from vllm_diffusion.cli import server, values
+from vllm_diffusion.cli import server, shipped_server, values
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.drafting.commands import (
     bench_drafts,
     collect,
     contenders,
     draft_runs,
+    draft_table,
     processes,
 )
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Growth, Result, Round, refusal
@@ -106,7 +107,7 @@ def bench(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys)
     """Runs the command with fake servers; each does what its method is called."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(bench_drafts, "end_with_signals", lambda: None)
+    monkeypatch.setattr(shipped_server, "ENDING_SIGNALS", ())
     fakes = ("drafts", "dies", "breaks", "drafts-otherwise")
     monkeypatch.setattr(contenders, "METHODS", fakes)
     monkeypatch.setattr(contenders, "_WITHOUT_A_DRAFT", fakes)
@@ -549,11 +550,11 @@ def rounds_of(speeds: list[float], task: str = "a") -> list[Round]:
 def test_ratio(speeds: list[float], times: float) -> None:
     """Whatever a machine does from round to round, as long as it does it to all."""
     slow, fast = rounds_of(speeds), rounds_of([speed * times for speed in speeds])
-    assert draft_runs.tokens_per_second(slow) == pytest.approx(speeds)
-    assert draft_runs.ratios(fast, slow) == pytest.approx([times] * len(speeds))
-    assert draft_runs.processor_ratios(fast, slow) == pytest.approx([times] * len(speeds))
+    assert draft_table.tokens_per_second(slow) == pytest.approx(speeds)
+    assert draft_table.ratios(fast, slow) == pytest.approx([times] * len(speeds))
+    assert draft_table.processor_ratios(fast, slow) == pytest.approx([times] * len(speeds))
     idle = [replace(each, processor_seconds=0.0) for each in slow]
-    assert draft_runs.processor_ratios(fast, idle) == []
+    assert draft_table.processor_ratios(fast, idle) == []
 
 
 @pytest.mark.parametrize(("one", "several"), [(2.0, 1.5), (2.0, 3.0), (0.5, 0.4)])
