@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -57,11 +56,11 @@ def add_parser(steps: Subcommands) -> None:
     values.add_number(parser, "--steps", values.integer(), "of the optimizer", 2000)
     meaning = "end then though steps are left"
     values.add_number(parser, "--minutes", values.number(above=0), meaning, metavar="X")
-    defaults = {each.name: each.default for each in dataclasses.fields(TrainSettings)}
     for name, (meaning, read) in _SETTINGS.items():
-        metavar = "N" if isinstance(defaults[name], int) else "X"
+        default = getattr(TrainSettings, name)
+        metavar = "N" if isinstance(default, int) else "X"
         option = "--" + name.replace("_", "-")
-        values.add_number(parser, option, read, meaning, defaults[name], metavar)
+        values.add_number(parser, option, read, meaning, default, metavar)
     add_device(parser)
     parser.set_defaults(run=run)
 
