@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_diffusion.cli.client import ANSWER_SECONDS
+from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Display(Protocol):
         """Show a canvas as it stands after a step, from a chunk of the server."""
 
 
-class AnswerError(Exception):
+class AnswerError(CommandError):
     """Failure of a server that is there to answer. The message is for the user."""
 
 

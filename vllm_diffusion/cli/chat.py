@@ -22,10 +22,10 @@ from vllm_diffusion.cli.answer import (
     stream_answer,
 )
 from vllm_diffusion.cli.checkpoint import add_family, family_of
-from vllm_diffusion.cli.client import ServerError, openai_client
-from vllm_diffusion.cli.console import add_verbose, fail, say
+from vllm_diffusion.cli.client import openai_client
+from vllm_diffusion.cli.console import add_verbose, say
 from vllm_diffusion.cli.display import display_for, figures
-from vllm_diffusion.cli.shipped_server import end_with_signals, shipped_server
+from vllm_diffusion.cli.shipped_server import shipped_server
 from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--model", type=values.text, help="which of that server's models (default: its first)"
     )
-    values.add_integer(parser, "--max-tokens", 512, "longest answer, in tokens")
+    values.add_number(parser, "--max-tokens", values.integer(), "longest answer, in tokens", 512)
     parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
     add_family(parser)
     add_verbose(parser)
@@ -74,23 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
             raise values.UsageError(f"--{name.replace('_', '-')} {which}.")
     with ExitStack() as stack:
         if arguments.url is None:
-            end_with_signals()
-            try:
-                server = stack.enter_context(
-                    shipped_server(family_of(arguments), say, verbose=arguments.verbose)
-                )
-            except (ServerError, FileNotFoundError) as error:
-                return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
+            server = stack.enter_context(
+                shipped_server(family_of(arguments), say, verbose=arguments.verbose)
+            )
             url, key = server.url, server.api_key
         else:
             url = arguments.url
             keys = (arguments.api_key, *(os.environ.get(name) for name in _KEY_VARIABLES))
             key = next((key for key in keys if key), "")
         client = openai_client(url, key)
-        try:
-            model = arguments.model or first_model(client)
-        except AnswerError as error:
-            return fail(str(error))
+        model = arguments.model or first_model(client)
         say(f"Talking to {model}. /help lists commands; Ctrl-D ends.")
         Conversation(client, model, arguments.max_tokens, arguments.plain).run()
     return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.values import UsageError
 
 if TYPE_CHECKING:
@@ -71,12 +71,8 @@ def family_of(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        find = shipped_draft if arguments.draft else shipped_checkpoint
-        print(find(family_of(arguments)))
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
+    find = shipped_draft if arguments.draft else shipped_checkpoint
+    print(find(family_of(arguments)))
     return 0
 
 
@@ -87,7 +83,7 @@ def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
         family: A key of ``FOLDERS``.
 
     Raises:
-        FileNotFoundError: If the installation lacks one of its files.
+        CommandError: If the installation lacks one of its files.
     """
     return _complete(FOLDERS[family], _NEEDED)
 
@@ -99,7 +95,7 @@ def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
         family: A key of ``DRAFT_FOLDERS``.
 
     Raises:
-        FileNotFoundError: If the installation lacks one of its files.
+        CommandError: If the installation lacks one of its files.
     """
     return _complete(DRAFT_FOLDERS[family], _NEEDED_OF_DRAFT)
 
@@ -107,7 +103,7 @@ def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
 def _complete(folder: Path, needed: tuple[str, ...]) -> Path:
     for name in needed:
         if not (folder / name).is_file():
-            raise FileNotFoundError(
+            raise CommandError(
                 f"The shipped checkpoint has no {folder / name}; install vllm-diffusion again."
             )
     return folder

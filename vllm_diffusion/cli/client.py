@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.values import is_loopback
 
 if TYPE_CHECKING:
@@ -20,9 +22,12 @@ _NO_KEY = "none"
 # Seconds without a word of a server after which it is given up.
 ANSWER_SECONDS = 300.0
 _METRICS_SECONDS = 60.0
+# Seconds between two looks at the counter of answered requests.
+_COUNTED_SECONDS = 0.02
+ANSWERED = "vllm:request_success_total"
 
 
-class ServerError(Exception):
+class ServerError(CommandError):
     """A server that did not start, stopped, or does not answer. The message is for the user."""
 
 
@@ -85,12 +90,8 @@ def openai_client(url: str, api_key: str | None = None) -> OpenAI:
     )
 
 
-def read_metrics(url: str, *, is_own: bool = False) -> list[Sample]:
-    """Read all samples of a server's ``/metrics``.
-
-    Args:
-        url: The root of the server.
-        is_own: As :func:`ask` has it.
+def read_metrics(url: str) -> list[Sample]:
+    """Read all samples of the ``/metrics`` of the server at this root.
 
     Raises:
         ServerError: If the server does not answer.
@@ -98,13 +99,33 @@ def read_metrics(url: str, *, is_own: bool = False) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        answer = ask(f"{url}/metrics", timeout=_METRICS_SECONDS, is_own=is_own)
+        answer = ask(f"{url}/metrics", timeout=_METRICS_SECONDS)
     except OSError as error:
         raise ServerError(f"{url}/metrics cannot be read: {error}.") from None
     if not answer.is_success:
         raise ServerError(f"{url}/metrics cannot be read: HTTP {answer.status_code}.")
     families = text_string_to_metric_families(answer.text)
     return [sample for family in families for sample in family.samples]
+
+
+def metrics_after(url: str, num_answered: float, seconds: float) -> list[Sample]:
+    """Read ``/metrics`` once so many requests are in it, which is a moment after their last tokens.
+
+    Args:
+        url: The root of the server.
+        num_answered: Requests that the server has answered since it started.
+        seconds: Time after which the samples are returned as they are.
+
+    Raises:
+        ServerError: As in :func:`read_metrics`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        samples = read_metrics(url)
+        is_counted = totals(samples).get(ANSWERED, 0.0) >= num_answered
+        if is_counted or time.monotonic() > deadline:
+            return samples
+        time.sleep(_COUNTED_SECONDS)
 
 
 def totals(samples: Iterable[Sample], label: str | None = None) -> dict[str, float]:

@@ -20,6 +20,10 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help=VERBOSE_HELP)
 
 
+class CommandError(Exception):
+    """Failure of a command. The message is for the user; the exit status is 1."""
+
+
 def quieten() -> None:
     """Hide what vLLM and torch print while they work, but for errors. Call it before they are imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

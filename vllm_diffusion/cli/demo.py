@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.answer import Answer, AnswerError, stream_answer
+from vllm_diffusion.cli.answer import Answer, stream_answer
 from vllm_diffusion.cli.checkpoint import add_family, family_of
-from vllm_diffusion.cli.client import ServerError, openai_client
+from vllm_diffusion.cli.client import metrics_after, openai_client, totals
 from vllm_diffusion.cli.console import add_verbose, fail, say, table
 from vllm_diffusion.cli.display import display_for
-from vllm_diffusion.cli.server import Server
 from vllm_diffusion.cli.shipped_server import (
     MAX_MODEL_LEN,
     MODEL_NAME,
-    end_with_signals,
+    begin_serving,
     shipped_server,
 )
-from vllm_diffusion.startup.environment import environment_flags
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -44,12 +41,9 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
     parser.add_argument("prompt", nargs="?", type=values.text, help=f"default: {defaults}")
-    values.add_integer(
-        parser, "--max-tokens", 256, "longest answer, in tokens", 1, MAX_MODEL_LEN - 1
-    )
-    parser.add_argument(
-        "--seed", type=values.seed, default=0, metavar="N", help="of the random draws (%(default)s)"
-    )
+    longest = values.integer(1, MAX_MODEL_LEN - 1)
+    values.add_number(parser, "--max-tokens", longest, "longest answer, in tokens", 256)
+    values.add_number(parser, "--seed", values.seed, "of the random draws", 0)
     add_family(parser)
     parser.add_argument(
         "--draft",
@@ -63,9 +57,7 @@ def add_parser(subcommands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     family = family_of(arguments)
     prompt = DEFAULT_PROMPTS[family] if arguments.prompt is None else arguments.prompt
-    if environment_flags().disabled:
-        return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
-    end_with_signals()
+    begin_serving()
     request = {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": prompt}],
@@ -73,23 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
         "seed": arguments.seed,
     }
     texts = []
-    try:
-        for with_draft in (False, True) if arguments.draft else (False,):
-            with shipped_server(
-                family, say, with_draft=with_draft, verbose=arguments.verbose
-            ) as server:
-                say(f"         asking: {prompt}")
-                client = openai_client(server.url, server.api_key)
-                answer = stream_answer(client, request, display_for(sys.stdout))
-                counters = counters_of_answer(server)
-            say(report(answer, counters))
-            texts.append(answer.text)
-    except FileNotFoundError as error:
-        return fail(str(error))
-    except ServerError as error:
-        return fail(f"{error} `vllm-diffusion doctor` says what this machine lacks.")
-    except AnswerError as error:
-        return fail(f"{error} The server's log: {server.log_path}")
+    for with_draft in (False, True) if arguments.draft else (False,):
+        with shipped_server(
+            family, say, with_draft=with_draft, verbose=arguments.verbose
+        ) as server:
+            say(f"         asking: {prompt}")
+            client = openai_client(server.url, server.api_key)
+            answer = stream_answer(client, request, display_for(sys.stdout))
+            counters = totals(metrics_after(server.url, 1, _COUNTERS_SECONDS))
+        say(report(answer, counters))
+        texts.append(answer.text)
     if not texts[0].strip():
         return fail("The answer is empty.")
     if arguments.draft:
@@ -97,16 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
             return fail("With its draft the model answered otherwise, which must not be.")
         say("The same answer with the draft and without.")
     return 0
-
-
-def counters_of_answer(server: Server) -> dict[str, float]:
-    """Read the server's counters once the request is in them, a moment after its last token."""
-    deadline = time.monotonic() + _COUNTERS_SECONDS
-    while True:
-        counters = server.counters()
-        if counters.get("vllm:request_success_total", 0) or time.monotonic() > deadline:
-            return counters
-        time.sleep(0.1)
 
 
 def report(answer: Answer, counters: dict[str, float]) -> str:

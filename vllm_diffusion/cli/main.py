@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 
 from vllm_diffusion.cli import chat, checkpoint, demo, doctor, serve_page, tune
+from vllm_diffusion.cli.console import CommandError, fail
 from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.bytecode import compile_once
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except UsageError as error:
         arguments.parser.error(str(error))
+    except CommandError as error:
+        return fail(str(error))
     except BrokenPipeError:
         # The reader of our output is gone; Python must not complain about it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError
-from vllm_diffusion.cli.console import VERBOSE_HELP, fail, say
+from vllm_diffusion.cli.console import VERBOSE_HELP, say
 from vllm_diffusion.cli.server import VLLM_SERVE, Listening, Server
-from vllm_diffusion.cli.shipped_server import end_with_signals
-from vllm_diffusion.startup.environment import environment_flags
+from vllm_diffusion.cli.shipped_server import begin_serving
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -89,12 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.arguments[:1] in (["-h"], ["--help"]):
         arguments.parser.print_help()
         return 0
-    if environment_flags().disabled:
-        return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
-    try:
-        plan = plan_of(arguments.arguments)
-    except FileNotFoundError as error:
-        return fail(str(error))
+    begin_serving()
+    plan = plan_of(arguments.arguments)
     check_free(plan.host, plan.port)
     plugins = ",".join(allowed_plugins(os.environ))
     say(f"The page will be at {plan.page}")
@@ -109,7 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
         listening=plan.listening,
         verbose=plan.is_verbose,
     )
-    end_with_signals()
     try:
         with server:
             try:
@@ -120,9 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 # This is how a server that has served is ended.
                 say("Ending the server.")
-    except ServerError as error:
+    except ServerError:
         say(server.log_end())
-        return fail(str(error))
+        raise
     return 0
 
 
@@ -134,7 +128,7 @@ def plan_of(arguments: Sequence[str]) -> Plan:
 
     Raises:
         UsageError: If an option that the page depends on is of no use here.
-        FileNotFoundError: If the model is to be the shipped checkpoint, and that is incomplete.
+        CommandError: If the model is to be the shipped checkpoint, and that is incomplete.
     """
     options = [each for each in arguments if each not in ("--open", "--verbose")]
     for name in _WITHOUT_A_PORT:

@@ -18,14 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import psutil
 
-from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask, read_metrics, totals
-
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
+from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
 
 HOST = "127.0.0.1"
 # Seconds between two looks at a server that is starting, and between two lines about it while it
@@ -236,23 +233,11 @@ class Server:
         sys.stderr.write(new.decode(errors="replace"))
         sys.stderr.flush()
 
-    def samples(self) -> list[Sample]:
-        """Read all samples of the server's ``/metrics``."""
-        return read_metrics(self.url, is_own=True)
-
-    def counters(self) -> dict[str, float]:
-        """Sum :meth:`samples` by name, over their labels."""
-        return totals(self.samples())
-
     def processes(self) -> list[int]:
         """Return the ids of the server's first process and of all that it started; none once it has ended."""
         if self._process is None:
             return []
-        try:
-            first = psutil.Process(self._process.pid)
-            return [each.pid for each in (first, *first.children(recursive=True))]
-        except psutil.NoSuchProcess:
-            return []
+        return [each.pid for each in process_tree(self._process.pid)]
 
     def stop(self) -> None:
         """End the server and every process it started. Safe to call twice."""
@@ -276,6 +261,15 @@ class Server:
             # What it left behind, or all of it if somebody is too impatient for the above.
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it started; none once it has ended."""
+    try:
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextlib.contextmanager

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_diffusion.cli.answer import AnswerError
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.cli.client import ServerError
+from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, vllm_serve
+from vllm_diffusion.startup.environment import environment_flags
 
 # Under which the server knows the checkpoint, whichever it is.
 MODEL_NAME = "tiny"
@@ -36,8 +39,19 @@ _SERVE_ENVIRONMENT = {
 _START_SECONDS = 900.0
 
 
+def begin_serving() -> None:
+    """Prepare a command whose servers are this package's: signals that end it end its servers too.
+
+    Raises:
+        CommandError: If this package is turned off, so that stock vLLM would serve.
+    """
+    if environment_flags().disabled:
+        raise CommandError("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
+    end_with_signals()
+
+
 def end_with_signals() -> None:
-    """Have the signals that end this process end its server too."""
+    """Make a signal that ends this process an interrupt, behind which it cleans up."""
     for kind in ENDING_SIGNALS:
         signal.signal(kind, _interrupt)
 
@@ -71,9 +85,10 @@ def shipped_server(
         verbose: Print what the server prints, as it comes.
 
     Raises:
-        FileNotFoundError: If the installation lacks a file of the checkpoint.
-        ServerError: If the server did not start, or stopped.
+        CommandError: If the installation lacks a file of the checkpoint, the server did not start or
+            stopped, or it did not answer; the last names the server's log.
     """
+    end_with_signals()
     checkpoint = shipped_checkpoint(family)
     options = list(_SERVE_OPTIONS)
     if with_draft:
@@ -92,6 +107,10 @@ def shipped_server(
         with server:
             say(f"{time.monotonic() - start:5.0f} s  ready")
             yield server
-    except ServerError:
+    except ServerError as error:
         say(server.log_end())
-        raise
+        raise CommandError(
+            f"{error} `vllm-diffusion doctor` says what this machine lacks."
+        ) from None
+    except AnswerError as error:
+        raise CommandError(f"{error} The server's log: {server.log_path}") from None

@@ -73,21 +73,18 @@ def integer(least: int = 1, most: int = _LARGEST) -> Callable[[str], int]:
     return read
 
 
-def add_integer(
-    parser: argparse.ArgumentParser,
+def add_number(
+    parser: argparse._ActionsContainer,
     option: str,
-    default: int,
+    read: Callable[[str], float],
     meaning: str,
-    least: int = 1,
-    most: int = _LARGEST,
+    default: float | None = None,
+    metavar: str = "N",
 ) -> None:
-    """Add an option whose value is an integer from ``least`` to ``most``, and whose help has the default."""
+    """Add an option whose value is a number; its help has the default, where there is one."""
+    shown = "" if default is None else " (%(default)s)"
     parser.add_argument(
-        option,
-        type=integer(least, most),
-        default=default,
-        metavar="N",
-        help=f"{meaning} (%(default)s)",
+        option, type=read, default=default, metavar=metavar, help=f"{meaning}{shown}"
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -67,8 +67,7 @@ def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
     return Sample(ids.long(), states, 0 if start is None else int(start))
 
 
-@dataclass(frozen=True)
-class Extraction:
+class Extraction(msgspec.Struct, frozen=True):
     """Description of a folder of samples, stored there as ``extraction.json``.
 
     Attributes:
@@ -88,8 +87,8 @@ class Extraction:
 
 def write_extraction(folder: Path, extraction: Extraction) -> None:
     """Write the description of a folder's samples."""
-    content = json.dumps(asdict(extraction), indent=2) + "\n"
-    (folder / _DESCRIPTION).write_text(content, encoding="utf-8")
+    content = msgspec.json.format(msgspec.json.encode(extraction), indent=2)
+    (folder / _DESCRIPTION).write_bytes(content + b"\n")
 
 
 def read_extraction(folder: Path) -> Extraction:
@@ -100,10 +99,8 @@ def read_extraction(folder: Path) -> Extraction:
     """
     path = folder / _DESCRIPTION
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        layers = tuple(content.pop("target_layer_ids"))
-        return Extraction(target_layer_ids=layers, **content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=Extraction)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} does not say what was extracted ({error}); extract hidden states there with "
             "vllm-diffusion calibrate extract."

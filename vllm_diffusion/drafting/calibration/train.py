@@ -70,31 +70,46 @@ class Blocks:
     labels: Tensor
 
 
+class Batch:
+    """Batch of samples on the draft's device, padded on the right.
+
+    Attributes:
+        token_ids: [B, T], int64.
+        rows: Hidden states, [B, T, layers * hidden], in the draft's dtype.
+        starts: Position at which each answer begins, [B], int64.
+        lengths: Tokens of each sample, [B], int64.
+    """
+
+    def __init__(self, samples: Sequence[Sample], like: Tensor):
+        device = like.device
+        padded = nn.utils.rnn.pad_sequence
+        self.token_ids = padded([each.token_ids for each in samples], batch_first=True).to(device)
+        rows = [each.hidden_states.flatten(1) for each in samples]
+        self.rows = padded(rows, batch_first=True).to(device, like.dtype)
+        self.starts = torch.tensor([each.answer_start for each in samples], device=device)
+        self.lengths = torch.tensor([len(each.token_ids) for each in samples], device=device)
+
+
 def draw_blocks(
-    token_ids: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    *,
+    batch: Batch,
+    draft: ReferenceDraft,
     num_blocks: int,
-    block_size: int,
-    mask_token_id: int,
     revealed_share: float,
     generator: torch.Generator,
 ) -> Blocks:
     """Draw blocks at different random anchors from each sample's answer.
 
     Args:
-        token_ids: Token ids, [B, T], int64, padded on the right.
-        starts: Position at which each answer begins, [B], int64.
-        lengths: Tokens of each sample, [B], int64.
+        batch: Samples.
+        draft: Draft whose block size and mask token the blocks have.
         num_blocks: Blocks per sample, at most one for each anchor of its answer that has a token
             behind it.
-        block_size: Positions of a block: the anchor and its masks.
-        mask_token_id: Token that marks a position as not revealed.
         revealed_share: Share of the blocks of which a share, uniform in 0..1, is revealed; at least
             one mask is left in each.
         generator: Generator of the draws, on the CPU.
     """
+    token_ids, lengths = batch.token_ids, batch.lengths
+    block_size = draft.block_size
     B, T = token_ids.shape
     device = token_ids.device
 
@@ -103,7 +118,7 @@ def draw_blocks(
 
     num_blocks = min(num_blocks, T)
     at = torch.arange(T, device=device)
-    is_anchor = (at >= starts[:, None]) & (at < lengths[:, None] - 1)
+    is_anchor = (at >= batch.starts[:, None]) & (at < lengths[:, None] - 1)
     scores = torch.where(is_anchor, rand(B, T), -1.0)
     best = scores.topk(num_blocks, dim=1)
     # Numbers below 0 differ, so that blocks that stand for none do not see each other.
@@ -123,7 +138,7 @@ def draw_blocks(
     masked = F.pad(masked, (1, 0), value=False)
     # Positions behind the text are masks too.
     hidden = masked | (~is_text & (offset > 0))
-    ids = torch.where(hidden, mask_token_id, tokens)
+    ids = torch.where(hidden, draft.mask_token_id, tokens)
     labels = torch.where(masked & is_text, tokens, _IGNORED)
     return Blocks(
         ids.flatten(1),
@@ -133,21 +148,8 @@ def draw_blocks(
     )
 
 
-class _Batch:
-    """Batch of samples on the draft's device, padded on the right."""
-
-    def __init__(self, samples: Sequence[Sample], like: Tensor):
-        device = like.device
-        padded = nn.utils.rnn.pad_sequence
-        self.token_ids = padded([each.token_ids for each in samples], batch_first=True).to(device)
-        rows = [each.hidden_states.flatten(1) for each in samples]
-        self.rows = padded(rows, batch_first=True).to(device, like.dtype)
-        self.starts = torch.tensor([each.answer_start for each in samples], device=device)
-        self.lengths = torch.tensor([len(each.token_ids) for each in samples], device=device)
-
-
 def block_logits(
-    draft: ReferenceDraft, embed: nn.Module, head: nn.Module, batch: _Batch, blocks: Blocks
+    draft: ReferenceDraft, embed: nn.Module, head: nn.Module, batch: Batch, blocks: Blocks
 ) -> Tensor:
     """Return the rows' logits, [B, N, vocab_size], float32; the mask token's are minus infinity."""
     positions = torch.arange(batch.rows.shape[1], device=batch.rows.device)
@@ -185,17 +187,8 @@ def measure(
     K = draft.block_size - 1
     loss, right, counted = (torch.zeros(K) for _ in range(3))
     for start in range(0, len(samples), 16):
-        batch = _Batch(samples[start : start + 16], draft.fc.weight)
-        blocks = draw_blocks(
-            batch.token_ids,
-            batch.starts,
-            batch.lengths,
-            num_blocks=anchors,
-            block_size=draft.block_size,
-            mask_token_id=draft.mask_token_id,
-            revealed_share=0.0,
-            generator=generator,
-        )
+        batch = Batch(samples[start : start + 16], draft.fc.weight)
+        blocks = draw_blocks(batch, draft, anchors, 0.0, generator)
         logits = block_logits(draft, embed, head, batch, blocks)
         labels = blocks.labels.view(-1, K + 1)[:, 1:]
         logits = logits.view(-1, K + 1, logits.shape[-1])[:, 1:]
@@ -267,6 +260,16 @@ def train(
     losses: list[float] = []
     step = 0
     start = time.monotonic()
+
+    def note() -> None:
+        nats = right = torch.zeros(0)
+        if held_out:
+            nats, right = measure(draft, embed, head, held_out, anchors=8)
+        mean = sum(losses) / len(losses)
+        history.append(Progress(step, mean, tuple(nats.tolist()), tuple(right.tolist())))
+        report(history[-1])
+        losses.clear()
+
     for batch in _batches(samples, settings, draft.fc.weight):
         share = step / settings.steps
         if settings.minutes is not None:
@@ -274,16 +277,7 @@ def train(
             if share >= 1 and step:
                 break
         step += 1
-        blocks = draw_blocks(
-            batch.token_ids,
-            batch.starts,
-            batch.lengths,
-            num_blocks=settings.anchors,
-            block_size=draft.block_size,
-            mask_token_id=draft.mask_token_id,
-            revealed_share=settings.revealed_share,
-            generator=generator,
-        )
+        blocks = draw_blocks(batch, draft, settings.anchors, settings.revealed_share, generator)
         logits = block_logits(draft, embed, head, batch, blocks)
         weights = weight_of_offset.repeat(blocks.labels.shape[1] // draft.block_size)
         weights = weights * (blocks.labels != _IGNORED)
@@ -304,37 +298,19 @@ def train(
                 "A lower learning_rate may help."
             )
         if step % settings.report_every == 0:
-            history.append(_progress(draft, embed, head, held_out, step, losses))
-            report(history[-1])
-            losses.clear()
+            note()
     if losses:
-        history.append(_progress(draft, embed, head, held_out, step, losses))
-        report(history[-1])
+        note()
     draft.eval()
     if not history:
         raise ValueError(f"There are fewer samples than one batch of {settings.batch_size}.")
     return history
 
 
-def _batches(samples: Iterable[Sample], settings: TrainSettings, like: Tensor) -> Iterator[_Batch]:
+def _batches(samples: Iterable[Sample], settings: TrainSettings, like: Tensor) -> Iterator[Batch]:
     stream = iter(samples)
     for _ in range(settings.steps):
         chosen = list(itertools.islice(stream, settings.batch_size))
         if len(chosen) < settings.batch_size:
             return
-        yield _Batch(chosen, like)
-
-
-def _progress(
-    draft: ReferenceDraft,
-    embed: nn.Module,
-    head: nn.Module,
-    held_out: Sequence[Sample],
-    step: int,
-    losses: list[float],
-) -> Progress:
-    nats = right = torch.zeros(0)
-    if held_out:
-        nats, right = measure(draft, embed, head, held_out, anchors=8)
-    mean = sum(losses) / len(losses)
-    return Progress(step, mean, tuple(nats.tolist()), tuple(right.tolist()))
+        yield Batch(chosen, like)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
 from vllm_diffusion.cli.client import KEY_VARIABLE
-from vllm_diffusion.cli.console import add_verbose, fail, say
-from vllm_diffusion.cli.shipped_server import end_with_signals
+from vllm_diffusion.cli.console import add_verbose, say
+from vllm_diffusion.cli.shipped_server import begin_serving
 from vllm_diffusion.drafting.commands.contenders import (
     DFLASH,
     contenders,
@@ -89,7 +89,9 @@ def add_parser(subcommands: Subcommands) -> None:
         metavar="N",
         help="passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)",
     )
-    values.add_integer(parser, "--num-drafts", 4, "tokens drafted where the draft has no block")
+    values.add_number(
+        parser, "--num-drafts", values.integer(), "tokens drafted where the draft has no block", 4
+    )
     parser.add_argument(
         "--base-url",
         nargs="+",
@@ -114,15 +116,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests at a time (1 8)",
     )
-    values.add_integer(parser, "--rounds", 3, "that count")
-    values.add_integer(parser, "--max-tokens", 256, "of an answer")
-    parser.add_argument(
-        "--temperature",
-        type=values.temperature,
-        default=0.0,
-        metavar="X",
-        help="of the answers; above 0 they are not compared (%(default)s)",
-    )
+    values.add_number(parser, "--rounds", values.integer(), "that count", 3)
+    values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 256)
+    meaning = "of the answers; above 0 they are not compared"
+    values.add_number(parser, "--temperature", values.temperature, meaning, 0.0, "X")
     parser.add_argument(
         "--one-at-a-time",
         action=argparse.BooleanOptionalAction,
@@ -162,25 +159,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.base_url:
         return _run_with_running(arguments)
     is_tiny = arguments.target is None
-    try:
-        target = Path(shipped_checkpoint(DRAFTED_FAMILY) if is_tiny else arguments.target)
-        drafts = drafts_by_method(arguments.draft)
-        if is_tiny:
-            drafts = {DFLASH: (str(shipped_draft(DRAFTED_FAMILY)),)} | drafts
-            arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
-        prompts = given_prompts(arguments, [TINY_TASKS] if is_tiny else [])
-        with tempfile.TemporaryDirectory(prefix="vllm-diffusion-") as scratch:
-            entrants = contenders(
-                target,
-                drafts,
-                methods=arguments.method or default_methods(drafts, adds_models=is_tiny),
-                steps=arguments.steps or ([1, 2, 4] if is_tiny else [1]),
-                num_drafts=arguments.num_drafts,
-                scratch=Path(scratch),
-            )
-            return compare(str(target), entrants, prompts, arguments)
-    except FileNotFoundError as error:
-        return fail(str(error))
+    target = Path(shipped_checkpoint(DRAFTED_FAMILY) if is_tiny else arguments.target)
+    drafts = drafts_by_method(arguments.draft)
+    if is_tiny:
+        drafts = {DFLASH: (str(shipped_draft(DRAFTED_FAMILY)),)} | drafts
+        arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
+    prompts = given_prompts(arguments, [TINY_TASKS] if is_tiny else [])
+    with tempfile.TemporaryDirectory(prefix="vllm-diffusion-") as scratch:
+        entrants = contenders(
+            target,
+            drafts,
+            methods=arguments.method or default_methods(drafts, adds_models=is_tiny),
+            steps=arguments.steps or ([1, 2, 4] if is_tiny else [1]),
+            num_drafts=arguments.num_drafts,
+            scratch=Path(scratch),
+        )
+        return compare(str(target), entrants, prompts, arguments)
 
 
 def compare(
@@ -199,9 +193,7 @@ def compare(
         arguments: Of :func:`add_run_options`.
         conclude: What is printed below the tables.
     """
-    if environment_flags().disabled:
-        return fail("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
-    end_with_signals()
+    begin_serving()
     accelerator = None if environment_flags().force_cpu else working_accelerator()
     one_at_a_time: bool | None = arguments.one_at_a_time
     if one_at_a_time is None:

@@ -54,7 +54,7 @@ def _add_record(steps: Subcommands) -> None:
         "there. Servers record nothing unless they are told to.",
     )
     parser.add_argument("folder", type=values.folder, help="of the recording")
-    values.add_integer(parser, "--max-mib", 64, "of the printed command")
+    values.add_number(parser, "--max-mib", values.integer(), "of the printed command", 64)
     parser.add_argument("--clear", action="store_true", help="delete what is recorded")
     parser.set_defaults(run=record)
 
@@ -119,8 +119,8 @@ def _add_extract(steps: Subcommands) -> None:
         type=values.layer_ids,
         help="layers of the target instead, such as 1,9,17,25,33",
     )
-    values.add_integer(parser, "--max-mib", 4096, "of hidden states on disk")
-    values.add_integer(parser, "--max-length", 4096, "tokens of a sequence", 2)
+    values.add_number(parser, "--max-mib", values.integer(), "of hidden states on disk", 4096)
+    values.add_number(parser, "--max-length", values.integer(2), "tokens of a sequence", 4096)
     add_verbose(parser)
     parser.set_defaults(run=extract, vllm_options=[])
 
@@ -226,7 +226,7 @@ def _add_compare(steps: Subcommands) -> None:
         metavar="DRAFT",
         help="the one that may replace it",
     )
-    values.add_integer(parser, "--num-prompts", 32, "the newest that are held out")
+    values.add_number(parser, "--num-prompts", values.integer(), "the newest that are held out", 32)
     add_run_options(parser)
     parser.set_defaults(run=compare_drafts)
 

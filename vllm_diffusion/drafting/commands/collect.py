@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import AnswerError, first_model
 from vllm_diffusion.cli.client import openai_client
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.drafting.commands.prompt_sets import add_prompts, answers, given_prompts
 from vllm_diffusion.drafting.commands.swap_draft import add_server
 
@@ -31,14 +31,10 @@ def add_parser(steps: Subcommands) -> None:
     )
     add_server(parser)
     add_prompts(parser, 1000)
-    values.add_integer(parser, "--concurrency", 8, "requests at a time")
-    values.add_integer(parser, "--max-tokens", 1024, "of an answer")
-    parser.add_argument(
-        "--temperature",
-        type=values.temperature,
-        metavar="X",
-        help="of the answers (default: the server's own)",
-    )
+    values.add_number(parser, "--concurrency", values.integer(), "requests at a time", 8)
+    values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 1024)
+    meaning = "of the answers (default: the server's own)"
+    values.add_number(parser, "--temperature", values.temperature, meaning, metavar="X")
     parser.set_defaults(run=run)
 
 
@@ -62,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
                 if failures == 1:
                     say(f"A prompt failed, and the others go on: {error}")
                 if in_a_row == _MAX_FAILURES:
-                    return fail(f"{in_a_row} prompts in a row failed, the last so: {error}")
+                    raise CommandError(
+                        f"{in_a_row} prompts in a row failed, the last so: {error}"
+                    ) from None
             now = time.monotonic()
             if now - reported >= _REPORT_SECONDS:
                 reported = now
                 say(f"{now - start:5.0f} s  {done} of {len(prompts)} prompts, {num_tokens} tokens")
-    except AnswerError as error:
-        return fail(str(error))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         # Requests that are open end with their connections.

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import psutil
 
-from vllm_diffusion.cli.answer import AnswerError
-from vllm_diffusion.cli.client import ServerError, openai_client, totals
+from vllm_diffusion.cli.answer import AnswerError, first_model
+from vllm_diffusion.cli.client import (
+    ANSWERED,
+    ServerError,
+    metrics_after,
+    openai_client,
+    read_metrics,
+    totals,
+)
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
@@ -24,16 +30,13 @@ from vllm_diffusion.drafting.commands.processes import (
     processor_seconds,
 )
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answers, by_task
-from vllm_diffusion.drafting.commands.running_server import RunningServer
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 MODEL_NAME = "target"
 _START_SECONDS = 1800.0
-# A request's counters are written a moment after its last token.
 _COUNTERS_SECONDS = 30.0
-_ANSWERED = "vllm:request_success_total"
 _KEPT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _OPTIONS = (
     *("--served-model-name", MODEL_NAME),
@@ -95,7 +98,7 @@ class Growth:
             return now.get(name, 0.0) - was.get(name, 0.0)
 
         return cls(
-            grown(_ANSWERED),
+            grown(ANSWERED),
             grown("vllm:generation_tokens_total"),
             grown("vllm:time_to_first_token_seconds_sum"),
             Verifications.from_counters(
@@ -160,48 +163,12 @@ class Result:
         return all(theirs.get((r.task, r.concurrency, r.index)) == r.said for r in self.rounds)
 
 
-def tokens_per_second(
-    rounds: Sequence[Round], seconds: Callable[[Round], float] = lambda r: r.seconds
-) -> list[float]:
-    """Compute the tokens a second of each round, over its tasks."""
-    rates = []
-    for _, group in groupby(sorted(rounds, key=lambda r: r.index), key=lambda r: r.index):
-        theirs = list(group)
-        rates.append(sum(r.counted.tokens for r in theirs) / sum(map(seconds, theirs)))
-    return rates
-
-
-def ratios(
-    rounds: Sequence[Round],
-    baseline: Sequence[Round],
-    seconds: Callable[[Round], float] = lambda r: r.seconds,
-) -> list[float]:
-    """Divide each round's tokens a second by the baseline's in the same round."""
-    pairs = zip(
-        tokens_per_second(rounds, seconds), tokens_per_second(baseline, seconds), strict=True
-    )
-    return [ours / theirs for ours, theirs in pairs]
-
-
-def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
-    """Compute :func:`ratios` of processor seconds; nothing where a round is too short for their clock."""
-    if not all(each.processor_seconds for each in (*rounds, *baseline)):
-        return []
-    return ratios(rounds, baseline, lambda r: r.processor_seconds)
-
-
 def verifications(rounds: Iterable[Round]) -> Verifications:
     """Sum the verifications of rounds."""
     total = Verifications()
     for each in rounds:
         total += each.counted.verifications
     return total
-
-
-def first_token_seconds(rounds: Sequence[Round]) -> float:
-    """Compute the mean time to the first token of all requests."""
-    requests = sum(each.counted.requests for each in rounds)
-    return sum(each.counted.first_token_seconds for each in rounds) / max(requests, 1)
 
 
 @dataclass(frozen=True)
@@ -225,6 +192,28 @@ class Plan:
     def tasks(self) -> dict[str, list[Prompt]]:
         """Group the prompts by task."""
         return by_task(self.prompts)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Server that answers for one contender.
+
+    Attributes:
+        result: Measurements of the contender.
+        url: Root of the server.
+        model: Name under which the server knows the target.
+        server: The server if this process started it. Another one has the key of the environment; its
+            processes are not known, and it is not stopped.
+    """
+
+    result: Result
+    url: str
+    model: str
+    server: Server | None = None
+
+    def processes(self) -> list[int]:
+        """Return the ids of the server's processes, as far as they are known."""
+        return [] if self.server is None else self.server.processes()
 
 
 def race(
@@ -255,11 +244,11 @@ def race(
     results = [Result(contender) for contender in contenders]
     for group in [[each] for each in results] if one_at_a_time else [results]:
         with ExitStack() as stack:
-            running: list[tuple[Result, Server | RunningServer]] = []
+            running: list[_Asked] = []
             for result in group:
                 if url := result.contender.url:
                     try:
-                        running.append((result, RunningServer(url)))
+                        running.append(_Asked(result, url, first_model(openai_client(url))))
                     except AnswerError as error:
                         result.failure = str(error)
                     continue
@@ -272,9 +261,9 @@ def race(
                 )
                 say(f"Starting a server: {result.contender.name}")
                 try:
-                    _check_memory([each for _, each in running])
+                    _check_memory(running)
                     stack.enter_context(server)
-                    running.append((result, server))
+                    running.append(_Asked(result, server.url, MODEL_NAME, server))
                 except ServerError as error:
                     result.failure = str(error)
                     if hasattr(server, "log_path"):
@@ -282,14 +271,14 @@ def race(
                         result.failure = f"{refusal(log) or error} (log: {server.log_path})"
                     say(f"         {result.failure}")
             _ask_all(running, plan)
-            for result, each in running:
-                result.resident_bytes = sum(map(peak_resident_bytes, each.processes()))
-                if isinstance(each, Server):
-                    result.device_bytes = device_bytes(each.processes())
+            for each in running:
+                each.result.resident_bytes = sum(map(peak_resident_bytes, each.processes()))
+                if each.server is not None:
+                    each.result.device_bytes = device_bytes(each.processes())
     return results
 
 
-def _ask_all(running: Sequence[tuple[Result, Server | RunningServer]], plan: Plan) -> None:
+def _ask_all(running: Sequence[_Asked], plan: Plan) -> None:
     for index in range(plan.num_rounds + 1):
         for concurrency in plan.concurrencies:
             say(
@@ -297,7 +286,8 @@ def _ask_all(running: Sequence[tuple[Result, Server | RunningServer]], plan: Pla
                 + ("" if index else " (not counted)")
             )
             for task, prompts in plan.tasks().items():
-                for result, server in running:
+                for server in running:
+                    result = server.result
                     if result.failure:
                         continue
                     try:
@@ -311,21 +301,20 @@ def _ask_all(running: Sequence[tuple[Result, Server | RunningServer]], plan: Pla
 
 
 def _ask(
-    server: Server | RunningServer,
+    server: _Asked,
     task: str,
     prompts: Sequence[Prompt],
     plan: Plan,
     concurrency: int,
     index: int,
 ) -> Round:
-    client = openai_client(server.url, server.api_key)
+    client = openai_client(server.url, server.server.api_key if server.server else None)
     options = {
-        "model": server.model if isinstance(server, RunningServer) else MODEL_NAME,
+        "model": server.model,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
     }
-    before = server.samples()
-    expected = totals(before).get(_ANSWERED, 0.0)
+    before = read_metrics(server.url)
     used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -333,20 +322,16 @@ def _ask(
     seconds = time.perf_counter() - start
     used = processor_seconds(server.processes()) - used
     said = tuple(tokens for each in answered for tokens in each)
-    expected += len(said)
-    deadline = time.monotonic() + _COUNTERS_SECONDS
-    while (counted := totals(after := server.samples()).get(_ANSWERED, 0.0)) < expected:
-        if time.monotonic() > deadline:
-            missing = expected - counted
-            raise ServerError(
-                f"The server counts {len(said) - missing:.0f} of {len(said)} requests on /metrics."
-            )
-        time.sleep(0.02)
-    growth = Growth.between(before, after)
+    expected = totals(before).get(ANSWERED, 0.0) + len(said)
+    growth = Growth.between(before, metrics_after(server.url, expected, _COUNTERS_SECONDS))
+    if growth.requests < len(said):
+        raise ServerError(
+            f"The server counts {growth.requests:.0f} of {len(said)} requests on /metrics."
+        )
     return Round(task, concurrency, index, seconds, used, growth, said)
 
 
-def _check_memory(running: Sequence[Server | RunningServer]) -> None:
+def _check_memory(running: Sequence[_Asked]) -> None:
     """Refuse another server where there may be no room for one as large as the largest.
 
     Raises:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from statistics import median
 from typing import Any
 
 from vllm_diffusion.cli.console import table
-from vllm_diffusion.drafting.commands.draft_runs import (
-    Plan,
-    Result,
-    Round,
-    first_token_seconds,
-    processor_ratios,
-    ratios,
-    tokens_per_second,
-    verifications,
-)
+from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, verifications
 
 # What was measured of one contender, in all or with so many requests at a time.
 Figures = dict[str, Any]
@@ -89,6 +81,42 @@ def _acceptance(rounds: Sequence[Round]) -> Figures:
         "accepted_lengths": verified.lengths,
         "acceptance_by_position": verified.by_position,
     }
+
+
+def tokens_per_second(
+    rounds: Sequence[Round], seconds: Callable[[Round], float] = lambda r: r.seconds
+) -> list[float]:
+    """Compute the tokens a second of each round, over its tasks."""
+    rates = []
+    for _, group in groupby(sorted(rounds, key=lambda r: r.index), key=lambda r: r.index):
+        theirs = list(group)
+        rates.append(sum(r.counted.tokens for r in theirs) / sum(map(seconds, theirs)))
+    return rates
+
+
+def ratios(
+    rounds: Sequence[Round],
+    baseline: Sequence[Round],
+    seconds: Callable[[Round], float] = lambda r: r.seconds,
+) -> list[float]:
+    """Divide each round's tokens a second by the baseline's in the same round."""
+    pairs = zip(
+        tokens_per_second(rounds, seconds), tokens_per_second(baseline, seconds), strict=True
+    )
+    return [ours / theirs for ours, theirs in pairs]
+
+
+def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
+    """Compute :func:`ratios` of processor seconds; nothing where a round is too short for their clock."""
+    if not all(each.processor_seconds for each in (*rounds, *baseline)):
+        return []
+    return ratios(rounds, baseline, lambda r: r.processor_seconds)
+
+
+def first_token_seconds(rounds: Sequence[Round]) -> float:
+    """Compute the mean time to the first token of all requests."""
+    requests = sum(each.counted.requests for each in rounds)
+    return sum(each.counted.first_token_seconds for each in rounds) / max(requests, 1)
 
 
 def tables(contenders: Sequence[Figures]) -> str:

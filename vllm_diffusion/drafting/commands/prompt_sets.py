@@ -106,7 +106,7 @@ def add_prompts(parser: argparse.ArgumentParser, num_prompts: int, default: str 
         help='JSON lines with "prompt" (text or token ids to go on with), "messages" or "turns", and '
         f'perhaps "task"; or {", ".join(NAMES)}{default}',
     )
-    values.add_integer(parser, "--num-prompts", num_prompts, "of each task")
+    values.add_number(parser, "--num-prompts", values.integer(), "of each task", num_prompts)
     parser.add_argument(
         "--thinking",
         nargs="+",

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.client import ServerError, read_metrics
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.client import read_metrics
+from vllm_diffusion.cli.console import CommandError, say
+from vllm_diffusion.cli.server import process_tree
 from vllm_diffusion.cli.shipped_server import end_with_signals
 from vllm_diffusion.drafting.commands.swap_draft import (
     DraftClient,
@@ -33,6 +34,7 @@ from vllm_diffusion.drafting.commands.swap_draft import (
     is_pending,
     wait_until_judged,
 )
+from vllm_diffusion.drafting.commands.train_draft import add_device
 from vllm_diffusion.drafting.recording import read_recording
 
 if TYPE_CHECKING:
@@ -140,11 +142,9 @@ class IdleWork:
 def _bytes_of(pid: int) -> int:
     """Return the resident memory of a process and its descendants; shared pages count for each."""
     total = 0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
+    for process in process_tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
     return total
 
 
@@ -173,17 +173,13 @@ def add_parser(steps: Subcommands) -> None:
         ("--gib", positive, 16.0, "of memory"),
         ("--disk-gib", positive, 4.0, "of hidden states"),
         ("--steps", count, 2000, "of training"),
-        ("--device", values.device, "cpu", "of training"),
         ("--exchanges", count, 200, "new ones that begin a round"),
         ("--idle-seconds", values.number(least=0), 30.0, "without a request"),
     ):
-        parser.add_argument(
-            option, type=read, default=default, metavar="X", help=f"{meaning} (%(default)s)"
-        )
+        values.add_number(parser, option, read, meaning, default, "X")
+    add_device(parser)
     add_verifications(parser)
-    parser.add_argument(
-        "--rounds", type=count, metavar="N", help="end after so many (default: go on)"
-    )
+    values.add_number(parser, "--rounds", count, "end after so many (default: go on)")
     parser.set_defaults(run=run, vllm_options=[])
 
 
@@ -193,17 +189,14 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise values.UsageError(f"--recording: {error}") from None
     end_with_signals()
-    try:
-        client = DraftClient(arguments.url, arguments.api_key)
-        _served(client)
-        rounds = _Rounds(arguments, client)
-        done = 0
-        while arguments.rounds is None or done < arguments.rounds:
-            rounds.wait()
-            rounds.run()
-            done += 1
-    except (ValueError, ServerError) as error:
-        return fail(str(error))
+    client = DraftClient(arguments.url, arguments.api_key)
+    _served(client)
+    rounds = _Rounds(arguments, client)
+    done = 0
+    while arguments.rounds is None or done < arguments.rounds:
+        rounds.wait()
+        rounds.run()
+        done += 1
     return 0
 
 
@@ -211,11 +204,11 @@ def _served(client: DraftClient) -> Path:
     """Return the folder of the draft that is served.
 
     Raises:
-        ValueError: If it is none on this machine.
+        CommandError: If it is none on this machine.
     """
     folder = Path(client.status()["model"])
     if not (folder / "config.json").is_file():
-        raise ValueError(
+        raise CommandError(
             f"The server's draft {folder} is no folder on this machine, where training starts from it; "
             "start the server with the path of its draft."
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
-from vllm_diffusion.cli.console import fail, table
+from vllm_diffusion.cli.console import table
 from vllm_diffusion.drafting.accepted import LEAST, MOST
 from vllm_diffusion.drafting.swap.trial import PATH, PENDING, ROLLED_BACK
 
@@ -123,14 +123,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def add_verifications(parser: argparse.ArgumentParser) -> None:
     """Add the option that says when a new draft is judged."""
-    values.add_integer(
-        parser,
-        "--verifications",
-        500,
-        "after how many of its own the new draft is judged",
-        LEAST,
-        MOST,
-    )
+    meaning = "after how many of its own the new draft is judged"
+    values.add_number(parser, "--verifications", values.integer(LEAST, MOST), meaning, 500)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,18 +133,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise values.UsageError(
             "--roll-back takes no draft: it puts back the one that was replaced."
         )
-    try:
-        if arguments.roll_back:
-            print(describe(client.put_back()))
-            return 0
-        if arguments.draft is None:
-            status = client.status()
-        else:
-            status = client.swap(arguments.draft.resolve(), arguments.verifications)
-        if arguments.wait:
-            status = wait_until_judged(client, status)
-    except SwapError as error:
-        return fail(str(error))
+    if arguments.roll_back:
+        print(describe(client.put_back()))
+        return 0
+    if arguments.draft is None:
+        status = client.status()
+    else:
+        status = client.swap(arguments.draft.resolve(), arguments.verifications)
+    if arguments.wait:
+        status = wait_until_judged(client, status)
     print(describe(status))
     if arguments.draft is None and not arguments.wait:
         return 0

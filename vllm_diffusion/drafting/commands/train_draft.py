@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -43,49 +42,37 @@ def add_parser(steps: Subcommands) -> None:
     )
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument("--from", dest="first", type=values.draft, help="a draft to start from")
-    start.add_argument(
-        "--layers",
-        type=values.integer(),
-        metavar="N",
-        help="start from random weights, with so many layers",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=values.integer(2),
-        metavar="N",
-        help="of a new draft: an anchor and masks",
-    )
-    parser.add_argument(
-        "--mask-token-id",
-        type=values.integer(0),
-        metavar="ID",
-        help="of a new draft: a token that no text has",
-    )
+    meaning = "start from random weights, with so many layers"
+    values.add_number(start, "--layers", values.integer(), meaning)
+    meaning = "of a new draft: an anchor and masks"
+    values.add_number(parser, "--block-size", values.integer(2), meaning)
+    meaning = "of a new draft: a token that no text has"
+    values.add_number(parser, "--mask-token-id", values.integer(0), meaning, metavar="ID")
     parser.add_argument(
         "--target",
         type=values.model,
         help="default: the one that the samples were extracted from",
     )
-    values.add_integer(parser, "--steps", 2000, "of the optimizer")
-    parser.add_argument(
-        "--minutes",
-        type=values.number(above=0),
-        metavar="X",
-        help="end then though steps are left",
-    )
-    defaults = {each.name: each.default for each in dataclasses.fields(TrainSettings)}
+    values.add_number(parser, "--steps", values.integer(), "of the optimizer", 2000)
+    meaning = "end then though steps are left"
+    values.add_number(parser, "--minutes", values.number(above=0), meaning, metavar="X")
     for name, (meaning, read) in _SETTINGS.items():
-        parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=read,
-            default=defaults[name],
-            metavar="N" if isinstance(defaults[name], int) else "X",
-            help=f"{meaning} (%(default)s)",
-        )
-    parser.add_argument(
-        "--device", type=values.device, default="cpu", help="cpu, cuda or cuda:N (%(default)s)"
-    )
+        default = getattr(TrainSettings, name)
+        metavar = "N" if isinstance(default, int) else "X"
+        option = "--" + name.replace("_", "-")
+        values.add_number(parser, option, read, meaning, default, metavar)
+    add_device(parser)
     parser.set_defaults(run=run)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option that chooses where a draft is trained."""
+    parser.add_argument(
+        "--device",
+        type=values.device,
+        default="cpu",
+        help="of training: cpu, cuda or cuda:N (%(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

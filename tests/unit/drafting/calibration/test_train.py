@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from vllm_diffusion.drafting.calibration.samples import (
     shuffled_samples,
 )
 from vllm_diffusion.drafting.calibration.train import (
+    Batch,
     TrainSettings,
-    _Batch,
     block_logits,
     draw_blocks,
     measure,
@@ -100,16 +101,12 @@ def test_draw_blocks(data) -> None:
     num_blocks, share = data.draw(st.integers(1, 20)), data.draw(st.sampled_from((0.0, 0.5, 1.0)))
     size = data.draw(st.integers(2, 6))
     text = torch.arange(max(lengths)) + 100 * torch.arange(1, len(lengths) + 1)[:, None]
-    blocks = draw_blocks(
-        text,
-        torch.tensor(starts),
-        torch.tensor(lengths),
-        num_blocks=num_blocks,
-        block_size=size,
-        mask_token_id=-7,
-        revealed_share=share,
-        generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))),
+    batch = SimpleNamespace(
+        token_ids=text, starts=torch.tensor(starts), lengths=torch.tensor(lengths)
     )
+    draft = SimpleNamespace(block_size=size, mask_token_id=-7)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    blocks = draw_blocks(batch, draft, num_blocks, share, generator)
     for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         rows = [getattr(blocks, name)[b].view(-1, size).tolist() for name in FIELDS]
         anchors = [block[0] for block in rows[2]]
@@ -139,17 +136,8 @@ def test_training_sees_what_drafting_sees(target, ends) -> None:
     """A block's logits in a batch of many are those of one pass of the draft at its anchor."""
     draft = make_draft(target).eval()
     chosen = samples(target, 3, seed=5)
-    batch = _Batch(chosen, draft.fc.weight)
-    blocks = draw_blocks(
-        batch.token_ids,
-        batch.starts,
-        batch.lengths,
-        num_blocks=4,
-        block_size=BLOCK,
-        mask_token_id=MASK,
-        revealed_share=0.0,
-        generator=torch.Generator().manual_seed(0),
-    )
+    batch = Batch(chosen, draft.fc.weight)
+    blocks = draw_blocks(batch, draft, 4, 0.0, torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = block_logits(draft, *ends, batch, blocks)
     compared = 0

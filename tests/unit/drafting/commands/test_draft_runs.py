@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.drafting.commands import draft_runs, processes
+from vllm_diffusion.drafting.commands import draft_runs, draft_table, processes
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Growth, Result, Round, refusal
 from vllm_diffusion.drafting.commands.draft_table import as_json, tables
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
@@ -83,11 +83,11 @@ def rounds_of(speeds: list[float]) -> list[Round]:
 def test_ratio(speeds: list[float], times: float) -> None:
     """Whatever a machine does from round to round, as long as it does it to all."""
     slow, fast = rounds_of(speeds), rounds_of([speed * times for speed in speeds])
-    assert draft_runs.tokens_per_second(slow) == pytest.approx(speeds)
-    assert draft_runs.ratios(fast, slow) == pytest.approx([times] * len(speeds))
-    assert draft_runs.processor_ratios(fast, slow) == pytest.approx([times] * len(speeds))
+    assert draft_table.tokens_per_second(slow) == pytest.approx(speeds)
+    assert draft_table.ratios(fast, slow) == pytest.approx([times] * len(speeds))
+    assert draft_table.processor_ratios(fast, slow) == pytest.approx([times] * len(speeds))
     idle = [replace(each, processor_seconds=0.0) for each in slow]
-    assert draft_runs.processor_ratios(fast, idle) == []
+    assert draft_table.processor_ratios(fast, idle) == []
 
 
 @pytest.mark.parametrize(("one", "several"), [(2.0, 1.5), (2.0, 3.0), (0.5, 0.4)])
