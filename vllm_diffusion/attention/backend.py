@@ -39,7 +39,7 @@ from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
 )
-from vllm_diffusion.startup.kernel_choices import PHASES, LayerKind, Phase, kernel_choices
+from vllm_diffusion.startup.kernel_choices import PHASES, LayerKind, PassPhase, kernel_choices
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -94,7 +94,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         config = get_current_vllm_config()
         choices = kernel_choices(config)
         layer_kind = LayerKind(num_heads, self.num_kv_heads, head_size, self.window, kv_cache_dtype)
-        self.impls: dict[Phase, Impl] = {
+        self.impls: dict[PassPhase, Impl] = {
             phase: choices.attention_of(layer_kind, phase) for phase in PHASES
         }
         self.most_splits = {phase: choices.most_splits_of(layer_kind, phase) for phase in PHASES}
@@ -217,12 +217,12 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 impl=impl,
             )
 
-    def _phase(self, sequences: Sequences) -> Phase:
+    def _phase(self, sequences: Sequences) -> PassPhase:
         """Return the kind of pass, by its longest request."""
         rows = sequences.max_query_len
         return "denoise" if rows is not None and rows <= self.canvas_length else "mixed"
 
-    def _impl_of(self, phase: Phase, has_spans: bool) -> Impl:
+    def _impl_of(self, phase: PassPhase, has_spans: bool) -> Impl:
         """FlashAttention-4 knows no image spans."""
         impl = self.impls[phase]
         return "triton" if impl == "cute" and has_spans else impl

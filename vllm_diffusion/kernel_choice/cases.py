@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.kernel_choice.step_shape import StepShape
-from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices, LayerKind, Phase
+from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices, LayerKind, PassPhase
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Role:
 
     cases: tuple[KernelCase, ...]
     kind: LayerKind | None = None
-    phase: Phase | None = None
+    phase: PassPhase | None = None
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Served:
                 longest = self._run_by(impl, kind, "denoise")[-1:]
                 yield Role((KernelCase("attention graph", kind.name, impl, longest),), kind)
 
-    def _run_by(self, impl: str, kind: LayerKind, phase: Phase) -> tuple[AttentionShape, ...]:
+    def _run_by(self, impl: str, kind: LayerKind, phase: PassPhase) -> tuple[AttentionShape, ...]:
         """Return the passes that an implementation runs: FlashAttention-4 none with image spans."""
         passes = self._attention(kind, phase)
         return tuple(each for each in passes if not (impl == "cute" and each.span))
 
-    def _attention(self, kind: LayerKind, phase: Phase) -> Iterator[AttentionShape]:
+    def _attention(self, kind: LayerKind, phase: PassPhase) -> Iterator[AttentionShape]:
         """Yield passes of a kind of layer."""
         C = self.step.spec.length
         passes: tuple[tuple[tuple[int, int], ...], ...] = (((C, 0), (C, 0)),)

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_diffusion.kernel_choice.cases import KernelCase, Role, Served
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
 from vllm_diffusion.kernel_choice.record import Record, facts_of
-from vllm_diffusion.startup.kernel_choices import KernelChoices, Phase
+from vllm_diffusion.startup.kernel_choices import KernelChoices, PassPhase
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -117,7 +117,7 @@ def _with(choices: KernelChoices, role: Role, impl: Any) -> KernelChoices:
         return choices
     if role.kind is not None and role.phase is not None:
         name = role.kind.name
-        phases: dict[Phase, Any] = {**choices.attention.get(name, {}), role.phase: impl}
+        phases: dict[PassPhase, Any] = {**choices.attention.get(name, {}), role.phase: impl}
         return replace(choices, attention={**choices.attention, name: phases})
     if case.kernel == "statistics":
         # The reference waits for the device where it leaves ids out.

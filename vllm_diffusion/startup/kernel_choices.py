@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from attention_kernels.vocab_statistics import Impl as StatisticsImpl
 
 # Passes in which no request has more rows than a canvas, and all others (prompts, encoded canvases).
-Phase = Literal["denoise", "mixed"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PassPhase = Literal["denoise", "mixed"]
+PHASES: tuple[PassPhase, ...] = get_args(PassPhase)
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class KernelChoices:
     """
 
     default_attention: AttentionImpl = "auto"
-    attention: Mapping[str, Mapping[Phase, AttentionImpl]] = field(default_factory=dict)
-    most_splits: Mapping[str, Mapping[Phase, int]] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[PassPhase, AttentionImpl]] = field(default_factory=dict)
+    most_splits: Mapping[str, Mapping[PassPhase, int]] = field(default_factory=dict)
     statistics: StatisticsImpl = "auto"
     kept_rows: StatisticsImpl = "auto"
     attention_graphs: bool = True
@@ -113,11 +113,11 @@ class KernelChoices:
         used = {impl for phases in self.attention.values() for impl in phases.values()}
         return self.attention_graphs and "reference" not in {self.default_attention, *used}
 
-    def attention_of(self, kind: LayerKind, phase: Phase) -> AttentionImpl:
+    def attention_of(self, kind: LayerKind, phase: PassPhase) -> AttentionImpl:
         """Return the implementation of one kind of layer in one kind of pass."""
         return self.attention.get(kind.name, {}).get(phase, self.default_attention)
 
-    def most_splits_of(self, kind: LayerKind, phase: Phase) -> int:
+    def most_splits_of(self, kind: LayerKind, phase: PassPhase) -> int:
         """Return the most pieces of keys in one kind of layer in one kind of pass."""
         from attention_kernels.canvas_attention import MAX_SPLITS
 
