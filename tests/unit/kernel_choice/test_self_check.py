@@ -171,6 +171,12 @@ def test_nothing_is_known(fate: str, tmp_path: Path, lines: list[str], stand_ins
     assert stand_ins.read_text().count(TRITON_512) == 3, "it was remembered"
 
 
+def test_imports_are_not_counted(tmp_path: Path, lines: list[str]) -> None:
+    """They may take longer than a kernel may."""
+    assert check(tmp_path, {TRITON_512: "imports first"}) == KernelChoices()
+    assert not [line for line in lines if line.startswith("WARNING")]
+
+
 def test_killed_once(tmp_path: Path, lines: list[str]) -> None:
     assert check(tmp_path, {TRITON_512: "is killed once"}) == KernelChoices()
     assert not [line for line in lines if line.startswith("WARNING")]
