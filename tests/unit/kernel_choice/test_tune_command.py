@@ -67,10 +67,10 @@ class StandIn:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """A machine with a GPU, as far as the command can tell; what its processes answer."""
-    monkeypatch.setattr(tune, "working_accelerator", lambda: "cuda")
+    monkeypatch.setattr(tune, "nvidia_lack", lambda: None)
     monkeypatch.setattr(tuned_file, "gpu_name", lambda device: "NVIDIA H200 9.0")
     monkeypatch.setattr(tune, "quieten", lambda: None)
-    configure = tune.engine_config
+    configure = tune.diffusion_config
 
     def configured(*arguments: Any) -> Any:
         monkeypatch.setattr(type(current_platform), "is_cuda", IS_CUDA)
@@ -79,7 +79,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
         return config
 
-    monkeypatch.setattr(tune, "engine_config", configured)
+    monkeypatch.setattr(tune, "diffusion_config", configured)
 
     class Fresh(StandIn):
         asked: list[tuple[Any, KernelCase]] = []
@@ -170,7 +170,7 @@ def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "Kernels are tuned on an NVIDIA GPU: there is none here. Run it where the model is served.\n"
+        "Kernels are tuned on an NVIDIA GPU: this machine has none. Run it where the model is served.\n"
     )
     assert not output.exists()
 
