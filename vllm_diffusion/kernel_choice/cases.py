@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.kernel_choice.step_shape import StepShape
+from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
 from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices, LayerKind, PassPhase
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
@@ -21,10 +22,8 @@ Kernel = Literal[
 ]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
 CONTEXTS = (300, 3000)
-# Rows and ids of small inputs: three tiles of the served width, the last of them not whole.
-MAX_ROWS, TILE, MAX_IDS = 64, 8192, 2 * 8192 + 1000
-# Slots of the checked step.
-SLOTS = 4
+# Rows of small inputs, and ids of a tile as the sampler cuts them on a GPU.
+MAX_ROWS, TILE = 64, 8192
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,15 @@ class Served:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         spec = model.canvas_spec
         dtype = str(model.dtype).removeprefix("torch.")
-        text_config = model.hf_text_config
+        text_config, scheduler = model.hf_text_config, vllm_config.scheduler_config
+        canvases = scheduler.max_num_batched_tokens // spec.length
+        ids_of_rank = -(-model.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size)
         step = StepShape(
             spec=spec,
-            vocab=min(model.get_vocab_size(), MAX_IDS),
+            vocab=few_tiles(ids_of_rank),
             hidden=model.get_hidden_size(),
-            slots=SLOTS,
+            # Those of the largest pass that is captured.
+            slots=min(scheduler.max_num_seqs, MAX_CANVASES, canvases),
             softcap=getattr(text_config, "final_logit_softcapping", None),
             dtype=dtype,
             # Only uniformly random canvases are conditioned on the step before.
@@ -188,6 +190,8 @@ class Served:
         step = self.step
         num_rows = min(MAX_ROWS, step.spec.length)
         plain = RowsShape(num_rows, step.vocab, TILE, step.softcap, step.dtype)
+        if step.is_self_conditioned:
+            plain = replace(plain, hidden=step.hidden)
         skipping = step.is_self_conditioned and step.kernels.skip_unlikely
         shapes = (replace(plain, adjusted=True), replace(plain, is_skipping=skipping))
         for kernel, chosen in (
@@ -212,7 +216,15 @@ def attention_order(chosen: str) -> tuple[str, ...]:
 def published_26b() -> Served:
     """Describe DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
     kinds = (LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto"))
-    return Served(kinds, StepShape(vocab=MAX_IDS, slots=SLOTS), max_model_len=32768)
+    return Served(kinds, StepShape(vocab=few_tiles(262144)), max_model_len=32768)
+
+
+def few_tiles(num_ids: int) -> int:
+    """Return as few ids as are cut like a vocabulary: two whole tiles, and the last as it is there.
+
+    Every further tile repeats a launch, on the same sizes and strides, for which Triton compiles.
+    """
+    return min(num_ids, 2 * TILE + (num_ids - 1) % TILE + 1)
 
 
 def _layer_kinds(vllm_config: VllmConfig) -> Iterator[LayerKind]:

@@ -11,10 +11,11 @@ import torch
 from attention_kernels.checks import Checked
 from tests.support.graphs import emulated_capture
 from vllm_diffusion.kernel_choice import graphs, on_ranks, process
-from vllm_diffusion.kernel_choice.cases import KernelCase, Served, attention_order
+from vllm_diffusion.kernel_choice.cases import TILE, KernelCase, Served, attention_order, few_tiles
 from vllm_diffusion.kernel_choice.child import outcome_of
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess
 from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
+from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
 CPU = torch.device("cpu")
@@ -141,6 +142,17 @@ def test_graphs() -> None:
     assert graphs.check_attention_graph(shape, "triton", CPU, emulated_capture).difference == 0
     with pytest.raises(AssertionError, match="differs in attention"):
         graphs.check_attention_graph(shape, "triton", CPU, other_bits)
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "few"),
+    [(300, 300), (20000, 20000), (24576, 24576), (262144, 24576), (157184, 17920)],
+)
+def test_few_tiles(num_ids: int, few: int) -> None:
+    """The last tile is that of the model, as the sampler cuts it; so is what Triton compiles for."""
+    assert few_tiles(num_ids) == few
+    assert (num_ids - few) % TILE == 0
+    assert TILE == TILE_ON_GPU
 
 
 def test_choices_as_json() -> None:
