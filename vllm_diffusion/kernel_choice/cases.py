@@ -11,14 +11,27 @@ from typing import TYPE_CHECKING, Literal
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.kernel_choice.step_shape import StepShape
 from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
-from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices, LayerKind, PassPhase
+from vllm_diffusion.startup.kernel_choices import (
+    PHASES,
+    CacheWriter,
+    KernelChoices,
+    LayerKind,
+    PassPhase,
+)
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Kernel = Literal[
-    "device", "noise", "attention", "statistics", "kept rows", "attention graph", "step graph"
+    "device",
+    "noise",
+    "cache writes",
+    "attention",
+    "statistics",
+    "kept rows",
+    "attention graph",
+    "step graph",
 ]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
 CONTEXTS = (300, 3000)
@@ -138,6 +151,9 @@ class Served:
                 )
                 yield Role(cases, kind, phase)
         yield from self._of_rows()
+        if self.kinds:
+            # Last, since it imports vLLM.
+            yield self._of_cache(choices.cache_writes)
 
     def graph_roles(self) -> Iterator[Role]:
         """Yield the graphs that are captured of kernels that were found right."""
@@ -147,11 +163,18 @@ class Served:
         if choices.step_graphs:
             subject = f"{type(spec.rule).__name__}, canvases of {spec.length}"
             yield Role((KernelCase("step graph", subject, "CUDA graph", (self.step,)),))
-        if choices.captures_attention:
+        if choices.captures_attention("denoise"):
             for kind in self.kinds:
                 impl = attention_order(choices.attention_of(kind, "denoise"))[0]
                 longest = self._run_by(impl, kind, "denoise")[-1:]
                 yield Role((KernelCase("attention graph", kind.name, impl, longest),), kind)
+
+    def _of_cache(self, chosen: CacheWriter) -> Role:
+        """Return the kernels that write the cache: either of vLLM's, or PyTorch."""
+        shapes = tuple(next(self._attention(kind, "denoise")) for kind in self.kinds)
+        first = "triton" if chosen == "auto" else chosen
+        order = dict.fromkeys((first, "triton", "compiled", "reference"))
+        return Role(tuple(KernelCase("cache writes", "", impl, shapes) for impl in order))
 
     def _run_by(self, impl: str, kind: LayerKind, phase: PassPhase) -> tuple[AttentionShape, ...]:
         """Return the passes that an implementation runs: FlashAttention-4 none with image spans."""

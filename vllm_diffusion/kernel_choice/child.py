@@ -27,6 +27,12 @@ from vllm_diffusion.kernel_choice.process import BEGINS
 REPEATS = 20
 # More than any GPU's cache holds.
 CACHE_BYTES = 256 * 2**20
+# Modules that import vLLM, which takes some seconds, by the kernel that they check.
+WITH_VLLM = {
+    "cache writes": "cache_writes",
+    "attention graph": "graphs",
+    "step graph": "graphs",
+}
 Run = Callable[[KernelCase, torch.device, Callable[[], None]], Checked]
 
 
@@ -43,9 +49,8 @@ def run_case(
     Returns:
         The last shape's, with the largest difference of all.
     """
-    if "graph" in case.kernel:
-        # Imports vLLM, which takes some seconds.
-        importlib.import_module("vllm_diffusion.kernel_choice.graphs")
+    if module := WITH_VLLM.get(case.kernel):
+        importlib.import_module(f"vllm_diffusion.kernel_choice.{module}")
     found = []
     for shape in case.shapes or (None,):
         begins()
@@ -65,6 +70,10 @@ def _check(case: KernelCase, shape: Any, device: torch.device) -> Checked:
             return checks.check_statistics(shape, case.impl, device)  # type: ignore[arg-type]
         case "kept rows":
             return checks.check_kept_rows(shape, case.impl, device)  # type: ignore[arg-type]
+        case "cache writes":
+            from vllm_diffusion.kernel_choice.cache_writes import check_cache_write
+
+            return check_cache_write(shape, case.impl, device)  # type: ignore[arg-type]
     from vllm_diffusion.canvas.cuda_graphs import cuda_capture
     from vllm_diffusion.kernel_choice import graphs
 
