@@ -17,7 +17,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.layouts import CanvasLayout
-from vllm_diffusion.startup import request_capacity
+from vllm_diffusion.startup import refusals, request_capacity
 from vllm_diffusion.startup.accelerators import is_vllm_cpu_build
 from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.attention import check_layout, choose_attention
@@ -212,6 +212,7 @@ class BlockDiffusionEngineConfig:
         cls._check_skipping(vllm_config)
         if plugin_settings(vllm_config).tuned is not None:
             cls.apply_tuned(vllm_config)
+        refusals.prepare_engine(vllm_config.model_config)
         if (most := limit_answers()) is not None:
             logger.info(
                 "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "

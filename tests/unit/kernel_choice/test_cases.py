@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm_diffusion.kernel_choice.cache_writes import check_cache_write
 from vllm_diffusion.kernel_choice.cases import TILE, KernelCase, Served, attention_order, few_tiles
 from vllm_diffusion.kernel_choice.child import outcome_of
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess
+from vllm_diffusion.kernel_choice.self_check import NothingRightError
 from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
@@ -240,6 +242,21 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(on_ranks.Served, "of", lambda config, choices: None)
     return SimpleNamespace(parallel_config=SimpleNamespace(get_local_gpu_index=lambda rank: rank))
+
+
+def test_a_refusal_is_left_for_the_command(
+    ranks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It started this process, and learns no more than that it has ended."""
+
+    def check(*_: object, **__: object) -> None:
+        raise NothingRightError("nothing is right")
+
+    monkeypatch.setattr(on_ranks, "checked_choices", check)
+    ranks.model_config = SimpleNamespace(refusal_path=tmp_path / "folder" / "refusal")
+    with pytest.raises(NothingRightError):
+        on_ranks.decide(ranks, 0)
+    assert (tmp_path / "folder" / "refusal").read_text() == "nothing is right"
 
 
 def test_the_first_rank_of_a_kind_decides(
