@@ -48,9 +48,8 @@ def add_parser(subcommands: Subcommands) -> None:
         "--requests",
         nargs="+",
         type=values.integer(1, 256),
-        default=REQUESTS,
         metavar="N",
-        help=f"requests that run at once ({' '.join(map(str, REQUESTS))})",
+        help=f"requests that run at once ({' '.join(map(str, REQUESTS))}, and for the sampler the most)",
     )
     parser.add_argument(
         "--output", required=True, type=values.new_file, metavar="FILE", help="file to write"
@@ -125,7 +124,7 @@ def tune(config: VllmConfig, arguments: argparse.Namespace) -> int:
 
 
 def served_questions(
-    config: VllmConfig, lengths: Sequence[int] | None, requests: Sequence[int]
+    config: VllmConfig, lengths: Sequence[int] | None, requests: Sequence[int] | None
 ) -> list[Question]:
     """Return what is to be decided for a configuration.
 
@@ -144,9 +143,10 @@ def served_questions(
     room = max(1, longest - 4 * served.step.spec.length)
     contexts = sorted({min(length, room) for length in lengths or LENGTHS})
     vocab = -(-config.model_config.get_vocab_size() // config.parallel_config.tensor_parallel_size)
+    canvases = requests or sorted({*REQUESTS, served.step.slots})
     return [
-        *attention_questions(served, contexts, requests),
-        sampler_question(served, vocab, requests),
+        *attention_questions(served, contexts, requests or REQUESTS),
+        sampler_question(served, vocab, canvases),
     ]
 
 

@@ -15,6 +15,7 @@ from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.kernel_choice import process, tuned_file
 from vllm_diffusion.kernel_choice.cases import KernelCase
 from vllm_diffusion.kernel_choice.process import CannotCheckError, Outcome
+from vllm_diffusion.kernel_choice.step_shape import StepShape
 from vllm_diffusion.kernel_choice.tuned_file import read_tuned
 from vllm_diffusion.kernel_choice.tuning import TIMING_COMMAND
 
@@ -110,6 +111,18 @@ def test_tune(gpu: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[
     # Two lengths of one request.
     assert next(iter(figures.values()))["cute, splits up to 8"] == 160.0
     assert figures["sampler"]["skip_unlikely true, one stream"] == 100.0
+
+
+def test_the_most_requests_are_timed(gpu: type[StandIn], tmp_path: Path) -> None:
+    """The sampler also on as many canvases as its largest graph holds, unless the operator says what runs."""
+    options = ("--lengths", 100, "--max-model-len", 1024, "--max-num-seqs", 12)
+    for requests, slots in ((), {1, 8, 12}), (("--requests", 3), {3}):
+        gpu.asked.clear()
+        output = tmp_path / "tuned.json"
+        assert status_of("tune", MODEL, "--output", output, *requests, *options) == 0
+        shapes = [case.shapes[0] for command, case in gpu.asked if command is not None]
+        assert {shape.slots for shape in shapes if isinstance(shape, StepShape)} == slots
+        output.unlink()
 
 
 def test_what_is_wrong_is_not_chosen(gpu: type[StandIn], tmp_path: Path) -> None:

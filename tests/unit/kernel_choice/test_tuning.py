@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from attention_kernels.canvas_attention import AttentionOptions, canvas_attention
 from attention_kernels.checks import AttentionShape
 from tests.support.specs import diffusion_gemma_spec, masked_spec
+from vllm_diffusion.kernel_choice import timing
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served
 from vllm_diffusion.kernel_choice.process import Outcome
 from vllm_diffusion.kernel_choice.step_shape import StepShape
@@ -276,8 +277,8 @@ def test_timer_keeps_the_graphs_of_a_subject() -> None:
     assert len(captured) == 4
 
 
-def test_timed_calls() -> None:
-    """What is timed is attention of the whole pass, and a step of all canvases, half of it settled."""
+def test_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is attention of the whole pass, and the steps of all canvases from noise to certainty."""
     shape = AttentionShape(2, 1, 16, 7, ((16, 8), (8, 0)), 20, dtype="float32")
     batch = shape.batch(CPU)
     expected = canvas_attention(
@@ -286,8 +287,13 @@ def test_timed_calls() -> None:
     live = slice(batch.num_live_tokens)
     torch.testing.assert_close(attention_call(shape, "reference", CPU)()[live], expected[live])
     step = KernelCase("step graph", "sampler", "plain", (served().step,))
-    output: Any = Timer(lambda call, device: call)(step, CPU).call()
-    assert output.tokens.shape == (2, 8)
+    heads: list[torch.Tensor] = []
+    monkeypatch.setattr(timing, "settle", lambda rows, weight: heads.append(rows))
+    outputs: Any = Timer(lambda call, device: call)(step, CPU).call()
+    assert [output.tokens.shape for output in outputs] == [(2, 8)] * 3
+    # Rows of the second step, and of the third.
+    assert [len(rows) for rows in heads] == [8, 16]
+    monkeypatch.undo()
     weight = torch.randn(50, 64)
     rows = torch.randn(4, 64)
     untouched = rows[1::2].clone()
