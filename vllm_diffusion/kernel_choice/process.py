@@ -193,4 +193,5 @@ def _received(pipe: Connection, seconds: float) -> dict[str, Any] | None:
     Raises:
         EOFError: If the process ended.
     """
-    return pipe.recv() if pipe.poll(max(0.0, seconds)) else None
+    answer: dict[str, Any] | None = pipe.recv() if pipe.poll(max(0.0, seconds)) else None
+    return answer
