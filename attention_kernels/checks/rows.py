@@ -43,6 +43,7 @@ class RowsShape:
         dtype: Name of the logits' dtype in torch.
         adjusted: True with biases, penalties, masks and pins.
         is_skipping: True to leave unlikely ids out of soft embeddings.
+        hidden: Width of soft embeddings.
     """
 
     num_rows: int
@@ -52,6 +53,7 @@ class RowsShape:
     dtype: str = "bfloat16"
     adjusted: bool = False
     is_skipping: bool = False
+    hidden: int = 16
 
     def logits(self, device: torch.device, spread: float = 12.0) -> RowLogits:
         """Random logits before the cap, with their adjustments."""
@@ -82,8 +84,10 @@ def check_statistics(shape: RowsShape, impl: Impl, device: torch.device) -> Chec
         AssertionError: If one of them is too far from float64.
     """
     rows, draws = shape.logits(device), shape.draws(device)
-    generator = torch.Generator().manual_seed(5)
-    embedding = torch.randn(shape.num_ids, 16, generator=generator).to(rows.projected)
+    # Drawn where it is needed: it may be some 100 MB.
+    generator = torch.Generator(device).manual_seed(5)
+    size = (shape.num_ids, shape.hidden)
+    embedding = torch.randn(*size, generator=generator, device=device).to(rows.projected)
     whole = replace(shape, is_skipping=False)
     ours, soft = _streamed(rows, draws, embedding, whole, impl)
     plain, plain_soft = _streamed(rows, draws, embedding, whole, "reference")
@@ -108,8 +112,8 @@ def check_statistics(shape: RowsShape, impl: Impl, device: torch.device) -> Chec
     return Checked(
         (ours.entropy().double() - entropy).abs().max().item(),
         lambda: _streamed(rows, draws, embedding, shape, impl),
-        2 * rows.projected.nbytes,
-        2 * rows.projected.numel() * embedding.shape[1],
+        2 * rows.projected.nbytes + embedding.nbytes,
+        2 * rows.projected.numel() * shape.hidden,
     )
 
 
@@ -149,10 +153,7 @@ def _streamed(
             product=soft,
             impl=impl,
         )
-        if occupied is None:
-            soft += weights.float() @ embedding[ids].float()
-        else:
-            add_product(soft, weights, embedding[ids], occupied, impl=impl)
+        add_product(soft, weights, embedding[ids], occupied, impl=impl)
     return running, soft / running.total[:, None]
 
 

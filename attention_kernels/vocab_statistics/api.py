@@ -75,18 +75,26 @@ def update_statistics(
 
 
 def add_product(
-    product: Tensor, weights: Tensor, embedding: Tensor, occupied: Tensor, *, impl: Impl = "auto"
+    product: Tensor,
+    weights: Tensor,
+    embedding: Tensor,
+    occupied: Tensor | None,
+    *,
+    impl: Impl = "auto",
 ) -> None:
     """Add ``weights @ embedding`` to ``product``, without the chunks of ids that have no weights.
 
-    Omitted chunks would add zeros: a row's sum does not depend on the rows it is computed with.
+    Omitted chunks would add zeros: a row's sum does not depend on the rows it is computed with. Nothing is
+    left out without ``occupied``, by PyTorch's product, whose sums the reference takes in float32.
 
     Args:
         product: [num_rows, hidden_size], float32.
         weights: [num_rows, num_ids], in the dtype of ``embedding``.
         embedding: [num_ids, hidden_size].
-        occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: see :func:`update_statistics`.
-        impl: Implementation, as in :func:`update_statistics`; ``"reference"`` waits for the device.
+        occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: see :func:`update_statistics`; ``None`` if
+            nothing is left out.
+        impl: Implementation, as in :func:`update_statistics`; ``"reference"`` waits for the device where
+            chunks are left out.
 
     Raises:
         ValueError: If shapes, dtypes or ``impl`` are wrong.
@@ -101,6 +109,13 @@ def add_product(
             f"embedding is {embedding.dtype} {list(embedding.shape)}; it must be {weights.dtype} "
             f"and have {weights.shape[1]} rows."
         )
+    if occupied is None:
+        if weights.is_cuda and weights.dtype != torch.float32 and impl != "reference":
+            # Added by the product itself, which leaves the sums in memory once.
+            torch.addmm(product, weights, embedding, out_dtype=torch.float32, out=product)
+        else:
+            product.addmm_(weights.float(), embedding.float())
+        return
     _check_occupied(occupied, weights)
     if weights.numel() > 0:
         _implementation(impl, weights).add_product(product, weights, embedding, occupied)

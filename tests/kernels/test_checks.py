@@ -91,15 +91,20 @@ def test_wrong_statistics(monkeypatch, field):
         checks.check_statistics(ROWS, "triton", CPU)
 
 
-def test_wrong_skipping(monkeypatch):
+@pytest.mark.parametrize(
+    ("leaves_out", "part"), [(True, "skipping"), (False, "soft embedding")], ids=["sparse", "dense"]
+)
+def test_wrong_soft_embeddings(monkeypatch, leaves_out, part):
+    """Of the product that leaves out what is unlikely, and of the one that does not."""
     right = checks.rows.add_product
-    monkeypatch.setattr(
-        checks.rows,
-        "add_product",
-        lambda soft, *rest, impl: right(soft.add_(1e-2), *rest, impl=impl),
-    )
-    with pytest.raises(AssertionError, match="skipping: "):
-        checks.check_statistics(ROWS, "reference", CPU)
+
+    def wrong(soft: torch.Tensor, *rest: Any, impl: str) -> None:
+        is_wrong = (rest[-1] is not None) == leaves_out and impl == "triton"
+        right(soft.add_(1e-2) if is_wrong else soft, *rest, impl=impl)
+
+    monkeypatch.setattr(checks.rows, "add_product", wrong)
+    with pytest.raises(AssertionError, match=f"{part}: "):
+        checks.check_statistics(ROWS, "triton", CPU)
 
 
 @pytest.mark.parametrize(

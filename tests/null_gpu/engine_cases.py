@@ -89,60 +89,46 @@ def serve_checked(model: str, options: dict[str, Any], fates: dict[str, str]) ->
     return serve(model, options | checked, list(KINDS))
 
 
-def serve_tuned(model: str, options: dict[str, Any], path: str) -> dict[str, Any]:
-    """Write a file of tuned kernels for an engine, with none of the defaults, and serve with it.
+def tune_and_serve(model: str, options: dict[str, Any], path: str) -> dict[str, Any]:
+    """Run ``vllm-diffusion tune`` to its file, choose there what is not the default, and serve with it.
+
+    Kernels are checked by stand-ins, since all are wrong here, and timed by the process of their own.
 
     Args:
         model: Folder of the checkpoint.
         options: Of the engine.
         path: Of the file.
     """
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm_diffusion.cli.main import main
+    from vllm_diffusion.kernel_choice import process, tuning
 
-    from vllm_diffusion.kernel_choice.tuned_file import TunedFor, tuned_json
-    from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices
-
-    described = TunedFor.of(EngineArgs(model, max_model_len=512).create_engine_config())
-    kinds = described.served["attention layers"]
-    kernels = KernelChoices(
-        attention={kind: dict.fromkeys(PHASES, "triton") for kind in kinds},  # type: ignore[arg-type]
-        most_splits={kind: {"denoise": 2, "mixed": 1} for kind in kinds},
-        skip_unlikely=True,
-        two_streams=True,
-    )
-    Path(path).write_text(tuned_json(described, kernels, {}), encoding="utf-8")
+    process.COMMAND = COMMAND
+    os.environ["STAND_INS"] = json.dumps({"cute": "refuses"})
+    # Compilers have less of a processor here.
+    process.CASE_SECONDS = process.START_SECONDS = 240.0
+    tuning.ROUNDS = 1
+    words = ["--lengths", "100", "--requests", "1", "--max-model-len", "512"]
+    status = main(["tune", model, "--output", path, *words])
+    # The command has hidden it.
+    logging.disable(logging.NOTSET)
+    content = json.loads(Path(path).read_text("utf-8"))
+    measured = content["kernels"]["attention"]
+    content["kernels"] |= {
+        "most_splits": {kind: {"denoise": 2, "mixed": 1} for kind in measured},
+        "skip_unlikely": True,
+        "two_streams": True,
+    }
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
     # The tests have vLLM print warnings alone.
     ours = logging.getLogger("vllm.vllm_diffusion")
     ours.setLevel(logging.INFO)
     ours.addHandler(logging.StreamHandler())
     tuned = {"additional_config": {"diffusion": {"tuned": path}}}
-    return {"tuned": kernels.to_json()} | serve(model, options | tuned, ["plain"])
-
-
-def time_kernels() -> list[dict[str, Any]]:
-    """Time attention and steps in the process of their own, as ``vllm-diffusion tune`` does."""
-    from dataclasses import replace
-
-    from attention_kernels.checks import AttentionShape
-    from vllm_diffusion.kernel_choice import process
-    from vllm_diffusion.kernel_choice.cases import KernelCase
-    from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
-    from vllm_diffusion.kernel_choice.tuning import TIMING_COMMAND
-    from vllm_diffusion.startup.kernel_choices import KernelChoices
-
-    # Compilers have less of a processor here.
-    process.CASE_SECONDS = process.START_SECONDS = 240.0
-    shape = AttentionShape(4, 2, 64, 63, ((16, 0),), 2000)
-    step = StepShape(free_canvas(16), 600, 32, 2)
-    kernels = [KernelChoices(two_streams=streams) for streams in (False, True)]
-    cases = [
-        *(KernelCase("attention", "a", "triton", (replace(shape, most_splits=n),)) for n in (8, 1)),
-        *(KernelCase("step graph", "b", "plain", (replace(step, kernels=k),)) for k in kernels),
-    ]
-    with process.CheckProcess(
-        "cuda:0", seconds=280, measures=True, command=TIMING_COMMAND
-    ) as running:
-        return [running.check(case).to_json() for case in cases * 2]
+    return {
+        "status": status,
+        "microseconds": content["microseconds"],
+        "tuned": content["kernels"],
+    } | serve(model, options | tuned, ["plain"])
 
 
 def serve(

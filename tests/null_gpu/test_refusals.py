@@ -31,3 +31,15 @@ def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
     assert last.startswith("vllm-diffusion: ")
     assert sentence in last
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_a_gpu_whose_kernels_are_wrong(tmp_path):
+    """The engine's process refuses it, and its line is the last of the command."""
+    command = [*VLLM_SERVE, str(SHIPPED), "--port", "1", "--enforce-eager"]
+    variables = environment(tmp_path)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm-diffusion: No implementation of device is right on this GPU")
+    assert last.endswith("doctor --gpu --report FILE")

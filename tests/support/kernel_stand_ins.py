@@ -1,44 +1,46 @@
 """A stand-in for the process that checks kernels: each is right, or fails as it is told.
 
-    python -m tests.support.kernel_stand_ins DEVICE
+    python -m tests.support.kernel_stand_ins DEVICE PIPE
 
 ``STAND_INS`` is a JSON object: part of a case's name -> how it fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 COMMAND = (sys.executable, str(Path(__file__)))
 RIGHT = {"state": "right", "difference": 1e-3, "goes_on": True}
 WRONG = {"state": "wrong", "why": "attention: error 1.2 exceeds 0.01", "goes_on": True}
 
 
-def answer(outcome: dict[str, Any]) -> None:
-    print(json.dumps(outcome), flush=True)
-
-
 def main() -> None:
+    pipe = Connection(int(sys.argv[2]))
+    answer = pipe.send
     fates = json.loads(os.environ.get("STAND_INS", "{}"))
     if "start" in fates:
         answer({"state": "unknown", "why": fates["start"]})
         return
     answer({"state": "right", "goes_on": True})
     log = os.environ.get("STAND_INS_LOG")
-    for line in sys.stdin:
-        name = json.loads(line)["name"]
+    while True:
+        name = pipe.recv()["name"]
         if log:
             with Path(log).open("a") as file:
                 file.write(name + "\n")
         fate = next((fate for part, fate in fates.items() if part in name), "right")
+        if fate == "imports first":
+            time.sleep(3)
+        answer({"state": "begins"})
         match fate:
-            case "right":
+            case "right" | "imports first":
                 answer(RIGHT)
             case "wrong":
                 answer(WRONG)
@@ -68,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError):
+        main()

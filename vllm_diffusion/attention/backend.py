@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm._custom_ops import reshape_and_cache_flash
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,7 +21,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 
 from attention_kernels.canvas_attention import (
     AttentionOptions,
@@ -35,16 +33,20 @@ from attention_kernels.canvas_attention import (
     plan_canvas_attention,
     warm_up_canvas_attention,
 )
+from vllm_diffusion.attention.cache_writes import (
+    FP8,
+    WRITERS,
+    has_triton_writer,
+    split_kv_cache,
+)
 from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
 )
-from vllm_diffusion.startup.kernel_choices import PHASES, LayerKind, Phase, kernel_choices
+from vllm_diffusion.startup.kernel_choices import PHASES, LayerKind, PassPhase, kernel_choices
 
 logger = init_logger(f"vllm.{__name__}")
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 
@@ -86,15 +88,16 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         # A model's sliding window counts the query itself; ours count the keys beside it.
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.is_fp8 = kv_cache_dtype in FP8_CACHE_DTYPES
-        # Below compute capability 8.9 Triton has no FP8, and vLLM's compiled kernel writes such a cache.
-        is_compiled = self.is_fp8 and not current_platform.has_device_capability(89)
-        self.write_cache = (
-            reshape_and_cache_flash if is_compiled else triton_reshape_and_cache_flash
-        )
         config = get_current_vllm_config()
         choices = kernel_choices(config)
+        writer = choices.cache_writes
+        if current_platform.is_cpu():
+            writer = "reference"
+        elif writer == "auto":
+            writer = "triton" if has_triton_writer(self.is_fp8) else "compiled"
+        self.write_cache = WRITERS[writer]
         layer_kind = LayerKind(num_heads, self.num_kv_heads, head_size, self.window, kv_cache_dtype)
-        self.impls: dict[Phase, Impl] = {
+        self.impls: dict[PassPhase, Impl] = {
             phase: choices.attention_of(layer_kind, phase) for phase in PHASES
         }
         self.most_splits = {phase: choices.most_splits_of(layer_kind, phase) for phase in PHASES}
@@ -217,12 +220,12 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 impl=impl,
             )
 
-    def _phase(self, sequences: Sequences) -> Phase:
+    def _phase(self, sequences: Sequences) -> PassPhase:
         """Return the kind of pass, by its longest request."""
         rows = sequences.max_query_len
         return "denoise" if rows is not None and rows <= self.canvas_length else "mixed"
 
-    def _impl_of(self, phase: Phase, has_spans: bool) -> Impl:
+    def _impl_of(self, phase: PassPhase, has_spans: bool) -> Impl:
         """FlashAttention-4 knows no image spans."""
         impl = self.impls[phase]
         return "triton" if impl == "cute" and has_spans else impl
@@ -236,51 +239,21 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         slot_mapping: Tensor,
     ) -> None:
         """Write this step's keys and values; a slot of -1 is padding and is not written."""
-        key_cache, value_cache = self._split(kv_cache)
-        if not kv_cache.is_cpu:
-            # vLLM's kernels test each slot on the device, so a captured graph can replay them.
-            self.write_cache(
-                key,
-                value,
-                key_cache,
-                value_cache,
-                slot_mapping,
-                self.kv_cache_dtype,
-                layer._k_scale,
-                layer._v_scale,
-            )
-            return
-        live = slot_mapping >= 0
-        slots = slot_mapping[live].long()
-        block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
-        for cache, new, scale in (
-            (key_cache, key, layer._k_scale),
-            (value_cache, value, layer._v_scale),
-        ):
-            rows = new[: live.shape[0]][live]
-            if cache.dtype == FP8:
-                # A conversion of its own makes NaN of what is out of range.
-                rows = (rows.float() / scale).clamp(-FP8_MAX, FP8_MAX)
-            cache[block, offset] = rows.to(cache.dtype)
+        self.write_cache(
+            key,
+            value,
+            *self._split(kv_cache),
+            slot_mapping,
+            self.kv_cache_dtype,
+            layer._k_scale,
+            layer._v_scale,
+        )
 
     def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_fp8:
             # vLLM allocates bytes.
             kv_cache = kv_cache.view(FP8)
         return split_kv_cache(kv_cache)
-
-
-def split_kv_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the keys and the values in vLLM's cache of one layer.
-
-    Args:
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides.
-
-    Returns:
-        Two views, [num_blocks, block_size, num_kv_heads, head_size].
-    """
-    keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
-    return keys, values
 
 
 class CanvasAttentionBackend(AttentionBackend):

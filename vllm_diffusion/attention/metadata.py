@@ -85,12 +85,14 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         """Any batch without images can be captured: what varies is read from the device.
 
         Image spans come and go with the prompts, and a kernel is captured either with or without
-        them, so where there may be images only batches without prompts are captured. The reference
-        reads the batch on the host, so no graph can hold it.
+        them, so where there may be images only batches without prompts are captured. So they are where
+        no graph can hold attention of batches with prompts. vLLM asks no finer: a graph holds all layers
+        of a pass, and every size is captured or none.
         """
-        if not kernel_choices(vllm_config).captures_attention:
+        choices = kernel_choices(vllm_config)
+        if not choices.captures_attention("denoise"):
             return AttentionCGSupport.NEVER
-        if vllm_config.model_config.is_mm_prefix_lm:
+        if vllm_config.model_config.is_mm_prefix_lm or not choices.captures_attention("mixed"):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.ALWAYS
 

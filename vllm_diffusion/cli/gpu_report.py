@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.cli.console import fail, say, table
+from vllm_diffusion.cli.console import fail, one_line, say, table
+from vllm_diffusion.cli.tune import diffusion_config
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.on_ranks import gpu_name
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
@@ -30,12 +31,7 @@ def served_models(model: str) -> Iterator[tuple[str, Served]]:
     Args:
         model: As for ``vllm serve``; empty for none.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    path = model or str(shipped_checkpoint())
-    config = EngineArgs(model=path).create_engine_config()
-    if not hasattr(config.model_config, "canvas_spec"):
-        raise ValueError(f"{model} is no diffusion model of this package's; name another.")
+    config = diffusion_config(model or str(shipped_checkpoint()))
     yield config.model_config.architecture, Served.of(config, kernel_choices(config))
     if not model:
         yield "DiffusionGemma-26B's shape", published_26b()
@@ -51,11 +47,8 @@ def run(model: str, report: Path | None) -> int:
     Returns:
         0 if every kernel that would serve is right.
     """
-    problem = accelerators.nvidia_problem()
-    if problem is not None or accelerators.nvidia_driver().num_devices == 0:
-        return fail(
-            f"doctor --gpu needs a working NVIDIA GPU: {problem or 'this machine has none'}."
-        )
+    if (lack := accelerators.nvidia_lack()) is not None:
+        return fail(f"doctor --gpu needs a working NVIDIA GPU: {lack}.")
     facts = facts_of(gpu_name(0))
     say(f"Checking the kernels on {facts['gpu']}; compiling them takes a minute or two.")
     problems: list[str] = []
@@ -67,7 +60,7 @@ def run(model: str, report: Path | None) -> int:
                 problems += check_all(served, process, checked[title])
                 print(f"\n{title}\n{lines(checked[title])}", flush=True)
         except (CannotCheckError, ValueError) as error:
-            return fail(f"doctor --gpu cannot check anything: {error}")
+            return fail(f"doctor --gpu cannot check anything: {one_line(error)}")
     for line in problems:
         print(line)
     if report is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.console import fail, one_line, quieten, say
 from vllm_diffusion.cli.values import UsageError
-from vllm_diffusion.startup.accelerators import nvidia_problem, working_accelerator
+from vllm_diffusion.startup.accelerators import nvidia_lack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,9 +48,8 @@ def add_parser(subcommands: Subcommands) -> None:
         "--requests",
         nargs="+",
         type=values.integer(1, 256),
-        default=REQUESTS,
         metavar="N",
-        help=f"requests that run at once ({' '.join(map(str, REQUESTS))})",
+        help=f"requests that run at once ({' '.join(map(str, REQUESTS))}, and for the sampler the most)",
     )
     parser.add_argument(
         "--output", required=True, type=values.new_file, metavar="FILE", help="file to write"
@@ -60,30 +59,32 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     quieten()
-    if working_accelerator() != "cuda":
-        problem = nvidia_problem() or "there is none here"
+    if (lack := nvidia_lack()) is not None:
         return fail(
-            f"Kernels are tuned on an NVIDIA GPU: {problem}. Run it where the model is served."
+            f"Kernels are tuned on an NVIDIA GPU: {lack}. Run it where the model is served."
         )
     try:
-        config = engine_config(arguments.model, arguments.vllm_options)
+        config = diffusion_config(arguments.model, arguments.vllm_options)
     except ValueError as error:
         return fail(one_line(error))
     return tune(config, arguments)
 
 
-def engine_config(model: str, options: Sequence[str]) -> VllmConfig:
+def diffusion_config(model: str, options: Sequence[str] = ()) -> VllmConfig:
     """Configure the model as a server with these options would.
 
     Raises:
-        ValueError: If a server would refuse them.
+        ValueError: If a server would refuse them, or none of our kernels would serve the model.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(["--model", model, *options])
-    return EngineArgs.from_cli_args(parsed).create_engine_config()
+    config = EngineArgs.from_cli_args(parsed).create_engine_config()
+    if not hasattr(config.model_config, "canvas_spec"):
+        raise ValueError(f"{model} is no diffusion model of this package's; name another.")
+    return config
 
 
 def tune(config: VllmConfig, arguments: argparse.Namespace) -> int:
@@ -93,8 +94,6 @@ def tune(config: VllmConfig, arguments: argparse.Namespace) -> int:
     from vllm_diffusion.kernel_choice.process import CannotCheckError
     from vllm_diffusion.kernel_choice.tuned_file import TunedFor, tuned_json
 
-    if getattr(config.model_config, "canvas_spec", None) is None:
-        return fail(f"{arguments.model} is no diffusion model, so no kernels of ours serve it.")
     if envs.VLLM_BATCH_INVARIANT:
         return fail(
             "VLLM_BATCH_INVARIANT leaves nothing to tune; unset it, here and where it serves."
@@ -125,7 +124,7 @@ def tune(config: VllmConfig, arguments: argparse.Namespace) -> int:
 
 
 def served_questions(
-    config: VllmConfig, lengths: Sequence[int] | None, requests: Sequence[int]
+    config: VllmConfig, lengths: Sequence[int] | None, requests: Sequence[int] | None
 ) -> list[Question]:
     """Return what is to be decided for a configuration.
 
@@ -144,9 +143,10 @@ def served_questions(
     room = max(1, longest - 4 * served.step.spec.length)
     contexts = sorted({min(length, room) for length in lengths or LENGTHS})
     vocab = -(-config.model_config.get_vocab_size() // config.parallel_config.tensor_parallel_size)
+    canvases = requests or sorted({*REQUESTS, served.step.slots})
     return [
-        *attention_questions(served, contexts, requests),
-        sampler_question(served, vocab, requests),
+        *attention_questions(served, contexts, requests or REQUESTS),
+        sampler_question(served, vocab, canvases),
     ]
 
 
@@ -160,10 +160,14 @@ def measured(questions: Sequence[Question]) -> tuple[list[Answer], KernelChoices
     from rich.progress import Progress
 
     from vllm_diffusion.kernel_choice.process import CheckProcess
-    from vllm_diffusion.kernel_choice.tuning import ROUNDS, TIMING_COMMAND, answer, wrong_ways
+    from vllm_diffusion.kernel_choice.tuning import (
+        ROUNDS,
+        TIMING_COMMAND,
+        answer,
+        with_right_ways,
+    )
     from vllm_diffusion.startup.kernel_choices import DEFAULT_KERNELS
 
-    ways = [(question.subject, way) for question in questions for way in question.candidates]
     answers, kernels = [], DEFAULT_KERNELS
     checking = CheckProcess("cuda:0", seconds=_SECONDS)
     timing = CheckProcess("cuda:0", seconds=_SECONDS, measures=True, command=TIMING_COMMAND)
@@ -179,13 +183,13 @@ def measured(questions: Sequence[Question]) -> tuple[list[Answer], KernelChoices
             return check
 
         with checking:
-            number = sum(len(way.checks) for _, way in ways)
-            wrong = wrong_ways(questions, counted(checking, "checking", number))
+            number = sum(len(way.checks) for each in questions for way in each.candidates)
+            check = counted(checking, "checking", number)
+            right = [with_right_ways(question, check) for question in questions]
         with timing:
-            timed = [len(way.timed) for subject, way in ways if (subject, way.name) not in wrong]
-            number = ROUNDS * sum(timed)
-            clock = counted(timing, "measuring", number)
-            for question in questions:
-                found, kernels = answer(question, wrong, clock, kernels)
+            timed = sum(len(way.timed) for each in right for way in each.candidates)
+            clock = counted(timing, "measuring", ROUNDS * timed)
+            for question in right:
+                found, kernels = answer(question, clock, kernels)
                 answers.append(found)
     return answers, kernels

@@ -10,21 +10,33 @@ from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.kernel_choice.step_shape import StepShape
-from vllm_diffusion.startup.kernel_choices import PHASES, KernelChoices, LayerKind, Phase
+from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
+from vllm_diffusion.startup.kernel_choices import (
+    PHASES,
+    CacheWriter,
+    KernelChoices,
+    LayerKind,
+    PassPhase,
+)
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Kernel = Literal[
-    "device", "noise", "attention", "statistics", "kept rows", "attention graph", "step graph"
+    "device",
+    "noise",
+    "cache writes",
+    "attention",
+    "statistics",
+    "kept rows",
+    "attention graph",
+    "step graph",
 ]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
 CONTEXTS = (300, 3000)
-# Rows and ids of small inputs: three tiles of the served width, the last of them not whole.
-MAX_ROWS, TILE, MAX_IDS = 64, 8192, 2 * 8192 + 1000
-# Slots of the checked step.
-SLOTS = 4
+# Rows of small inputs, and ids of a tile as the sampler cuts them on a GPU.
+MAX_ROWS, TILE = 64, 8192
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Role:
 
     cases: tuple[KernelCase, ...]
     kind: LayerKind | None = None
-    phase: Phase | None = None
+    phase: PassPhase | None = None
 
 
 @dataclass(frozen=True)
@@ -97,12 +109,15 @@ class Served:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         spec = model.canvas_spec
         dtype = str(model.dtype).removeprefix("torch.")
-        text_config = model.hf_text_config
+        text_config, scheduler = model.hf_text_config, vllm_config.scheduler_config
+        canvases = scheduler.max_num_batched_tokens // spec.length
+        ids_of_rank = -(-model.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size)
         step = StepShape(
             spec=spec,
-            vocab=min(model.get_vocab_size(), MAX_IDS),
+            vocab=few_tiles(ids_of_rank),
             hidden=model.get_hidden_size(),
-            slots=SLOTS,
+            # Those of the largest pass that is captured.
+            slots=min(scheduler.max_num_seqs, MAX_CANVASES, canvases),
             softcap=getattr(text_config, "final_logit_softcapping", None),
             dtype=dtype,
             # Only uniformly random canvases are conditioned on the step before.
@@ -136,6 +151,9 @@ class Served:
                 )
                 yield Role(cases, kind, phase)
         yield from self._of_rows()
+        if self.kinds:
+            # Last, since it imports vLLM.
+            yield self._of_cache(choices.cache_writes)
 
     def graph_roles(self) -> Iterator[Role]:
         """Yield the graphs that are captured of kernels that were found right."""
@@ -145,18 +163,25 @@ class Served:
         if choices.step_graphs:
             subject = f"{type(spec.rule).__name__}, canvases of {spec.length}"
             yield Role((KernelCase("step graph", subject, "CUDA graph", (self.step,)),))
-        if choices.captures_attention:
+        if choices.captures_attention("denoise"):
             for kind in self.kinds:
                 impl = attention_order(choices.attention_of(kind, "denoise"))[0]
                 longest = self._run_by(impl, kind, "denoise")[-1:]
                 yield Role((KernelCase("attention graph", kind.name, impl, longest),), kind)
 
-    def _run_by(self, impl: str, kind: LayerKind, phase: Phase) -> tuple[AttentionShape, ...]:
+    def _of_cache(self, chosen: CacheWriter) -> Role:
+        """Return the kernels that write the cache: either of vLLM's, or PyTorch."""
+        shapes = tuple(next(self._attention(kind, "denoise")) for kind in self.kinds)
+        first = "triton" if chosen == "auto" else chosen
+        order = dict.fromkeys((first, "triton", "compiled", "reference"))
+        return Role(tuple(KernelCase("cache writes", "", impl, shapes) for impl in order))
+
+    def _run_by(self, impl: str, kind: LayerKind, phase: PassPhase) -> tuple[AttentionShape, ...]:
         """Return the passes that an implementation runs: FlashAttention-4 none with image spans."""
         passes = self._attention(kind, phase)
         return tuple(each for each in passes if not (impl == "cute" and each.span))
 
-    def _attention(self, kind: LayerKind, phase: Phase) -> Iterator[AttentionShape]:
+    def _attention(self, kind: LayerKind, phase: PassPhase) -> Iterator[AttentionShape]:
         """Yield passes of a kind of layer."""
         C = self.step.spec.length
         passes: tuple[tuple[tuple[int, int], ...], ...] = (((C, 0), (C, 0)),)
@@ -188,6 +213,8 @@ class Served:
         step = self.step
         num_rows = min(MAX_ROWS, step.spec.length)
         plain = RowsShape(num_rows, step.vocab, TILE, step.softcap, step.dtype)
+        if step.is_self_conditioned:
+            plain = replace(plain, hidden=step.hidden)
         skipping = step.is_self_conditioned and step.kernels.skip_unlikely
         shapes = (replace(plain, adjusted=True), replace(plain, is_skipping=skipping))
         for kernel, chosen in (
@@ -212,7 +239,15 @@ def attention_order(chosen: str) -> tuple[str, ...]:
 def published_26b() -> Served:
     """Describe DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
     kinds = (LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto"))
-    return Served(kinds, StepShape(vocab=MAX_IDS, slots=SLOTS), max_model_len=32768)
+    return Served(kinds, StepShape(vocab=few_tiles(262144)), max_model_len=32768)
+
+
+def few_tiles(num_ids: int) -> int:
+    """Return as few ids as are cut like a vocabulary: two whole tiles, and the last as it is there.
+
+    Every further tile repeats a launch, on the same sizes and strides, for which Triton compiles.
+    """
+    return min(num_ids, 2 * TILE + (num_ids - 1) % TILE + 1)
 
 
 def _layer_kinds(vllm_config: VllmConfig) -> Iterator[LayerKind]:

@@ -1,21 +1,19 @@
-"""The process that runs cases: ``python -m vllm_diffusion.kernel_choice.child DEVICE``.
+"""The process that runs cases: ``python -m vllm_diffusion.kernel_choice.child DEVICE PIPE``.
 
-It reads a case as a line of JSON, and answers with its outcome as another.
+Through a pipe that it inherits it receives cases one by one, and sends the outcome of each.
 """
 
 from __future__ import annotations
 
-import base64
 import faulthandler
 import functools
 import importlib
-import json
-import os
 import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -24,12 +22,17 @@ from attention_kernels import checks
 from attention_kernels.checks import Checked
 from vllm_diffusion.kernel_choice.cases import KernelCase
 from vllm_diffusion.kernel_choice.limits import share_of_limits
+from vllm_diffusion.kernel_choice.process import BEGINS
 
 REPEATS = 20
 # More than any GPU's cache holds.
 CACHE_BYTES = 256 * 2**20
-# Answered before each shape of a case: its time begins.
-BEGINS = {"state": "begins"}
+# Modules that import vLLM, which takes some seconds, by the kernel that they check.
+WITH_VLLM = {
+    "cache writes": "cache_writes",
+    "attention graph": "graphs",
+    "step graph": "graphs",
+}
 Run = Callable[[KernelCase, torch.device, Callable[[], None]], Checked]
 
 
@@ -46,9 +49,8 @@ def run_case(
     Returns:
         The last shape's, with the largest difference of all.
     """
-    if "graph" in case.kernel:
-        # Imports vLLM, which takes some seconds.
-        importlib.import_module("vllm_diffusion.kernel_choice.graphs")
+    if module := WITH_VLLM.get(case.kernel):
+        importlib.import_module(f"vllm_diffusion.kernel_choice.{module}")
     found = []
     for shape in case.shapes or (None,):
         begins()
@@ -68,6 +70,10 @@ def _check(case: KernelCase, shape: Any, device: torch.device) -> Checked:
             return checks.check_statistics(shape, case.impl, device)  # type: ignore[arg-type]
         case "kept rows":
             return checks.check_kept_rows(shape, case.impl, device)  # type: ignore[arg-type]
+        case "cache writes":
+            from vllm_diffusion.kernel_choice.cache_writes import check_cache_write
+
+            return check_cache_write(shape, case.impl, device)  # type: ignore[arg-type]
     from vllm_diffusion.canvas.cuda_graphs import cuda_capture
     from vllm_diffusion.kernel_choice import graphs
 
@@ -151,35 +157,31 @@ def serve(check: Run = run_case) -> None:
     Args:
         check: Runs a case, as :func:`run_case`.
     """
-    # What libraries print goes to the log, and answers alone to the one who asked.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(outcome: dict[str, Any]) -> None:
-        print(json.dumps(outcome), file=answers, flush=True)
-
+    pipe = Connection(int(sys.argv[2]))
     try:
         device = torch.device(sys.argv[1])
         torch.zeros(1, device=device)
     except Exception as error:
-        answer({"state": "unknown", "why": _one_line(error)})
+        pipe.send({"state": "unknown", "why": _one_line(error)})
         return
-    answer({"state": "right", "goes_on": True})
-    for line in sys.stdin:
-        request = json.loads(line)
-        case = pickle.loads(base64.b64decode(request["case"]))
+    pipe.send({"state": "right"})
+    outcome: dict[str, Any] = {"goes_on": True}
+    # After an illegal access nothing runs any more in the context.
+    while outcome.get("goes_on"):
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        case = pickle.loads(request["case"])
 
         def begins(seconds: float = request["seconds"]) -> None:
-            answer(BEGINS)
+            pipe.send(BEGINS)
             # Where the one who asked is gone, nobody else ends what hangs.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
         outcome = outcome_of(functools.partial(check, case, device, begins), request["measures"])
         faulthandler.cancel_dump_traceback_later()
-        answer(outcome)
-        if not outcome.get("goes_on"):
-            # An illegal access leaves a context in which nothing runs any more.
-            return
+        pipe.send(outcome)
 
 
 if __name__ == "__main__":

@@ -16,21 +16,18 @@ from vllm_diffusion.kernel_choice.step_shape import StepShape
 STEPS = 3
 
 
-def check_step_graph(
-    shape: StepShape, device: torch.device, capture: Capture, canvases: int = 2
-) -> Checked:
-    """Compare some steps of one and of several canvases, eager and replayed, in all state and output.
+def check_step_graph(shape: StepShape, device: torch.device, capture: Capture) -> Checked:
+    """Compare some steps of one canvas and of all slots, eager and replayed, in all state and output.
 
     Args:
         shape: What is served.
         device: Where it runs.
         capture: Makes a graph of a call.
-        canvases: Canvases of the largest graph.
 
     Raises:
         AssertionError: Naming the tensors that differ.
     """
-    server = StepServer(shape, device)
+    server, canvases = StepServer(shape, device), shape.slots
     passes = {n: [server.inputs(n) for _ in range(STEPS)] for n in (1, canvases)}
     eager = {n: _run(server, n, inputs) for n, inputs in passes.items()}
     server.capture(capture, canvases)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_diffusion.kernel_choice.cases import Served
-from vllm_diffusion.kernel_choice.self_check import checked_choices
+from vllm_diffusion.kernel_choice.self_check import NothingRightError, checked_choices
 from vllm_diffusion.startup.kernel_choices import KernelChoices, kernel_choices
 from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.refusals import leave
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,13 +58,17 @@ def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:
     if names[-1] in names[:-1]:
         return None
     visible = current_platform.logical_device_id_to_visible_device_id(devices[-1])
-    checked = checked_choices(
-        Served.of(vllm_config, choices),
-        device=f"cuda:{visible}",
-        gpu=names[-1],
-        folder=Path(envs.VLLM_CACHE_ROOT),
-        forgets=mode == "always",
-    )
+    try:
+        checked = checked_choices(
+            Served.of(vllm_config, choices),
+            device=f"cuda:{visible}",
+            gpu=names[-1],
+            folder=Path(envs.VLLM_CACHE_ROOT),
+            forgets=mode == "always",
+        )
+    except NothingRightError as error:
+        leave(vllm_config.model_config, str(error))
+        raise
     tuned = plugin_settings(vllm_config).tuned
     if checked != choices and tuned is not None:
         logger.warning(

@@ -125,11 +125,11 @@ class StepServer:
         return {name: value.clone() for name, value in found.items()}
 
     def capture(self, capture: Capture, canvases: int) -> None:
-        """Capture graphs as serving does, for 1 to so many canvases; on the current stream."""
+        """Capture graphs as serving does, for so many canvases and for one; on the current stream."""
         hidden = torch.zeros(
             canvases * self.slots.canvas_length,
             self.shape.hidden,
             dtype=self._dtype,
             device=self.device,
         )
-        self.sampler.capture(capture, range(canvases, 0, -1), hidden)
+        self.sampler.capture(capture, range(canvases, 0, -max(1, canvases - 1)), hidden)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -14,6 +11,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Literal, Self
 
 from vllm_diffusion.kernel_choice.cases import KernelCase
@@ -21,6 +20,8 @@ from vllm_diffusion.kernel_choice.cases import KernelCase
 COMMAND = (sys.executable, "-m", "vllm_diffusion.kernel_choice.child")
 # Seconds of each shape of a case, most of which a compiler takes, and until the process has imported torch.
 CASE_SECONDS, START_SECONDS = 20.0, 45.0
+# Answered before each shape of a case: its time begins.
+BEGINS = {"state": "begins"}
 # What ends a process for reasons outside it.
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -79,8 +80,8 @@ class CheckProcess:
         self._measures = measures
         self._deadline = time.monotonic() + seconds
         self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the exit)
-        self._unread = b""
 
     def __enter__(self) -> Self:
         return self
@@ -92,12 +93,11 @@ class CheckProcess:
     def close(self) -> None:
         """End the process, and with it what it holds of the device."""
         child, self._child = self._child, None
-        if child is None:
+        pipe, self._pipe = self._pipe, None
+        if child is None or pipe is None:
             return
         child.kill()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+        pipe.close()
         # In the driver it may take longer, which gives up a kernel that hangs in its own time.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(10)
@@ -117,32 +117,28 @@ class CheckProcess:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             return Outcome("unknown", "no time was left")
-        child = self._started()
-        seconds = min(CASE_SECONDS, self._deadline - time.monotonic())
+        child, pipe = self._started()
         request = {
             "name": case.name,
-            "seconds": seconds,
+            "seconds": CASE_SECONDS,
             "measures": self._measures,
-            "case": base64.b64encode(pickle.dumps(case)).decode(),
+            "case": pickle.dumps(case),
         }
-        assert child.stdin is not None
         try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-            line = self._read_line(seconds)
-            while line and json.loads(line)["state"] == "begins":
+            pipe.send(request)
+            # What it imports first is no fault of the kernel's.
+            seconds = 0.0
+            answer = _received(pipe, min(START_SECONDS, self._deadline - time.monotonic()))
+            while answer == BEGINS:
                 seconds = min(CASE_SECONDS, self._deadline - time.monotonic())
-                line = self._read_line(seconds)
-        except BrokenPipeError:
-            line = b""
-        if line is None:
+                answer = _received(pipe, seconds)
+        except (EOFError, OSError):
+            return self._ended(child)
+        if answer is None:
             self.close()
             if seconds < CASE_SECONDS:
                 return Outcome("unknown", "no time was left")
             return Outcome("wrong", f"did not end in {CASE_SECONDS:.0f} s")
-        if not line:
-            return self._ended(child)
-        answer = json.loads(line)
         if not answer.pop("goes_on", False):
             self.close()
         return Outcome(**answer, is_retried=answer["state"] == "unknown")
@@ -158,24 +154,28 @@ class CheckProcess:
             return Outcome("unknown", f"its process was ended by {name}, twice", is_retried=True)
         return Outcome("wrong", f"its process crashed ({name})")
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        """Return the process, started if there is none."""
-        if self._child is not None:
-            return self._child
-        self._unread = b""
-        self._child = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
-        )
+    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        """Return the process and the pipe to it, started if there is none."""
+        if self._child is not None and self._pipe is not None:
+            return self._child, self._pipe
+        self._pipe, theirs = Pipe()
+        with theirs:
+            # What libraries print goes to the log.
+            self._child = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+            )
         seconds = min(START_SECONDS, self._deadline - time.monotonic())
-        line = self._read_line(seconds)
-        if line:
-            answer = json.loads(line)
-            if answer["state"] == "right":
-                return self._child
-            problem = answer["why"]
-        elif line is None:
-            problem = f"its process did not start in {seconds:.0f} s"
-        else:
+        problem = f"its process did not start in {seconds:.0f} s"
+        try:
+            if answer := _received(self._pipe, seconds):
+                if answer["state"] == "right":
+                    return self._child, self._pipe
+                problem = answer["why"]
+        except (EOFError, OSError):
             problem = f"its process ended at its start{self._last_words()}"
         self.close()
         raise CannotCheckError(problem)
@@ -186,19 +186,12 @@ class CheckProcess:
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f" ({lines[-1].strip()[:200]})" if lines else ""
 
-    def _read_line(self, seconds: float) -> bytes | None:
-        """Return the next line, empty at the end of the process, or ``None`` after so many seconds."""
-        assert self._child is not None
-        assert self._child.stdout is not None
-        until = time.monotonic() + seconds
-        while b"\n" not in self._unread:
-            if not select.select([self._child.stdout], [], [], max(0.0, until - time.monotonic()))[
-                0
-            ]:
-                return None
-            part = self._child.stdout.read1(1 << 16)  # type: ignore[attr-defined]
-            if not part:
-                return b""
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+
+def _received(pipe: Connection, seconds: float) -> dict[str, Any] | None:
+    """Return the next answer, or ``None`` after so many seconds.
+
+    Raises:
+        EOFError: If the process ended.
+    """
+    answer: dict[str, Any] | None = pipe.recv() if pipe.poll(max(0.0, seconds)) else None
+    return answer

@@ -21,7 +21,7 @@ from vllm_diffusion.startup import accelerators
 
 # Packages and folders whose change makes an outcome stale.
 PACKAGES = ("torch", "triton", "vllm", "vllm-diffusion")
-FOLDERS = ("canvas", "sampling", "decoding", "kernel_choice")
+FOLDERS = ("attention", "canvas", "sampling", "decoding", "kernel_choice")
 # A server waits as long for another one that checks the same GPU.
 LOCK_SECONDS = 90.0
 

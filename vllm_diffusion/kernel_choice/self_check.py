@@ -13,7 +13,7 @@ from typing import Any
 from vllm_diffusion.kernel_choice.cases import KernelCase, Role, Served
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
 from vllm_diffusion.kernel_choice.record import Record, facts_of
-from vllm_diffusion.startup.kernel_choices import KernelChoices, Phase
+from vllm_diffusion.startup.kernel_choices import KernelChoices, PassPhase
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -22,6 +22,7 @@ SECONDS = 60.0
 REPORT = "vllm-diffusion doctor --gpu --report FILE"
 # What it costs that a kernel does not serve.
 COSTS = {
+    "cache writes, reference": "attention leaves the CUDA graphs",
     "attention, reference": "attention leaves the CUDA graphs and takes many times as long",
     "statistics, reference": "each step of the sampler takes longer and more memory",
     "kept rows, reference": "filters and log-probabilities take longer",
@@ -104,7 +105,7 @@ def _first_right(role: Role, check: Check, replaced: list[Replaced]) -> str:
         passed.append((case, outcome))
     problems = "; ".join(f"{case.impl}: {outcome.why}" for case, outcome in passed)
     raise NothingRightError(
-        f"No implementation of {role.cases[0].kernel} {role.cases[0].subject} is right on this GPU "
+        f"No implementation of {role.cases[0].name.rpartition(',')[0]} is right on this GPU "
         f"({problems}), so nothing is served. Check the GPU and its driver with another program, and "
         f"report this with the output of: {REPORT}"
     )
@@ -117,12 +118,12 @@ def _with(choices: KernelChoices, role: Role, impl: Any) -> KernelChoices:
         return choices
     if role.kind is not None and role.phase is not None:
         name = role.kind.name
-        phases: dict[Phase, Any] = {**choices.attention.get(name, {}), role.phase: impl}
+        phases: dict[PassPhase, Any] = {**choices.attention.get(name, {}), role.phase: impl}
         return replace(choices, attention={**choices.attention, name: phases})
     if case.kernel == "statistics":
         # The reference waits for the device where it leaves ids out.
-        return replace(choices, statistics=impl, skip_unlikely=False)
-    return replace(choices, kept_rows=impl)
+        choices = replace(choices, skip_unlikely=False)
+    return replace(choices, **{case.kernel.replace(" ", "_"): impl})
 
 
 def checked_choices(

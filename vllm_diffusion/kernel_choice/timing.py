@@ -20,8 +20,6 @@ from vllm_diffusion.kernel_choice.step_shape import StepShape
 
 # (call, device) -> what runs it again.
 Capture = Callable[[Callable[[], object], torch.device], Callable[[], object]]
-# Rows that are certain of a token, as those of late steps are: half of a canvas's rows in the mean.
-SETTLED_SHARE = 0.5
 
 
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -73,12 +71,13 @@ def attention_call(shape: AttentionShape, impl: str, device: torch.device) -> Ca
 
 
 def step_call(shape: StepShape, device: torch.device) -> Callable[[], object]:
-    """Return a call of one denoising step of all slots."""
+    """Return a call of three steps of all slots: at first no row is certain of a token, then half, then all."""
     server = StepServer(shape, device)
     server.begin(shape.slots)
-    (rows,) = server.inputs(shape.slots)
-    settle(rows[:: round(1 / SETTLED_SHARE)], server.sampler.head.weight)
-    return lambda: server.sampler.graphs.plain_step(rows)
+    steps = [server.inputs(shape.slots)[0] for _ in range(3)]
+    for rows in (steps[1][::2], steps[2]):
+        settle(rows, server.sampler.head.weight)
+    return lambda: [server.sampler.graphs.plain_step(rows) for rows in steps]
 
 
 def settle(rows: Tensor, weight: Tensor, logit: float = 90.0) -> None:

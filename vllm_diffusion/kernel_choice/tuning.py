@@ -81,30 +81,25 @@ class Answer:
         return f"{self.subject}: {self.chosen}, {gain}"
 
 
-def choose(times: Sequence[Sequence[float] | None]) -> int | None:
+def choose(times: Sequence[Sequence[float]]) -> int:
     """Choose among ways to run a kernel.
 
     Args:
-        times: Time on each shape, for each way; ``None`` for one that is not right. The first is the
-            default, and where it is not right, the next that is.
+        times: Time on each shape, for each way; the first is the default.
 
     Returns:
         Index of the way: the fastest that takes at least ``GAIN`` less time than the default on all
-        shapes together, and on none ``GAIN`` more; else the default. ``None`` if nothing is right.
+        shapes together, and on none ``GAIN`` more; else the default.
     """
-    right = {i: found for i, found in enumerate(times) if found is not None}
-    if not right:
-        return None
-    default = next(iter(right))
-    base = right[default]
+    base = times[0]
 
     def is_faster(found: Sequence[float]) -> bool:
         limit = (1 - GAIN) * sum(base)
         no_shape_loses = all(a <= (1 + GAIN) * b for a, b in zip(found, base, strict=True))
         return sum(found) < sum(base) and sum(found) <= limit and no_shape_loses
 
-    faster = [i for i, found in right.items() if is_faster(found)]
-    return min(faster, key=lambda i: sum(right[i]), default=default)
+    faster = [i for i, found in enumerate(times) if is_faster(found)]
+    return min(faster, key=lambda i: sum(times[i]), default=0)
 
 
 def attention_questions(
@@ -201,39 +196,33 @@ def _sampler_way(
     return Candidate(name, tuple(checks), tuple(timed), adopt)
 
 
-def wrong_ways(questions: Sequence[Question], check: Check) -> set[tuple[str, str]]:
-    """Return the subjects and names of ways that are not known to be right."""
-    return {
-        (question.subject, way.name)
-        for question in questions
-        for way in question.candidates
-        if sum(check(case).state != "right" for case in way.checks)
-    }
+def with_right_ways(question: Question, check: Check) -> Question:
+    """Return the question with the ways that are known to be right; the first of these is the default."""
+    ways = question.candidates
+    right = (way for way in ways if all(check(case).state == "right" for case in way.checks))
+    return replace(question, candidates=tuple(right))
 
 
 def answer(
-    question: Question, wrong: set[tuple[str, str]], clock: Check, kernels: KernelChoices
+    question: Question, clock: Check, kernels: KernelChoices
 ) -> tuple[Answer, KernelChoices]:
-    """Time the ways that are right in turns, and add the chosen one to the kernels.
+    """Time the ways of a question in turns, and add the chosen one to the kernels.
 
     Args:
-        question: The kernel and its ways.
-        wrong: From :func:`wrong_ways`.
+        question: The kernel and its ways that are right.
         clock: Times a case.
         kernels: Kernels that serve.
     """
-    subject = question.subject
-    ways = [way for way in question.candidates if (subject, way.name) not in wrong]
+    ways = question.candidates
     turns = [_turns(cases, clock) for cases in zip(*(way.timed for way in ways), strict=True)]
     # A shape that the default has no memory for is nobody's.
-    measured = [times for times in turns if times[0] < math.inf]
-    rows = dict(zip((way.name for way in ways), zip(*measured, strict=True), strict=False))
-    chosen = choose([rows.get(way.name) for way in question.candidates])
-    totals = {name: round(sum(row), 1) for name, row in rows.items() if sum(row) < math.inf}
-    if chosen is None:
-        return Answer(subject, None, totals), kernels
-    way = question.candidates[chosen]
-    return Answer(subject, way.name, totals), way.adopt(kernels)
+    rows = list(zip(*(times for times in turns if times[0] < math.inf), strict=True))
+    if not rows:
+        return Answer(question.subject, None), kernels
+    way = ways[choose(rows)]
+    totals = {each.name: sum(row) for each, row in zip(ways, rows, strict=True)}
+    found = {name: round(total, 1) for name, total in totals.items() if total < math.inf}
+    return Answer(question.subject, way.name, found), way.adopt(kernels)
 
 
 def _turns(cases: Sequence[KernelCase], clock: Check) -> list[float]:

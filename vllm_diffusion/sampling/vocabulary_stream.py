@@ -237,8 +237,9 @@ class _RowGroup:
                 self.choices.update(of_tile, self.draws.temperature, head.kernels.kept_rows)
             if soft_embeds is None or weights is None or embedding is None:
                 return
-            if occupied is None:
-                _add_product(soft_embeds, weights, embedding[tile], head)
+            if occupied is None and (not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT):
+                # As the platform multiplies, or where rows must not depend on their number.
+                soft_embeds.add_(head.matmul(weights, embedding[tile].T))
             else:
                 impl = head.kernels.statistics
                 add_product(soft_embeds, weights, embedding[tile], occupied, impl=impl)
@@ -332,24 +333,6 @@ def _no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> Logpr
         torch.full((num_rows, num_columns), float("-inf"), device=device),
         torch.zeros(num_rows, dtype=torch.int64, device=device),
     )
-
-
-def _add_product(target: Tensor, weights: Tensor, embedding: Tensor, head: OutputHead) -> None:
-    """``target += weights @ embedding``, on a GPU with sums in float32 all the way.
-
-    Args:
-        target: [num_rows, hidden_size], float32.
-        weights: [num_rows, num_ids], in the dtype of ``embedding``.
-        embedding: [num_ids, hidden_size].
-        head: Multiplies where rows must not depend on their number.
-    """
-    if not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT:
-        target += head.matmul(weights, embedding.T)
-    elif embedding.dtype == torch.float32:
-        target.addmm_(weights, embedding)
-    else:
-        # Added by the product itself, which leaves the sums in memory once.
-        torch.addmm(target, weights, embedding, out_dtype=torch.float32, out=target)
 
 
 def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResults:

@@ -107,10 +107,15 @@ def nvidia_problem() -> str | None:
     return None
 
 
+def nvidia_lack() -> str | None:
+    """Return why no NVIDIA GPU can be used on this machine; ``None`` where one can."""
+    return nvidia_problem() or (None if nvidia_driver().num_devices else "this machine has none")
+
+
 @functools.cache
 def working_accelerator() -> str | None:
     """Return the name of the vLLM platform, in or out of tree, that finds an accelerator here."""
-    if nvidia_driver().num_devices > 0 and nvidia_problem() is None:
+    if nvidia_lack() is None:
         return "cuda"
     from vllm.platforms import builtin_platform_plugins
 

@@ -17,7 +17,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.layouts import CanvasLayout
-from vllm_diffusion.startup import request_capacity
+from vllm_diffusion.startup import refusals, request_capacity
 from vllm_diffusion.startup.accelerators import is_vllm_cpu_build
 from vllm_diffusion.startup.adapters import choose_adapter_rules
 from vllm_diffusion.startup.attention import check_layout, choose_attention
@@ -35,6 +35,7 @@ from vllm_diffusion.startup.plugin_settings import (
 from vllm_diffusion.startup.unsupported_options import check_options
 from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.check import check_checkpoint, check_new_weights
+from vllm_diffusion.weights.formats import Spec
 from vllm_diffusion.weights.platform_support import check_platform
 from vllm_diffusion.weights.tensor_rules import TensorRules
 from vllm_diffusion.weights.weight_files import check_regular_files, check_weight_files
@@ -200,8 +201,8 @@ class BlockDiffusionEngineConfig:
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         choose_media(vllm_config)
-        _check_weights(vllm_config, cls.tensor_rules())
-        check_room(vllm_config, cls.tensor_rules())
+        specs = _check_weights(vllm_config, cls.tensor_rules())
+        check_room(vllm_config, cls.tensor_rules(), specs)
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         _choose_scheduler(vllm_config)
         if not current_platform.is_cpu():
@@ -211,6 +212,7 @@ class BlockDiffusionEngineConfig:
         cls._check_skipping(vllm_config)
         if plugin_settings(vllm_config).tuned is not None:
             cls.apply_tuned(vllm_config)
+        refusals.prepare_engine(vllm_config.model_config)
         if (most := limit_answers()) is not None:
             logger.info(
                 "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "
@@ -267,7 +269,7 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
     )
 
 
-def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
+def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> dict[str, Spec] | None:
     model_config = vllm_config.model_config
     # Workers check new weights by these rules.
     model_config.tensor_rules = rules
@@ -276,9 +278,9 @@ def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
     if vllm_config.weight_transfer_config is not None:
         check_new_weights(model_config.hf_config, rules, quantization)
     if vllm_config.load_config.load_format == "dummy":
-        return
+        return None
     check_weight_files(model_config.model)
-    check_checkpoint(
+    return check_checkpoint(
         model_config.model,
         model_config.hf_config,
         rules,

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.weights.check import expected_specs
-from vllm_diffusion.weights.formats import FLOATS
+from vllm_diffusion.weights.formats import FLOATS, Spec
 from vllm_diffusion.weights.read_config import read_format
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 
@@ -37,8 +37,15 @@ def check_capability() -> None:
         )
 
 
-def check_room(vllm_config: VllmConfig, rules: TensorRules) -> None:
+def check_room(
+    vllm_config: VllmConfig, rules: TensorRules, specs: dict[str, Spec] | None = None
+) -> None:
     """Refuse weights that are larger than the memory which vLLM may take of an NVIDIA GPU.
+
+    Args:
+        vllm_config: Configuration of the server.
+        rules: Names and shapes of a checkpoint's tensors.
+        specs: Tensors that the checkpoint was found to hold, if it was read.
 
     Raises:
         ValueError: Naming both sizes in GiB and the remedies.
@@ -53,12 +60,10 @@ def check_room(vllm_config: VllmConfig, rules: TensorRules) -> None:
     ):
         return
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    needed = weight_bytes(
-        model_config.hf_config,
-        rules,
-        model_config.model_arch_config.quantization_config,
-        model_config.dtype.itemsize,
-    )
+    if specs is None:
+        quantization = model_config.model_arch_config.quantization_config
+        specs = described_specs(model_config.hf_config, rules, quantization)
+    needed = weight_bytes(specs, model_config.dtype.itemsize)
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if parallel.enable_expert_parallel:
         ranks *= parallel.data_parallel_size
@@ -75,28 +80,33 @@ def check_room(vllm_config: VllmConfig, rules: TensorRules) -> None:
         )
 
 
-def weight_bytes(
-    config: Any, rules: TensorRules, quantization: dict[str, Any] | None, itemsize: int
-) -> int:
-    """Return the bytes that all ranks hold of a checkpoint's weights, at least.
-
-    A vision tower is left out, since a server may do without, and so are scales beyond a weight's
-    format. A format that is not known here counts 0.
+def described_specs(
+    config: Any, rules: TensorRules, quantization: dict[str, Any] | None
+) -> dict[str, Spec]:
+    """Return the tensors of a checkpoint by its configuration; none of a format that is not known here.
 
     Args:
         config: transformers' configuration of the checkpoint.
         rules: Names and shapes of its tensors.
         quantization: Its quantization config, or ``None``.
-        itemsize: Bytes of an element that is not quantised.
     """
     shapes = rules.shapes(config)
-    quantized = None
-    if quantization is not None:
-        quantized = read_format(quantization)
-        if quantized is None:
-            return 0
-        shapes = split_experts(shapes)
-    specs = expected_specs(shapes, quantized, rules)
+    if quantization is None:
+        return expected_specs(shapes, None, rules)
+    quantized = read_format(quantization)
+    return {} if quantized is None else expected_specs(split_experts(shapes), quantized, rules)
+
+
+def weight_bytes(specs: dict[str, Spec], itemsize: int) -> int:
+    """Return the bytes that all ranks hold of a checkpoint's weights, at least.
+
+    A vision tower is left out, since a server may do without, and so are scales beyond a weight's
+    format.
+
+    Args:
+        specs: The checkpoint's tensors.
+        itemsize: Bytes of an element that is not quantised.
+    """
     return sum(
         math.prod(allowed[0]) * (itemsize if dtypes == FLOATS else 1)
         for name, (dtypes, allowed) in specs.items()

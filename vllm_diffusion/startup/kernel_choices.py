@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from attention_kernels.vocab_statistics import Impl as StatisticsImpl
 
 # Passes in which no request has more rows than a canvas, and all others (prompts, encoded canvases).
-Phase = Literal["denoise", "mixed"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PassPhase = Literal["denoise", "mixed"]
+PHASES: tuple[PassPhase, ...] = get_args(PassPhase)
+# Which of vLLM's two kernels writes the KV cache, or PyTorch.
+CacheWriter = Literal["auto", "triton", "compiled", "reference"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class KernelChoices:
         default_attention: Implementation of attention that ``attention`` says nothing of.
         attention: Implementations of attention by :attr:`LayerKind.name` and phase.
         most_splits: Most pieces that keys are cut into, likewise; ``MAX_SPLITS`` where it says nothing.
+        cache_writes: Kernel that writes keys and values into the cache.
         statistics: Implementation of the statistics over the vocabulary.
         kept_rows: Implementation of filters and log-probabilities, which look at rows again.
         attention_graphs: True if CUDA graphs may hold attention.
@@ -63,8 +66,9 @@ class KernelChoices:
     """
 
     default_attention: AttentionImpl = "auto"
-    attention: Mapping[str, Mapping[Phase, AttentionImpl]] = field(default_factory=dict)
-    most_splits: Mapping[str, Mapping[Phase, int]] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[PassPhase, AttentionImpl]] = field(default_factory=dict)
+    most_splits: Mapping[str, Mapping[PassPhase, int]] = field(default_factory=dict)
+    cache_writes: CacheWriter = "auto"
     statistics: StatisticsImpl = "auto"
     kept_rows: StatisticsImpl = "auto"
     attention_graphs: bool = True
@@ -87,6 +91,7 @@ class KernelChoices:
                 raise ValueError(f"{name}={most!r} must be an integer from 1 to {MAX_SPLITS}.")
         of_rows = {"statistics": self.statistics, "kept_rows": self.kept_rows}
         _check_names(of_rows, get_args(StatisticsImpl))
+        _check_names({"cache_writes": self.cache_writes}, get_args(CacheWriter))
         for name in ("attention_graphs", "step_graphs", "skip_unlikely", "two_streams"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false.")
@@ -107,17 +112,20 @@ class KernelChoices:
         """Return plain data."""
         return asdict(self)
 
-    @property
-    def captures_attention(self) -> bool:
-        """True if CUDA graphs hold attention: not the reference, which reads the batch on the host."""
-        used = {impl for phases in self.attention.values() for impl in phases.values()}
-        return self.attention_graphs and "reference" not in {self.default_attention, *used}
+    def captures_attention(self, phase: PassPhase) -> bool:
+        """Report whether CUDA graphs of a phase hold attention, all of whose layers are in one graph.
 
-    def attention_of(self, kind: LayerKind, phase: Phase) -> AttentionImpl:
+        No graph holds the reference, which reads the batch on the host.
+        """
+        used = {phases[phase] for phases in self.attention.values() if phase in phases}
+        used |= {self.default_attention, self.cache_writes}
+        return self.attention_graphs and "reference" not in used
+
+    def attention_of(self, kind: LayerKind, phase: PassPhase) -> AttentionImpl:
         """Return the implementation of one kind of layer in one kind of pass."""
         return self.attention.get(kind.name, {}).get(phase, self.default_attention)
 
-    def most_splits_of(self, kind: LayerKind, phase: Phase) -> int:
+    def most_splits_of(self, kind: LayerKind, phase: PassPhase) -> int:
         """Return the most pieces of keys in one kind of layer in one kind of pass."""
         from attention_kernels.canvas_attention import MAX_SPLITS
 

@@ -1,9 +1,20 @@
-"""Refusals of this package end a command of vLLM with one line instead of a stack trace."""
+"""Refusals of this package end a command of vLLM with one line instead of a stack trace.
+
+vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal in a file, and the
+line comes last, behind what vLLM prints of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 _PACKAGE = __name__.partition(".")[0]
 # Only vLLM's own commands import it. A script that uses ``vllm.LLM`` keeps Python's trace.
@@ -37,6 +48,39 @@ def _raised_by_us(trace: TracebackType | None) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
 
 
+def prepare_engine(model_config: ModelConfig) -> None:
+    """Name the file where processes of the engine leave a refusal, if this process would print it."""
+    if getattr(sys.excepthook, "prints_refusals", False):
+        model_config.refusal_path = path = _path()
+        # Another process had this one's number.
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def leave(model_config: ModelConfig, refusal: str) -> None:
+    """Leave a refusal for the command that started this process of the engine, on the same machine."""
+    path: Path | None = getattr(model_config, "refusal_path", None)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(refusal, encoding="utf-8")
+
+
+def _left() -> str | None:
+    """Return what a process of the engine left for this one, once."""
+    with contextlib.suppress(OSError):
+        refusal = _path().read_text(encoding="utf-8")
+        _path().unlink()
+        return refusal
+    return None
+
+
+def _path() -> Path:
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT) / "vllm_diffusion" / f"refusal-{os.getpid()}"
+
+
 def install() -> None:
     """Print refusals of this package as one line at the end of a command of vLLM.
 
@@ -47,7 +91,7 @@ def install() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        line = refusal_in(error)
+        line = refusal_in(error) or _left()
         if line is None:
             previous(kind, error, trace)
         else:

@@ -36,7 +36,7 @@ _NAMED = 3
 
 def check_checkpoint(
     model: str, config: Any, rules: TensorRules, quantization: dict[str, Any] | None, tp: int
-) -> None:
+) -> dict[str, Spec] | None:
     """Compare a local checkpoint's tensors with its config; do nothing if it is not local.
 
     Args:
@@ -46,13 +46,16 @@ def check_checkpoint(
         quantization: Its quantization config, or ``None``.
         tp: Ranks of tensor parallelism.
 
+    Returns:
+        The tensors that it must hold; ``None`` where nothing was compared.
+
     Raises:
         ValueError: Naming the tensor, its file and what is wrong, in a sentence.
     """
     directory = Path(model)
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     if not files:
-        return
+        return None
     shapes = rules.shapes(config)
     stored = _by_canonical_name(stored_tensors(files), rules)
     if has_split_experts(stored):
@@ -62,9 +65,11 @@ def check_checkpoint(
         quantized = read_format(quantization)
         _check_ignored(quantization, shapes, rules)
         if quantized is None:
-            return
+            return None
         _check_groups(quantized, shapes, rules, tp)
-    _check_tensors(stored, expected_specs(shapes, quantized, rules), rules, files[0])
+    specs = expected_specs(shapes, quantized, rules)
+    _check_tensors(stored, specs, rules, files[0])
+    return specs
 
 
 def expected_specs(

@@ -19,12 +19,8 @@ from attention_kernels.canvas_attention import (
     canvas_attention,
     plan_canvas_attention,
 )
-from vllm_diffusion.attention import backend
-from vllm_diffusion.attention.backend import (
-    CanvasAttentionBackend,
-    CanvasAttentionImpl,
-    split_kv_cache,
-)
+from vllm_diffusion.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
+from vllm_diffusion.attention.cache_writes import WRITERS, split_kv_cache
 from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
@@ -32,6 +28,7 @@ from vllm_diffusion.attention.metadata import (
 )
 from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.startup.attention import choose_attention, register_attention
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
@@ -84,11 +81,13 @@ def test_vllm_refuses_it_for_what_it_cannot_do(changes):
     assert len(reasons_against(**changes)) == 1
 
 
-def graph_support(may_hold_images, attention="auto"):
+def graph_support(may_hold_images, attention="auto", **decided):
     config = SimpleNamespace(
         additional_config={"diffusion": {"attention": attention}},
         model_config=SimpleNamespace(is_mm_prefix_lm=may_hold_images),
     )
+    if decided:
+        config.model_config.kernel_choices = KernelChoices(**decided)
     return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
 
 
@@ -102,6 +101,21 @@ def test_no_graph_holds_the_reference(may_hold_images):
     """It reads a batch on the host, and a capture that waits for the device fails."""
     assert graph_support(may_hold_images, "reference") == AttentionCGSupport.NEVER
     assert graph_support(False, "triton") == AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("decided", "support"),
+    [
+        ({"attention": {"a kind": {"mixed": "reference"}}}, AttentionCGSupport.UNIFORM_BATCH),
+        ({"attention": {"a kind": {"denoise": "reference"}}}, AttentionCGSupport.NEVER),
+        ({"cache_writes": "reference"}, AttentionCGSupport.NEVER),
+        ({"attention_graphs": False}, AttentionCGSupport.NEVER),
+        ({"cache_writes": "compiled"}, AttentionCGSupport.ALWAYS),
+    ],
+)
+def test_graphs_of_what_the_self_check_decided(decided, support):
+    """A reference for passes with prompts leaves those of canvases alone in graphs."""
+    assert graph_support(False, **decided) == support
 
 
 def make_impl(
@@ -278,11 +292,11 @@ def capability(request, monkeypatch):
     [((8, 6), "fp8", True), ((8, 9), "fp8", False), ((8, 6), "auto", False)],
     indirect=["capability"],
 )
-@pytest.mark.usefixtures("capability")
+@pytest.mark.usefixtures("capability", "on_a_gpu")
 def test_a_gpu_without_fp8_in_triton(kv_cache_dtype, is_compiled):
     """vLLM's Triton kernel ends with an assertion there, when the weights have been loaded."""
-    writers = (backend.triton_reshape_and_cache_flash, backend.reshape_and_cache_flash)
-    assert make_impl(kv_cache_dtype).write_cache is writers[is_compiled]
+    writer = "compiled" if is_compiled else "triton"
+    assert make_impl(kv_cache_dtype).write_cache is WRITERS[writer]
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
-from attention_kernels.checks import Checked
+from attention_kernels.checks import AttentionShape, Checked
 from tests.support.graphs import emulated_capture
+from vllm_diffusion.attention.cache_writes import WRITERS, write_in_pytorch
 from vllm_diffusion.kernel_choice import graphs, on_ranks, process
-from vllm_diffusion.kernel_choice.cases import KernelCase, Served, attention_order
+from vllm_diffusion.kernel_choice.cache_writes import check_cache_write
+from vllm_diffusion.kernel_choice.cases import TILE, KernelCase, Served, attention_order, few_tiles
 from vllm_diffusion.kernel_choice.child import outcome_of
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess
+from vllm_diffusion.kernel_choice.self_check import NothingRightError
 from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
+from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
 CPU = torch.device("cpu")
 KIND = LayerKind(2, 1, 32, -1, "auto")
+LAYER = AttentionShape(2, 1, 32, -1, ((8, 0),), 20, dtype="float32")
 STEP = StepShape(free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32")
 
 
@@ -79,6 +89,7 @@ def test_kernels_that_are_served() -> None:
         *(f"attention of {KIND.name}, mixed, {impl}" for impl in ("triton", "cute", "reference")),
         *("statistics, triton", "statistics, reference"),
         *("kept rows, triton", "kept rows, reference"),
+        *(f"cache writes, {impl}" for impl in ("triton", "compiled", "reference")),
     ]
     mixed = next(role for role in served.roles() if role.phase == "mixed").cases[0]
     # With and without spans, a prompt's end with its canvas and a whole prompt; no context beyond the longest.
@@ -143,14 +154,69 @@ def test_graphs() -> None:
         graphs.check_attention_graph(shape, "triton", CPU, other_bits)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_cache_writes(impl: str, is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM's own kernel, on Triton's interpreter."""
+    monkeypatch.setattr(current_platform, "has_device_capability", lambda *_: True)
+    shape = replace(LAYER, is_fp8=is_fp8)
+    assert check_cache_write(shape, impl, CPU).difference == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda key, value, slots: (key + 1e-3, value, slots),
+        lambda key, value, slots: (key, torch.full_like(value, torch.nan), slots),
+        lambda key, value, slots: (value, key, slots),
+        lambda key, value, slots: (key, value, slots.clamp(min=0)),
+        lambda key, value, slots: (key, value, (slots + 1) % 128),
+    ],
+    ids=["another value", "not a number", "keys for values", "padding", "another slot"],
+)
+def test_wrong_cache_writes(
+    spoil: Callable[..., tuple[torch.Tensor, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(
+        key: torch.Tensor, value: torch.Tensor, keys: Any, values: Any, slots: Any, *rest: Any
+    ) -> None:
+        key, value, slots = spoil(key, value, slots)
+        write_in_pytorch(key, value, keys, values, slots, *rest)
+
+    monkeypatch.setitem(WRITERS, "compiled", wrong)
+    with pytest.raises(AssertionError, match="the cache is off by"):
+        check_cache_write(LAYER, "compiled", CPU)
+
+
+def test_cache_writes_of_a_gpu_without_fp8_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused there, and no fault of the kernel's."""
+    monkeypatch.setattr(current_platform, "has_device_capability", lambda *_: False)
+    with pytest.raises(NotImplementedError):
+        check_cache_write(replace(LAYER, is_fp8=True), "triton", CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "few"),
+    [(300, 300), (20000, 20000), (24576, 24576), (262144, 24576), (157184, 17920)],
+)
+def test_few_tiles(num_ids: int, few: int) -> None:
+    """The last tile is that of the model, as the sampler cuts it; so is what Triton compiles for."""
+    assert few_tiles(num_ids) == few
+    assert (num_ids - few) % TILE == 0
+    assert TILE == TILE_ON_GPU
+
+
 def test_choices_as_json() -> None:
-    choices = KernelChoices(attention={KIND.name: {"mixed": "cute"}}, kept_rows="reference")
+    choices = KernelChoices(
+        attention={KIND.name: {"mixed": "cute"}}, cache_writes="compiled", kept_rows="reference"
+    )
     assert KernelChoices.from_json(json.loads(json.dumps(choices.to_json()))) == choices
     assert choices.attention_of(KIND, "mixed") == "cute"
     assert choices.attention_of(KIND, "denoise") == "auto"
     for wrong in (
         {"speed": 3},
         {"statistics": "cute"},
+        {"cache_writes": "cute"},
         {"attention": {KIND.name: {"mixed": "fast"}}},
         {"attention": {KIND.name: {"late": "triton"}}},
         {"two_streams": 1},
@@ -159,10 +225,13 @@ def test_choices_as_json() -> None:
             KernelChoices.from_json(wrong)
 
 
-def test_the_first_rank_of_a_kind_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two kinds of GPU in one server: the others check nothing, and take what the first found."""
-    gpus = ["H200", "H200", "L4", "L4"]
-    monkeypatch.setattr(on_ranks, "gpu_name", lambda device: gpus[device])
+GPUS = ["H200", "H200", "L4", "L4"]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A server's configuration on two kinds of GPU."""
+    monkeypatch.setattr(on_ranks, "gpu_name", lambda device: GPUS[device])
     platform = SimpleNamespace(
         is_cuda=lambda: True, logical_device_id_to_visible_device_id=lambda device: device
     )
@@ -172,6 +241,28 @@ def test_the_first_rank_of_a_kind_decides(monkeypatch: pytest.MonkeyPatch) -> No
         on_ranks, "plugin_settings", lambda config: SimpleNamespace(self_check="auto", tuned=None)
     )
     monkeypatch.setattr(on_ranks.Served, "of", lambda config, choices: None)
+    return SimpleNamespace(parallel_config=SimpleNamespace(get_local_gpu_index=lambda rank: rank))
+
+
+def test_a_refusal_is_left_for_the_command(
+    ranks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It started this process, and learns no more than that it has ended."""
+
+    def check(*_: object, **__: object) -> None:
+        raise NothingRightError("nothing is right")
+
+    monkeypatch.setattr(on_ranks, "checked_choices", check)
+    ranks.model_config = SimpleNamespace(refusal_path=tmp_path / "folder" / "refusal")
+    with pytest.raises(NothingRightError):
+        on_ranks.decide(ranks, 0)
+    assert (tmp_path / "folder" / "refusal").read_text() == "nothing is right"
+
+
+def test_the_first_rank_of_a_kind_decides(
+    ranks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others check nothing, and take what the first found."""
     found = {
         "H200": KernelChoices(statistics="reference"),
         "L4": KernelChoices(kept_rows="reference"),
@@ -183,15 +274,14 @@ def test_the_first_rank_of_a_kind_decides(monkeypatch: pytest.MonkeyPatch) -> No
         return found[gpu]
 
     monkeypatch.setattr(on_ranks, "checked_choices", check)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(get_local_gpu_index=lambda rank: rank))
-    own = [on_ranks.decide(config, rank) for rank in range(4)]
+    own = [on_ranks.decide(ranks, rank) for rank in range(4)]
     assert checked == ["cuda:0", "cuda:2"]
 
     def gather(told: list[object], mine: object, group: object) -> None:
-        told[:] = list(zip(gpus, own, strict=True))
+        told[:] = list(zip(GPUS, own, strict=True))
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     world = SimpleNamespace(world_size=4, cpu_group=None)
     monkeypatch.setattr("vllm.distributed.get_world_group", lambda: world)
-    agreed = [on_ranks.agree(config, rank, own[rank]) for rank in range(4)]
-    assert agreed == [found[gpu] for gpu in gpus]
+    agreed = [on_ranks.agree(ranks, rank, own[rank]) for rank in range(4)]
+    assert agreed == [found[gpu] for gpu in GPUS]

@@ -25,8 +25,8 @@ from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 FULL = LayerKind(16, 2, 512, -1, "auto")
 SLIDING = LayerKind(16, 8, 256, 1023, "auto")
 GPU = "NVIDIA H200 9.0"
-# Device, noise, two kinds of layers in two phases, statistics, kept rows, and the graphs.
-NUM_CASES = 2 + 4 + 2 + 1 + 2
+# Device, noise, cache writes, two kinds of layers in two phases, statistics, kept rows, and the graphs.
+NUM_CASES = 2 + 1 + 4 + 2 + 1 + 2
 
 
 def served(**choices: object) -> Served:
@@ -147,6 +147,15 @@ def test_statistics_and_kept_rows(tmp_path: Path) -> None:
     assert not chosen.skip_unlikely
 
 
+def test_cache_writes(tmp_path: Path, lines: list[str]) -> None:
+    """The other of vLLM's kernels, or PyTorch, which no graph can hold."""
+    fates = {"cache writes, triton": "raises"}
+    assert check(tmp_path / "one", fates) == KernelChoices(cache_writes="compiled")
+    chosen = check(tmp_path / "both", fates | {"cache writes, compiled": "hangs"})
+    assert chosen == KernelChoices(cache_writes="reference")
+    assert "attention leaves the CUDA graphs. Please" in lines[-2]
+
+
 def test_graphs(tmp_path: Path, lines: list[str]) -> None:
     chosen = check(tmp_path, {"step graph": "wrong", "attention graph of 16 heads on 2": "wrong"})
     assert chosen == KernelChoices(step_graphs=False, attention_graphs=False)
@@ -169,6 +178,12 @@ def test_nothing_is_known(fate: str, tmp_path: Path, lines: list[str], stand_ins
     assert stand_ins.read_text().count(TRITON_512) == 2, "it was not tried again alone"
     check(tmp_path)
     assert stand_ins.read_text().count(TRITON_512) == 3, "it was remembered"
+
+
+def test_imports_are_not_counted(tmp_path: Path, lines: list[str]) -> None:
+    """They may take longer than a kernel may."""
+    assert check(tmp_path, {TRITON_512: "imports first"}) == KernelChoices()
+    assert not [line for line in lines if line.startswith("WARNING")]
 
 
 def test_killed_once(tmp_path: Path, lines: list[str]) -> None:

@@ -15,6 +15,7 @@ from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.kernel_choice import process, tuned_file
 from vllm_diffusion.kernel_choice.cases import KernelCase
 from vllm_diffusion.kernel_choice.process import CannotCheckError, Outcome
+from vllm_diffusion.kernel_choice.step_shape import StepShape
 from vllm_diffusion.kernel_choice.tuned_file import read_tuned
 from vllm_diffusion.kernel_choice.tuning import TIMING_COMMAND
 
@@ -67,10 +68,10 @@ class StandIn:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """A machine with a GPU, as far as the command can tell; what its processes answer."""
-    monkeypatch.setattr(tune, "working_accelerator", lambda: "cuda")
+    monkeypatch.setattr(tune, "nvidia_lack", lambda: None)
     monkeypatch.setattr(tuned_file, "gpu_name", lambda device: "NVIDIA H200 9.0")
     monkeypatch.setattr(tune, "quieten", lambda: None)
-    configure = tune.engine_config
+    configure = tune.diffusion_config
 
     def configured(*arguments: Any) -> Any:
         monkeypatch.setattr(type(current_platform), "is_cuda", IS_CUDA)
@@ -79,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
         return config
 
-    monkeypatch.setattr(tune, "engine_config", configured)
+    monkeypatch.setattr(tune, "diffusion_config", configured)
 
     class Fresh(StandIn):
         asked: list[tuple[Any, KernelCase]] = []
@@ -110,6 +111,18 @@ def test_tune(gpu: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[
     # Two lengths of one request.
     assert next(iter(figures.values()))["cute, splits up to 8"] == 160.0
     assert figures["sampler"]["skip_unlikely true, one stream"] == 100.0
+
+
+def test_the_most_requests_are_timed(gpu: type[StandIn], tmp_path: Path) -> None:
+    """The sampler also on as many canvases as its largest graph holds, unless the operator says what runs."""
+    options = ("--lengths", 100, "--max-model-len", 1024, "--max-num-seqs", 12)
+    for requests, slots in ((), {1, 8, 12}), (("--requests", 3), {3}):
+        gpu.asked.clear()
+        output = tmp_path / "tuned.json"
+        assert status_of("tune", MODEL, "--output", output, *requests, *options) == 0
+        shapes = [case.shapes[0] for command, case in gpu.asked if command is not None]
+        assert {shape.slots for shape in shapes if isinstance(shape, StepShape)} == slots
+        output.unlink()
 
 
 def test_what_is_wrong_is_not_chosen(gpu: type[StandIn], tmp_path: Path) -> None:
@@ -170,7 +183,7 @@ def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "Kernels are tuned on an NVIDIA GPU: there is none here. Run it where the model is served.\n"
+        "Kernels are tuned on an NVIDIA GPU: this machine has none. Run it where the model is served.\n"
     )
     assert not output.exists()
 

@@ -14,7 +14,14 @@ from transformers import DiffusionGemmaConfig
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
-from vllm_diffusion.startup.gpu_limits import check_capability, check_room, weight_bytes
+from vllm_diffusion.startup import gpu_limits
+from vllm_diffusion.startup.gpu_limits import (
+    check_capability,
+    check_room,
+    described_specs,
+    weight_bytes,
+)
+from vllm_diffusion.weights.formats import FLOATS
 
 pytestmark = pytest.mark.engine
 
@@ -70,16 +77,14 @@ def published(weights: str, **parallel: Any) -> Any:
 def test_weight_bytes(weights, gib):
     model = published(weights).model_config
     quantization = model.model_arch_config.quantization_config
-    found = weight_bytes(model.hf_config, RULES, quantization, 2)
+    found = weight_bytes(described_specs(model.hf_config, RULES, quantization), 2)
     assert found / GIB == pytest.approx(gib, abs=0.01)
 
 
 def test_an_unknown_format_counts_nothing():
     """vLLM may know how small it is."""
-    assert (
-        weight_bytes(published("bf16").model_config.hf_config, RULES, {"quant_method": "awq"}, 2)
-        == 0
-    )
+    config = published("bf16").model_config.hf_config
+    assert weight_bytes(described_specs(config, RULES, {"quant_method": "awq"}), 2) == 0
 
 
 def test_weights_that_do_not_fit(gpu):
@@ -99,6 +104,14 @@ def test_weights_that_do_not_fit(gpu):
 )
 def test_weights_that_fit(gpu, serves):
     check_room(serves, RULES)
+
+
+def test_tensors_that_were_compared(gpu, monkeypatch):
+    """They are not described a second time, which takes a second."""
+    monkeypatch.setattr(gpu_limits, "described_specs", None)
+    compared = {"model.weight": (FLOATS, ((2**32, 3),))}
+    with pytest.raises(ValueError, match=r"weights take 24\.0 GiB"):
+        check_room(published("bf16"), RULES, compared)
 
 
 def test_a_share_that_does_not_count(gpu):

@@ -1,0 +1,52 @@
+"""Refusals end a command of vLLM with one line, those of its engine's processes too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_diffusion.startup import refusals
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process as a command of vLLM, whose exceptions are printed as a trace."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: print("a trace", file=sys.stderr))
+    monkeypatch.setitem(sys.modules, refusals._COMMAND, ModuleType("cli_args"))
+    refusals.install()
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints whose engine did not start."""
+    error = RuntimeError("Engine core initialization failed. See root cause above.")
+    sys.excepthook(RuntimeError, error, None)
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("command")
+def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is printed once, and not by a later process of the same number."""
+    config: Any = SimpleNamespace()
+    assert last_line(capsys) == "a trace\n"
+    refusals.prepare_engine(config)
+    refusals.leave(config, "No kernel is right.")
+    assert last_line(capsys) == "vllm-diffusion: No kernel is right.\n"
+    assert last_line(capsys) == "a trace\n"
+    refusals.leave(config, "Of a process that is gone.")
+    refusals.prepare_engine(config)
+    assert last_line(capsys) == "a trace\n"
+
+
+def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would print what is left, so nothing is."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    config: Any = SimpleNamespace()
+    refusals.prepare_engine(config)
+    refusals.leave(config, "No kernel is right.")
+    assert not list(tmp_path.rglob("refusal-*"))
