@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_limit import pass_bytes
+from results_page import read_table
 from transformers import DiffusionGemmaConfig
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -206,13 +207,12 @@ def transformer(name: str) -> Shape:
 
 def attention_over_ours(layer: str, whose: str) -> float | None:
     """A peer's time of a key over ours on SM90; ``None`` where it was not compiled."""
-    page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
-    cycles = {}
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if cells[:2] == ["sm_90", f"attention, {layer}"] and cells[7]:
-            # The slower of issuing its instructions and of its products.
-            cycles[cells[2]] = max(float(cells[8]), float(cells[9]))
+    cycles = {
+        # The slower of issuing its instructions and of its products.
+        row["whose"]: max(float(row["issue cycles"]), float(row["tensor-core cycles"]))
+        for row in read_table("compiled")
+        if (row["chip"], row["kernel of"]) == ("sm_90", f"attention, {layer}")
+    }
     return cycles[whose] / cycles["ours"] if whose in cycles else None
 
 

@@ -15,11 +15,9 @@ from typing import Any
 import predictions
 import results
 from experiments import EXPERIMENTS
-from machine import ROOT
 from results import Origin, Result
+from results_page import DOCUMENT, markdown, write_part
 
-DOCUMENT = ROOT / "benchmarks/RESULTS.md"
-BEGIN, END = "<!-- campaign -->\n", "<!-- end of campaign -->\n"
 Rows = list[dict[str, Any]]
 Found = dict[str, Result]
 # The number that a question's rows hold; ``None`` if they do not.
@@ -285,25 +283,25 @@ def is_measured(origin: Origin) -> bool:
 def states(origin: Origin, found: Found) -> str:
     """What ran of one run, and why the rest did not."""
     started = min(result.started for result in found.values())
-    lines = [f"### {started[:10]}, {place(origin)}", ""]
-    if not is_measured(origin):
-        lines += ["A rehearsal: it shows that the campaign runs, and nothing else.", ""]
-    lines += ["| experiment | state | seconds | why | command |", "|---|---|---|---|---|"]
+    rehearsal = "A rehearsal: it shows that the campaign runs, and nothing else.\n\n"
+    rows = []
     for name in (experiment.name for experiment in EXPERIMENTS):
         if (result := found.get(name)) is None:
-            lines.append(f"| {name} | not run | | nobody asked for it | |")
+            rows.append([name, "not run", None, "nobody asked for it", None])
             continue
         reason = result.reason.replace("|", "\\|")
-        cells = (name, result.state, str(result.seconds), reason, f"`{result.command}`")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        rows.append([name, result.state, result.seconds, reason, f"`{result.command}`"])
+    return (
+        f"### {started[:10]}, {place(origin)}\n\n"
+        + rehearsal * (not is_measured(origin))
+        + markdown(["experiment", "state", "seconds", "why", "command"], rows)
+    )
 
 
 def table(groups: list[tuple[Origin, Found]]) -> str:
     """Every figure with what GPUs measured of it, each where it was measured; and what ran."""
     groups = [group for group in groups if is_measured(group[0])]
-    header = ["figure", "target", "predicted, H100", "experiment", "measured"]
-    lines = ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    rows = []
     for figure in FIGURES:
         measured = [
             f"{value} ({origin.machine['gpu']}, {origin.commit[:7]})"
@@ -312,41 +310,28 @@ def table(groups: list[tuple[Origin, Found]]) -> str:
         ]
         names = ", ".join(f"`{name}`" for name in figure.experiments.split())
         predicted = "" if figure.predicted is None else f"{figure.predicted:.3g}"
-        said = "; ".join(measured) or "open"
-        lines.append(f"| {figure.text} | {figure.target} | {predicted} | {names} | {said} |")
-    return "\n".join([*lines, "", *(states(*group) for group in groups), ""])
-
-
-def with_table(page: str, groups: list[tuple[Origin, Found]]) -> str:
-    """The document with its generated part anew."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{DOCUMENT} has no part between {BEGIN.strip()} and {END.strip()}")
-    return before + begin + table(groups) + end + after
+        rows.append([figure.text, figure.target, predicted, names, "; ".join(measured) or "open"])
+    heads = ["figure", "target", "predicted, H100", "experiment", "measured"]
+    return "\n".join([markdown(heads, rows), *(states(*group) for group in groups)])
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table, or write it into the document."""
-    if options.folders and options.write:
-        print(
-            f"--write takes what is kept in {results.RESULTS}; copy a folder there first",
-            file=sys.stderr,
-        )
-        return 2
     missing = [str(folder) for folder in options.folders if not folder.is_dir()]
-    if missing:
-        print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
-        return 2
     try:
+        if options.folders and options.write:
+            raise ValueError(
+                f"--write takes what is kept in {results.RESULTS}; copy a folder there first"
+            )
+        if missing:
+            raise ValueError(f"no such folder: {', '.join(missing)}")
         groups = results.read_all(options.folders or results.kept())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     rehearsals = [group for group in groups if not is_measured(group[0])]
     if options.write:
-        page = DOCUMENT.read_text(encoding="utf-8")
-        DOCUMENT.write_text(with_table(page, groups), encoding="utf-8")
+        write_part("campaign", table(groups))
         for origin, _ in rehearsals:
             print(f"left out, since no GPU took part: {place(origin)}", file=sys.stderr)
         print(DOCUMENT)

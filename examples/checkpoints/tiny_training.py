@@ -11,18 +11,21 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from muon import Muon
 from tiny_model import EMPTY_THOUGHT, TOKEN_ID
-from tiny_tasks import FAMILIES, Example, draw_training_example, evaluation_set, is_correct
+from tiny_tasks import Example, draw_training_example
 from torch import Tensor, nn
 
 # Prompt and response token ids.
 Row = tuple[list[int], list[int]]
+# What a model's own losses read.
+Batch = TypeVar("Batch")
 
 FAMILY_WEIGHTS = {
     "sums": 3.0,
@@ -73,6 +76,25 @@ def row_stream(
         rng.shuffle(starts)
         for start in starts:
             yield pool[start : start + batch_size]
+
+
+def shares_of(
+    tokenizer, args: argparse.Namespace, rank: int, make: Callable[[list[Row]], Batch]
+) -> Callable[[int, Callable[[], bool]], Iterator[Batch]]:
+    """The ``batches`` of :func:`optimise` for a process that takes every ``args.processes``-th row.
+
+    Args:
+        tokenizer: The checkpoint's.
+        args: Of :func:`add_arguments`.
+        rank: Of this process.
+        make: Makes a batch of rows.
+    """
+
+    def batches(seed: int, is_short: Callable[[], bool]) -> Iterator[Batch]:
+        for rows in row_stream(tokenizer, FAMILY_WEIGHTS, args.batch_size, seed, is_short):
+            yield make(rows[rank :: args.processes])
+
+    return batches
 
 
 class Ema:
@@ -227,29 +249,6 @@ def optimise(
         snapshot()
 
 
-def held_out(
-    tokenizer, num_prompts: int, answer: Callable[[list[int]], Sequence[int]]
-) -> Iterator[tuple[str, float, list[tuple[str, str]]]]:
-    """Ask held-out prompts of every family.
-
-    Args:
-        tokenizer: The checkpoint's.
-        num_prompts: Prompts of each family.
-        answer: From a prompt's tokens to those of the model's answer.
-
-    Yields:
-        The family, its share of exact answers, and each wrong one behind the right answer.
-    """
-    for family in FAMILIES:
-        wrong = []
-        for example in evaluation_set(family, num_prompts):
-            prompt, _ = tokenize(tokenizer, example)
-            text = tokenizer.decode(answer(prompt), skip_special_tokens=True)
-            if not is_correct(example, text):
-                wrong.append((example.answer, text))
-        yield family, 1 - len(wrong) / num_prompts, wrong
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of :func:`optimise` and :func:`launch`."""
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")
@@ -265,7 +264,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="per process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--snapshot-minutes", type=float, default=5.0)
-    parser.add_argument("--eval-prompts", type=int, default=20, help="per family, at the end")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--resume", action="store_true", help="continue from OUT.training.pt")
     start.add_argument("--init", type=Path, help="checkpoint whose weights to start from")

@@ -18,7 +18,7 @@ logits. Added to it, with weight 1, is the encoder's causal cross-entropy on the
 The weights are those of ``transformers``' ``DiffusionGemmaForBlockDiffusion``; the forward pass is
 written out (``TrainingForward``) because the model's own forward builds masks for one prefix
 length per batch, and loops over experts. The start and the end of every run compare it with the
-logits of every step inside ``generate``.
+logits of every step inside ``generate``. ``evaluate.py --checkpoint`` scores what was written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from tiny_training import (
     FAMILY_WEIGHTS,
     add_arguments,
     begin,
-    held_out,
     launch,
     optimise,
     row_stream,
@@ -224,15 +223,6 @@ def train(rank: int, args: argparse.Namespace) -> None:
         return
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(args.out)
     print(f"trained weights against generate: {check_against_generate(model, tokenizer):.1e}")
-    if not args.eval_prompts:
-        return
-
-    def answer(prompt: list[int]) -> Tensor:
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=6 * CANVAS_LENGTH)
-        return out.sequences[0, len(prompt) :]
-
-    for family, share, wrong in held_out(tokenizer, args.eval_prompts, answer):
-        print(f"{family}: {share:.1%} exact, e.g. wrong: {wrong[:2]}", flush=True)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import argparse
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,6 +43,7 @@ from tiny_training import (
     launch,
     optimise,
     row_stream,
+    shares_of,
     tokenize,
 )
 from torch import Tensor
@@ -82,14 +83,6 @@ def make_batch(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def batches(
-    tokenizer, args: argparse.Namespace, rank: int, seed: int, is_short: Callable[[], bool]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's share of an endless stream of batches for the target."""
-    for rows in row_stream(tokenizer, FAMILY_WEIGHTS, args.batch_size, seed, is_short):
-        yield make_batch(rows[rank :: args.processes])
-
-
 def losses(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Mean cross-entropy of the next token, in nats."""
     ids, labels = batch
@@ -109,7 +102,7 @@ def train_target(rank: int, args: argparse.Namespace) -> None:
         rank,
         args,
         model,
-        lambda seed, is_short: batches(tokenizer, args, rank, seed, is_short),
+        shares_of(tokenizer, args, rank, make_batch),
         lambda batch: losses(model, batch),
         lambda: save_target(model, args.out),
     )

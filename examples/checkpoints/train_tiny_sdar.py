@@ -12,12 +12,12 @@ itself and the clean blocks before it, a clean block the clean blocks up to itse
 every block under the cache it will find. In a noised block each position behind the prompt is masked
 with a probability drawn uniformly per block, what is left of the prompt is not, and the loss is the
 mean cross-entropy of the masked tokens. Behind ``<turn|>`` the last block is filled with ``<eos>``.
+``evaluate.py --checkpoint`` scores what was written.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,22 +26,18 @@ from tiny_model import TOKEN_ID, build_tokenizer
 from tiny_sdar import (
     BLOCK_LENGTH,
     MASK_ID,
-    Generated,
     build_model,
-    generate,
     hidden_states,
     load_model,
     save_checkpoint,
 )
 from tiny_training import (
-    FAMILY_WEIGHTS,
     Row,
     add_arguments,
     begin,
-    held_out,
     launch,
     optimise,
-    row_stream,
+    shares_of,
 )
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -110,14 +106,6 @@ def noise(length: int, remainder: int) -> Tensor:
     return (draws <= torch.maximum(ratio, draws.min(-1, keepdim=True).values)).flatten()
 
 
-def batches(
-    tokenizer, args: argparse.Namespace, rank: int, seed: int, is_short: Callable[[], bool]
-) -> Iterator[Batch]:
-    """This process's share of an endless stream of batches."""
-    for rows in row_stream(tokenizer, FAMILY_WEIGHTS, args.batch_size, seed, is_short):
-        yield make_batch(rows[rank :: args.processes], args.copies)
-
-
 def losses(model: Qwen3ForCausalLM, batch: Batch) -> dict[str, Tensor]:
     """Mean cross-entropy of the masked tokens, in nats per token."""
     hidden = hidden_states(model, batch.ids, batch.position, batch.visible)
@@ -137,26 +125,10 @@ def train(rank: int, args: argparse.Namespace) -> None:
         rank,
         args,
         model,
-        lambda seed, is_short: batches(tokenizer, args, rank, seed, is_short),
+        shares_of(tokenizer, args, rank, lambda rows: make_batch(rows, args.copies)),
         lambda batch: losses(model, batch),
         lambda: save_checkpoint(model, args.out),
     )
-    if rank != 0 or not args.eval_prompts:
-        return
-    model = load_model(args.out)
-    answers: list[Generated] = []
-
-    def answer(prompt: list[int]) -> list[int]:
-        answers.append(generate(model, prompt))
-        return answers[-1].tokens
-
-    for family, share, wrong in held_out(tokenizer, args.eval_prompts, answer):
-        steps = sum(one.num_steps for one in answers) / sum(one.num_blocks for one in answers)
-        answers.clear()
-        print(
-            f"{family}: {share:.1%} exact, {steps:.2f} steps per block, e.g. wrong: {wrong[:2]}",
-            flush=True,
-        )
 
 
 def main() -> None:

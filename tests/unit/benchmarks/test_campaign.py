@@ -345,7 +345,7 @@ def test_rehearsal(tmp_path, capsys, monkeypatch):
     assert said.count("| open |") == len(report.FIGURES)
     assert "A rehearsal" in said
     assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in said
-    assert "| kernels | not run | | nobody asked for it |" in said
+    assert "| kernels | not run |  | nobody asked for it |" in said
 
 
 @pytest.mark.slow

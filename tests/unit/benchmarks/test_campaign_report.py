@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import report
 import results
+import results_page
 from results import Origin, Result
 
 MACHINE = {
@@ -48,9 +49,9 @@ OURS, STOCK, TUNED = serving("ours", 150, 60), serving("stock", 100, 50), servin
 
 def test_document():
     """RESULTS.md says what the kept results do, and no more."""
-    page = report.DOCUMENT.read_text(encoding="utf-8")
-    groups = results.read_all(results.kept())
-    assert report.with_table(page, groups) == page, (
+    page = results_page.DOCUMENT.read_text(encoding="utf-8")
+    table = report.table(results.read_all(results.kept()))
+    assert results_page.with_part(page, "campaign", table) == page, (
         "run python benchmarks/gpu/campaign.py report --write"
     )
 
@@ -115,12 +116,14 @@ def test_what_failed_answers_nothing():
 def test_a_rehearsal_is_never_written(origin):
     found = group(origin, kernels=[{"table": "kernels", "state": "right"}])
     assert "A rehearsal" in report.states(*found)
-    page = f"before\n{report.BEGIN}old\n{report.END}after\n"
-    written = report.with_table(page, [found])
-    assert written == f"before\n{report.BEGIN}{report.table([])}{report.END}after\n"
-    assert "H200" not in written
+    assert report.table([found]) == report.table([])
+    assert "H200" not in report.table([found])
 
 
-def test_a_document_without_its_place_is_named():
-    with pytest.raises(ValueError, match=r"RESULTS\.md has no part between"):
-        report.with_table("nothing here", [])
+def test_a_part_of_the_document_is_replaced():
+    """What is around it stays; a page without its place is named."""
+    page = "before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n"
+    written = results_page.with_part(page, "x", "| new |\n")
+    assert written == "before\n<!-- x -->\n\n| new |\n\n<!-- end of x -->\nafter\n"
+    with pytest.raises(ValueError, match=r"RESULTS\.md has no part between <!-- y -->"):
+        results_page.with_part(page, "y", "")
