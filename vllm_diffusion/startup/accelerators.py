@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 
@@ -127,9 +127,13 @@ def working_accelerator() -> str | None:
         is_allowed = allowed is None or plugin.name in allowed.split(",")
         if plugin.name == "vllm_diffusion_cpu" or not is_allowed:
             continue
-        if _finds_device(lambda plugin=plugin: plugin.load()()):
+        if _finds_device(functools.partial(_probe, plugin)):
             return plugin.name
     return None
+
+
+def _probe(plugin: EntryPoint) -> object:
+    return plugin.load()()
 
 
 def _finds_device(probe: Callable[[], object]) -> bool:

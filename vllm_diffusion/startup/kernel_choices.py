@@ -117,7 +117,7 @@ class KernelChoices:
 
         No graph holds the reference, which reads the batch on the host.
         """
-        used = {phases[phase] for phases in self.attention.values() if phase in phases}
+        used: set[str] = {phases[phase] for phases in self.attention.values() if phase in phases}
         used |= {self.default_attention, self.cache_writes}
         return self.attention_graphs and "reference" not in used
 
