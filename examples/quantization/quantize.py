@@ -20,6 +20,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,6 +40,11 @@ from compressed_tensors.version import version as compressed_tensors_version
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+
+# What the tiny checkpoints are trained on.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
+
+from tiny_tasks import FAMILIES, draw_training_example
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -285,8 +291,6 @@ def read_prompts(checkpoint: Path, file: Path | None, num_prompts: int) -> list[
             [{"role": "user", "content": line}] for line in file.read_text().splitlines() if line
         ]
     else:
-        from tiny_tasks import FAMILIES, draw_training_example
-
         rng = random.Random(0)
         weights = dict.fromkeys(FAMILIES, 1.0)
         chats = [draw_training_example(rng, weights).messages for _ in range(num_prompts)]

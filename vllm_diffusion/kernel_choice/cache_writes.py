@@ -45,7 +45,7 @@ def check_cache_write(shape: AttentionShape, impl: CacheWriter, device: torch.de
     # Powers of two, so that a quotient is exact.
     scales = torch.tensor([0.5, 2.0])
     name = "fp8" if shape.is_fp8 else "auto"
-    there = cache.to(device)
+    there = cache.clone().to(device)
     given = (*rows.to(device), *split_kv_cache(there), slots.to(device), name, *scales.to(device))
     WRITERS[impl](*given)
     WRITERS["reference"](*rows, *split_kv_cache(cache), slots, name, *scales)

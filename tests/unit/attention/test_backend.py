@@ -81,13 +81,13 @@ def test_vllm_refuses_it_for_what_it_cannot_do(changes):
     assert len(reasons_against(**changes)) == 1
 
 
-def graph_support(may_hold_images, attention="auto", **decided):
+def graph_support(may_hold_images, attention="auto", decided=None):
     config = SimpleNamespace(
         additional_config={"diffusion": {"attention": attention}},
         model_config=SimpleNamespace(is_mm_prefix_lm=may_hold_images),
     )
-    if decided:
-        config.model_config.kernel_choices = KernelChoices(**decided)
+    if decided is not None:
+        config.model_config.kernel_choices = decided
     return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
 
 
@@ -115,7 +115,7 @@ def test_no_graph_holds_the_reference(may_hold_images):
 )
 def test_graphs_of_what_the_self_check_decided(decided, support):
     """A reference for passes with prompts leaves those of canvases alone in graphs."""
-    assert graph_support(False, **decided) == support
+    assert graph_support(False, decided=KernelChoices(**decided)) == support
 
 
 def make_impl(

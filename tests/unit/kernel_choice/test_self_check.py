@@ -132,7 +132,8 @@ def test_the_reference_is_last(tmp_path: Path, lines: list[str]) -> None:
     chosen = check(tmp_path, {"denoise, triton": "wrong", "denoise, cute": "raises"})
     assert chosen.attention_of(FULL, "denoise") == "reference"
     assert chosen.attention_of(FULL, "mixed") == "auto"
-    assert not chosen.captures_attention
+    assert not chosen.captures_attention("denoise")
+    assert chosen.captures_attention("mixed")
     assert "takes many times as long" in "".join(lines)
 
 
