@@ -170,6 +170,32 @@ def serve(
     }
 
 
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Answer requests with true values.
+
+    Args:
+        job: An engine and batches of requests; see :func:`tests.support.generate.run_engine`.
+
+    Returns:
+        What each request of each batch was answered; how many graphs were replayed; kernels that
+        computed nothing, by name.
+    """
+    from vllm import LLM
+
+    from tests.support.generate import run_batches
+    from tests.support.null_gpu import true_values
+
+    true_values.compute()
+    llm = LLM(**job["engine"])
+    answers: list[Any] = []
+    counts = counts_of(lambda: answers.extend(run_batches(llm, job)))
+    return {
+        "batches": answers,
+        "graphs": summary(counts)["graphs"],
+        "launched": [what for what in counts if "kernel " in what],
+    }
+
+
 def decide_outcomes() -> None:
     """Give the passes of this process outcomes in place of what the device's memory happens to hold."""
     from vllm.v1.worker.gpu.async_utils import AsyncOutput

@@ -89,6 +89,7 @@ class NullGpu:
         imports: str,
         caches: Path | None = None,
         capability: str = "9.0",
+        interprets: bool = False,
     ) -> None:
         """Start it.
 
@@ -98,10 +99,13 @@ class NullGpu:
             caches: For what is compiled; by default inside ``folder``.
             capability: What imports see. vLLM remembers some of it, so that an engine on another device needs
                 another process.
+            interprets: Triton's kernels are interpreted, for :mod:`.true_values`.
         """
         self.folder = folder
         command = [sys.executable, "-m", "tests.support.null_gpu.forks", imports]
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "NULL_GPU_CAPABILITY": capability}
+        if interprets:
+            variables["TRITON_INTERPRET"] = "1"
         self._log = (folder / f"{imports}.log").open("wb")
         self._process = subprocess.Popen(
             command,

@@ -1,0 +1,104 @@
+"""The CUDA platform gives the tokens of the CPU platform where the null GPU computes.
+
+Asynchronous copies, tensors of the host that the device reads, addresses in graphs and the order of their replays are
+then those of a GPU; kernels are Triton's in its interpreter, or torch's for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.generate import run_engine
+from tests.support.null_gpu.processes import NullGpu
+
+pytestmark = pytest.mark.engine
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "Reverse the word: stone": {"temperature": 0.0},
+    "Count from 3 to 12.": {"temperature": 1.0, "seed": 7, "top_p": 0.8},
+    "Write in upper case: hello": {"temperature": 1.0, "seed": 9, "logprobs": 2},
+}
+ENGINE: dict[str, Any] = {
+    "model": str(SHIPPED),
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 2**25,
+    "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+}
+# Graphs without Inductor, whose kernels nothing interprets. vLLM's compiled operators have PyTorch's in their place.
+ON_THE_GPU: dict[str, Any] = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "custom_ops": ["none"],
+    },
+    "kernel_config": {
+        "enable_flashinfer_autotune": False,
+        "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
+    },
+    # Every kernel is checked where it is compiled.
+    "additional_config": {"diffusion": {"self_check": "off"}},
+}
+
+
+@pytest.fixture(scope="module")
+def computing_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]:
+    """A null GPU whose Triton kernels are interpreted. On 9.0 vLLM's own kernels are CuTe's."""
+    with NullGpu(
+        tmp_path_factory.mktemp("true_values"), imports="vllm", capability="8.0", interprets=True
+    ) as running:
+        yield running
+
+
+def test_operators(tmp_path):
+    """Torch's operators give the CPU's values, also in a graph that is replayed with other inputs."""
+    with NullGpu(tmp_path, imports="torch") as running:
+        found = running.run("tests.null_gpu.operator_cases:compare").checked()
+    assert found == {"eager": [], "graph": [], "graph, other inputs": []}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["fused", "asynchronous"])
+def test_tokens(computing_gpu, asynchronous):
+    """Alone and in a batch, with graphs: the tokens of the CPU platform, and no kernel that computed nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    requests = [
+        {
+            "prompt": tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_dict=False,
+            ),
+            "params": params | {"max_tokens": 24, "detokenize": False},
+        }
+        for question, params in REQUESTS.items()
+    ]
+    job = {
+        "engine": ENGINE | {"async_scheduling": asynchronous},
+        "batches": [*([request] for request in requests), requests],
+    }
+    on_the_cpu = run_engine(job | {"engine": job["engine"] | {"enforce_eager": True}})
+    on_the_gpu = computing_gpu.run(
+        "tests.null_gpu.engine_cases:answer",
+        capability="8.0",
+        seconds=1700,
+        job=job | {"engine": job["engine"] | ON_THE_GPU},
+    ).checked()
+    assert on_the_gpu["launched"] == []
+    assert on_the_gpu["graphs"] > 0
+    answers = tokens_of(on_the_cpu)
+    assert tokens_of(on_the_gpu) == answers
+    # Those of no answer could be equal by chance.
+    assert all(len(set(answer)) > 4 for batch in answers for answer in batch), answers
+
+
+def tokens_of(answers: dict[str, Any]) -> list[list[list[int]]]:
+    return [[answer["tokens"] for answer in batch] for batch in answers["batches"]]
