@@ -29,6 +29,15 @@ SMALL_GPUS = {
     "4090": ("8.9", 23.0, "24-gib"),
     "5090": ("12.0", 30.8, "32-gib"),
 }
+# vLLM's own kernels, where it takes by itself FlashInfer's, which are downloaded or compiled first, or Humming's, which
+# read values at loading.
+KERNELS = {
+    ("bf16", "10.0"): {"moe_backend": "triton"},
+    ("bf16", "12.0"): {"moe_backend": "triton"},
+    ("nvfp4", "9.0"): {"moe_backend": "marlin", "linear_backend": "marlin"},
+    ("nvfp4", "10.0"): {"moe_backend": "cutlass", "linear_backend": "cutlass"},
+    ("nvfp4", "12.0"): {"moe_backend": "cutlass", "linear_backend": "cutlass"},
+}
 PRESETS = ROOT / "examples/small-gpus"
 # What only a server has, which answers over HTTP.
 SERVER_OPTIONS = ("model", "reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
@@ -183,9 +192,7 @@ def published_shape() -> Iterator[Case]:
             # most of the time of a start, and the small GPUs have them.
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             options: dict[str, Any] = {"max_num_seqs": 8, "compilation_config": graphs}
-            if weights == "nvfp4" and capability in ("10.0", "12.0"):
-                # vLLM's own kernels. FlashInfer's, which it takes by itself, are downloaded or compiled first.
-                options |= {"moe_backend": "cutlass", "linear_backend": "cutlass"}
+            options |= KERNELS.get((weights, capability), {})
             yield _shape(name, weights, capability, gib, **options)
 
 
