@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _PACKAGE = __name__.partition(".")[0]
 # Only vLLM's own commands import it. A script that uses ``vllm.LLM`` keeps Python's trace.
 _COMMAND = "vllm.entrypoints.common.cli_args"
+# Others put hooks of theirs around this process's, which CuTe's DSL does as soon as it is imported.
+_is_installed = False
 
 
 def refusal_in(error: BaseException) -> str | None:
@@ -50,7 +52,7 @@ def _raised_by_us(trace: TracebackType | None) -> bool:
 
 def prepare_engine(model_config: ModelConfig) -> None:
     """Name the file where processes of the engine leave a refusal, if this process would print it."""
-    if getattr(sys.excepthook, "prints_refusals", False):
+    if _is_installed:
         model_config.refusal_path = path = _path()
         # Another process had this one's number.
         with contextlib.suppress(OSError):
@@ -86,9 +88,10 @@ def install() -> None:
 
     All other exceptions go to the previous hook. This is safe to call twice.
     """
-    previous = sys.excepthook
-    if _COMMAND not in sys.modules or getattr(previous, "prints_refusals", False):
+    global _is_installed
+    if _COMMAND not in sys.modules or _is_installed:
         return
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line = refusal_in(error) or _left()
@@ -97,5 +100,5 @@ def install() -> None:
         else:
             print(f"vllm-diffusion: {line}", file=sys.stderr)
 
-    hook.prints_refusals = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+    _is_installed = True

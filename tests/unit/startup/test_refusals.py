@@ -18,7 +18,11 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a trace", file=sys.stderr))
     monkeypatch.setitem(sys.modules, refusals._COMMAND, ModuleType("cli_args"))
+    monkeypatch.setattr(refusals, "_is_installed", False)
     refusals.install()
+    # CuTe's DSL does so when it is imported.
+    ours = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *error: ours(*error))
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -45,7 +49,7 @@ def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would print what is left, so nothing is."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(refusals, "_is_installed", False)
     config: Any = SimpleNamespace()
     refusals.prepare_engine(config)
     refusals.leave(config, "No kernel is right.")
