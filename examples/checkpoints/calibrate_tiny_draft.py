@@ -28,7 +28,7 @@ from tiny_tasks import Example, draw_question, evaluation_set
 from train_tiny_pair import answers, new_draft
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.cli.client import openai_client
+from vllm_diffusion.cli.client import openai_client, read_metrics, totals
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.cli.shipped_server import speculative_config
 from vllm_diffusion.drafting.calibration.train import TrainSettings, train
@@ -91,10 +91,10 @@ def ask(server: Server, examples: Sequence[Example], *, record: bool) -> float:
             extra_body={"vllm_xargs": {"record": record}},
         )
 
-    before = server.counters()
+    before = totals(read_metrics(server.url))
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         list(pool.map(answer, examples))
-    after = server.counters()
+    after = totals(read_metrics(server.url))
     verified, kept = (
         after[name] - before.get(name, 0.0)
         for name in (
