@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import (
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.drafting.calibration.samples import Sample
-from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
+from vllm_diffusion.drafting.commands.contenders import untrained_eagle3
 
 # Tokens of a draft. What is behind a wrong one is never looked at, so that later ones weigh less.
 DEPTH = 3

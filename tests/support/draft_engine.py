@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support import drafts
 from tests.support.drafts import VOCAB
 from tests.support.engine import TracedEngine
-from vllm_diffusion.drafting.untrained_eagle3 import untrained_eagle3
+from vllm_diffusion.drafting.commands.contenders import untrained_eagle3
 
 NUM_DRAFTS = 7
 OPTIONS: dict[str, Any] = {

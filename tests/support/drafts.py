@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from vllm_diffusion.drafting.layers import context_rows
-from vllm_diffusion.drafting.reference import ReferenceDraft
+from vllm_diffusion.drafting.reference import ReferenceDraft, context_rows
 
 VOCAB = 160
 HIDDEN = 64

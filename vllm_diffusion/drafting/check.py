@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
-SCHEDULER = "vllm_diffusion.drafting.scheduling.draft_scheduler.draft_scheduler"
+SCHEDULER = "vllm_diffusion.drafting.scheduler.draft_scheduler"
 ARCHITECTURE = "DFlashMaskedDraftModel"
 # Our class serves this architecture too if the operator sets anything about the draft.
 STOCK_ARCHITECTURE = "DFlashDraftModel"

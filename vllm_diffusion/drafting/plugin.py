@@ -6,7 +6,7 @@ from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 _MODEL = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
 _WEIGHT_TRANSFER_WORKER = (
-    "vllm_diffusion.drafting.swap.worker_engine",
+    "vllm_diffusion.drafting.swap.served_draft",
     "DraftWeightTransferEngine",
 )
 

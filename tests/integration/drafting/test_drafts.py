@@ -22,8 +22,13 @@ from tests.support.draft_engine import (
 )
 from tests.support.drafts import MASK
 from tests.support.engine import TracedEngine
-from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
-from vllm_diffusion.drafting.schedules import unmask_counts
+from vllm_diffusion.drafting.reveal import (
+    CONFIDENCE,
+    likeliest,
+    revealed,
+    unmask_counts,
+    without_mask_token,
+)
 
 pytestmark = pytest.mark.engine
 

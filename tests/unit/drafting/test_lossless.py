@@ -19,8 +19,14 @@ import pytest
 import torch
 
 from vllm_diffusion.drafting.draft_settings import DraftSettings
-from vllm_diffusion.drafting.reveal import CONFIDENCE, ORDERS, POSITION, revealed
-from vllm_diffusion.drafting.schedules import SCHEDULES, unmask_counts
+from vllm_diffusion.drafting.reveal import (
+    CONFIDENCE,
+    ORDERS,
+    POSITION,
+    SCHEDULES,
+    revealed,
+    unmask_counts,
+)
 
 VOCAB, BLOCK = 3, 3
 SEEDS = range(6)

@@ -9,25 +9,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from tests.support.drafts import greedy_tokens
-from vllm_diffusion.drafting.layers import context_rows
+from vllm_diffusion.drafting import reference
 from vllm_diffusion.drafting.reference import (
     Context,
     ReferenceDraft,
-    decoding,
+    context_rows,
     draft_config,
     load_draft,
     probabilities,
     propose,
-    reach_of_layer,
     save_draft,
     spec_generate,
     verify,
 )
-from vllm_diffusion.drafting.schedules import SCHEDULES
+from vllm_diffusion.drafting.reference_draft import (
+    build_target_layer_ids,
+    check_target_layer_ids,
+    reach_of_layer,
+)
+from vllm_diffusion.drafting.reveal import SCHEDULES
 
 VOCAB, MASK, BLOCK = 48, 47, 6
 SIZES = {
@@ -312,7 +318,7 @@ def test_no_trace_of_rejected(target, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((context.length, anchor, [kv[0].clone() for kv in context.keys_values], logits))
         return proposals, logits
 
-    monkeypatch.setattr(decoding, "propose", watched)
+    monkeypatch.setattr(reference, "propose", watched)
     answer = spec_generate(target, draft, torch.tensor([tokens]), 25).tokens
     assert len(seen) > 5
     sequence = tokens + answer
@@ -399,3 +405,47 @@ def test_verify_residual() -> None:
         assert kept or following == 0
     for token, expected in enumerate((0.6, 0.3, 0.1)):
         assert out[token] / N == pytest.approx(expected, abs=0.012)
+
+
+@pytest.mark.parametrize(
+    ("num_target_layers", "num_draft_layers", "expected"),
+    [
+        (64, 4, [1, 21, 41, 61]),
+        (36, 5, [1, 9, 17, 25, 33]),
+        (36, 1, [18]),
+        (4, 1, [2]),
+        (28, 2, [1, 25]),
+        (6, 3, [1, 2, 3]),
+    ],
+)
+def test_build_target_layer_ids(num_target_layers, num_draft_layers, expected) -> None:
+    """Published drafts' layers: 1 to the third from the end, evenly; the middle one for one layer."""
+    assert build_target_layer_ids(num_target_layers, num_draft_layers) == expected
+
+
+@given(st.integers(-2, 100), st.integers(-2, 40))
+def test_build_target_layer_ids_fit(num_target_layers: int, num_draft_layers: int) -> None:
+    """Either an error that names what was wrong, or different layers that the target has."""
+    few = num_draft_layers < 1 or num_target_layers < 3
+    if few or (num_draft_layers > 1 and num_draft_layers > num_target_layers - 3):
+        with pytest.raises(ValueError, match=f"num_draft_layers={num_draft_layers}"):
+            build_target_layer_ids(num_target_layers, num_draft_layers)
+        return
+    ids = build_target_layer_ids(num_target_layers, num_draft_layers)
+    assert ids == sorted(set(ids))
+    assert len(ids) == num_draft_layers
+    check_target_layer_ids(ids, num_target_layers)
+
+
+@pytest.mark.parametrize("layer_ids", [[], [3], [-1], [1, 1], [0, 7]])
+def test_check_target_layer_ids(layer_ids: list[int]) -> None:
+    """The last layer's output is not the same in transformers and vLLM, and none is read twice."""
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        check_target_layer_ids(layer_ids, 4)
+
+
+def test_context_rows() -> None:
+    """Layer 0's output is the entry behind the embeddings."""
+    states = [torch.full((2, 3), float(i)) for i in range(5)]
+    rows = context_rows(states, [0, 2])
+    assert rows.tolist() == [[1.0] * 3 + [3.0] * 3] * 2

@@ -1,11 +1,13 @@
-"""The order of equals; that passes reveal what a sort by hand does, and no mask, is in ``test_model.py``."""
+"""Schedules, and the order of equals; that passes reveal what a sort by hand does, and no mask, is in ``test_model.py``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_diffusion.drafting.reveal import ORDERS, revealed
+from vllm_diffusion.drafting.reveal import ORDERS, SCHEDULES, revealed, unmask_counts
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -15,3 +17,33 @@ def test_equals(confidence: float, order: str) -> None:
     masked = torch.tensor([[False, True, False, True, True]])
     chosen = revealed(order, masked, torch.full((1, 5), confidence), 2)
     assert chosen.tolist() == [[False, True, False, True, False]]
+
+
+@given(data=st.data(), num_positions=st.integers(1, 300), schedule=st.sampled_from(list(SCHEDULES)))
+def test_counts_sum_to_the_block(data: st.DataObject, num_positions: int, schedule: str) -> None:
+    """Every pass reveals something, and the last one leaves no mask."""
+    steps = data.draw(st.integers(1, num_positions))
+    counts = unmask_counts(num_positions, steps, schedule)
+    assert len(counts) == steps
+    assert min(counts) >= 1
+    assert sum(counts) == num_positions
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [("cosine", (1, 4, 5, 6)), ("linear", (4, 4, 4, 4)), ("sqrt", (2, 3, 3, 8))],
+)
+def test_counts_follow_the_schedule(schedule: str, counts: tuple[int, ...]) -> None:
+    """Rounded differences of the share that is masked, by hand for a block of 16 and 4 passes."""
+    assert unmask_counts(16, 4, schedule) == counts
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 8])
+def test_impossible_steps_are_refused(steps: int) -> None:
+    with pytest.raises(ValueError, match=rf"steps={steps} .*7 positions; set steps to 1\.\.7"):
+        unmask_counts(7, steps, "cosine")
+
+
+def test_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"schedule='quadratic' .*'cosine', 'linear', 'sqrt'"):
+        unmask_counts(7, 2, "quadratic")

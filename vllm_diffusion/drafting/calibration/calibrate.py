@@ -25,7 +25,7 @@ from vllm_diffusion.drafting.calibration.samples import (
 )
 from vllm_diffusion.drafting.calibration.train import Progress, TrainSettings, measure, train
 from vllm_diffusion.drafting.check import check_fit
-from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
+from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft, save_draft
 from vllm_diffusion.weights.regular_files import why_not_folder
 
 # Samples that progress is measured on.

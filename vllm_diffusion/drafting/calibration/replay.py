@@ -20,7 +20,7 @@ from torch import nn
 from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.calibrate import check_samples, load_ends, split_samples
 from vllm_diffusion.drafting.calibration.samples import Sample, read_extraction, read_sample
-from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft
+from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft
 from vllm_diffusion.drafting.reveal import without_mask_token
 
 

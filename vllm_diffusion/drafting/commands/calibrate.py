@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
-from vllm_diffusion.drafting.commands import collect, recalibrate, train_draft
+from vllm_diffusion.cli.answer import AnswerError, first_model
+from vllm_diffusion.cli.client import openai_client
+from vllm_diffusion.cli.console import CommandError, add_verbose, fail, one_line, quieten, say
+from vllm_diffusion.drafting.commands import recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import (
     VLLM_OPTIONS,
     add_run_options,
@@ -20,11 +24,16 @@ from vllm_diffusion.drafting.commands.bench_drafts import (
 )
 from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
-from vllm_diffusion.drafting.commands.prompt_sets import Prompt
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answers, given_prompts
+from vllm_diffusion.drafting.commands.swap_draft import add_server
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
+
+_REPORT_SECONDS = 5.0
+# Prompts that fail in a row until the server is given up: a single one may be too long for it.
+_MAX_FAILURES = 16
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -37,7 +46,7 @@ def add_parser(subcommands: Subcommands) -> None:
     steps = parser.add_subparsers(metavar="STEP", required=True)
     for add_step in (
         _add_record,
-        collect.add_parser,
+        _add_collect,
         _add_extract,
         train_draft.add_parser,
         _add_compare,
@@ -94,6 +103,60 @@ def _described(folder: Path) -> str:
     if recording.num_damaged:
         lines.append(f"{recording.num_damaged} half-written lines were passed over")
     return "\n".join(lines)
+
+
+def _add_collect(steps: Subcommands) -> None:
+    parser = steps.add_parser(
+        "collect",
+        help="ask a server that records a set of prompts",
+        description="Ask a server that runs all prompts of files or data sets, so that its recording fills. "
+        "`calibrate record` prints the command of a server that records, and what it has recorded.",
+    )
+    add_server(parser)
+    add_prompts(parser, 1000)
+    values.add_number(parser, "--concurrency", values.integer(), "requests at a time", 8)
+    values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 1024)
+    meaning = "of the answers (default: the server's own)"
+    values.add_number(parser, "--temperature", values.temperature, meaning, metavar="X")
+    parser.set_defaults(run=collect)
+
+
+def collect(arguments: argparse.Namespace) -> int:
+    prompts = given_prompts(arguments)
+    client = openai_client(arguments.url, arguments.api_key)
+    failures = in_a_row = num_tokens = 0
+    start = reported = time.monotonic()
+    pool = ThreadPoolExecutor(arguments.concurrency)
+    try:
+        options: dict[str, Any] = {"model": first_model(client), "max_tokens": arguments.max_tokens}
+        if arguments.temperature is not None:
+            options["temperature"] = arguments.temperature
+        asked = [pool.submit(answers, client, prompt, options) for prompt in prompts]
+        for done, future in enumerate(as_completed(asked), start=1):
+            try:
+                num_tokens += sum(map(len, future.result()))
+                in_a_row = 0
+            except AnswerError as error:
+                failures, in_a_row = failures + 1, in_a_row + 1
+                if failures == 1:
+                    say(f"A prompt failed, and the others go on: {error}")
+                if in_a_row == _MAX_FAILURES:
+                    raise CommandError(
+                        f"{in_a_row} prompts in a row failed, the last so: {error}"
+                    ) from None
+            now = time.monotonic()
+            if now - reported >= _REPORT_SECONDS:
+                reported = now
+                say(f"{now - start:5.0f} s  {done} of {len(prompts)} prompts, {num_tokens} tokens")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # Requests that are open end with their connections.
+        client.close()
+    print(
+        f"{len(prompts) - failures} of {len(prompts)} prompts answered, {num_tokens} tokens in "
+        f"{time.monotonic() - start:.0f} s."
+    )
+    return int(failures > 0)
 
 
 def _add_extract(steps: Subcommands) -> None:

@@ -12,7 +12,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
 from vllm_diffusion.cli.console import table
 from vllm_diffusion.drafting.accepted import LEAST, MOST
-from vllm_diffusion.drafting.swap.trial import PATH, PENDING, ROLLED_BACK
+from vllm_diffusion.drafting.swap import PATH, PENDING, ROLLED_BACK
 
 if TYPE_CHECKING:
     import httpx

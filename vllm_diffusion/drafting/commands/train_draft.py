@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from vllm_diffusion.drafting.calibration import calibrate
         from vllm_diffusion.drafting.calibration.samples import read_extraction
-        from vllm_diffusion.drafting.reference import ReferenceDraft, draft_config
+        from vllm_diffusion.drafting.reference_draft import ReferenceDraft, draft_config
 
         if arguments.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(

@@ -27,8 +27,8 @@ from vllm_diffusion.drafting.accepted import (
     Verifications,
     places_of_both,
 )
+from vllm_diffusion.drafting.swap import KEPT, PATH, PENDING, ROLLED_BACK
 from vllm_diffusion.drafting.swap.new_draft import check_new_draft, check_replaceable
-from vllm_diffusion.drafting.swap.trial import KEPT, PATH, PENDING, ROLLED_BACK
 from vllm_diffusion.weights.transfer import DROP, RESTORE, WEIGHT_TRANSFER
 
 logger = init_logger(f"vllm.{__name__}")

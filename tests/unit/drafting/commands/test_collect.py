@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import fake_server
 from tests.support.commands import status_of
-from vllm_diffusion.drafting.commands import collect
+from vllm_diffusion.drafting.commands import calibrate
 
 
 def collected(url: str, *options: str, num_prompts: int) -> int:
@@ -61,9 +61,9 @@ def test_collect_is_bounded(
             at_once -= 1
         return [(1, 2)]
 
-    monkeypatch.setattr(collect, "answers", answers)
-    monkeypatch.setattr(collect, "first_model", lambda client: "m")
-    monkeypatch.setattr(collect, "_REPORT_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "answers", answers)
+    monkeypatch.setattr(calibrate, "first_model", lambda client: "m")
+    monkeypatch.setattr(calibrate, "_REPORT_SECONDS", 0.02)
     assert collected("http://a", "--concurrency", "4", num_prompts=30) == 0
     assert most == 4
     assert re.search(r"^ +0 s  \d+ of 30 prompts, \d+ tokens$", capsys.readouterr().err, re.M)

@@ -1,4 +1,8 @@
-"""Speculative decoding with a draft in plain PyTorch.
+"""Definition of correct for drafts: speculative decoding with a DFlash draft, in plain PyTorch.
+
+A *block* is an *anchor*, the last known token, which the target has not read, and masks behind it.
+Its rows attend to each other in both directions, and to the target's hidden states of the positions
+before the anchor through keys and values of the draft's own.
 
 Source: z-lab's DFlash (arXiv:2602.06036). Several passes over a block are this project's.
 """
@@ -14,12 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from vllm_diffusion.drafting.layers import (
-    context_rows,
+from vllm_diffusion.drafting.reference_draft import (
+    KeysValues,
+    ReferenceDraft,
 )
-from vllm_diffusion.drafting.reference.draft import KeysValues, ReferenceDraft
-from vllm_diffusion.drafting.reveal import CONFIDENCE, likeliest, revealed, without_mask_token
-from vllm_diffusion.drafting.schedules import unmask_counts
+from vllm_diffusion.drafting.reference_draft import draft_config as draft_config
+from vllm_diffusion.drafting.reference_draft import load_draft as load_draft
+from vllm_diffusion.drafting.reference_draft import save_draft as save_draft
+from vllm_diffusion.drafting.reveal import (
+    CONFIDENCE,
+    likeliest,
+    revealed,
+    unmask_counts,
+    without_mask_token,
+)
 
 
 @dataclass
@@ -131,6 +143,21 @@ def verify(
         # The residual: probability that the target has in excess of the draft.
         law = (law - draft_probs[kept]).clamp(min=0)
     return kept, int(torch.multinomial(law, 1, generator=generator))
+
+
+def context_rows(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:
+    """Concatenate the outputs of the target's layers ``layer_ids``.
+
+    Args:
+        hidden_states: Output of ``transformers`` with ``output_hidden_states``: the embeddings,
+            then each layer's output, [..., hidden] each.
+        layer_ids: Layers counted from 0, in the order in which the draft was trained.
+
+    Returns:
+        [..., len(layer_ids) * hidden].
+    """
+    # [0] are the embeddings.
+    return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1)
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:

@@ -1,5 +1,0 @@
-"""Path of the endpoint for draft swaps, and the states of a swap."""
-
-# The path is beneath /v1, where vLLM requires the API key.
-PATH = "/v1/draft"
-PENDING, KEPT, ROLLED_BACK = "pending", "kept", "rolled back"
