@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
+from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.check import expected_specs
 from vllm_diffusion.weights.read_config import read_format
 from vllm_diffusion.weights.tensor_rules import split_experts

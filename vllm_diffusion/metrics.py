@@ -1,7 +1,7 @@
 """Metrics of requests and of the engine: passes, rows, denoising steps and seconds.
 
 The scheduler counts on the host, from scheduled passes and their results. The numbers of one
-request reach the API process with its last report (``canvas/report.py``), and its finished output
+request reach the API process with its last report (``canvas/messages.py``), and its finished output
 holds them; those of the engine travel in ``SpecDecodingStats.num_draft_tokens_per_pos``, a list
 that is free for diffusion models. :func:`request_metrics` and :class:`DiffusionStatLogger` read
 them.

@@ -27,10 +27,14 @@ from torch import Tensor
 from attention_kernels import AttentionOptions, Sequences, Window, canvas_attention
 from attention_kernels.testing import CanvasBatch
 from attention_kernels.vocab_statistics import RowDraws, RowLogits, api
-from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_settings import FilteredRows, ReportedRows, RowSettings
+from vllm_diffusion.sampling.row_settings import (
+    CandidateFilters,
+    FilteredRows,
+    ReportedRows,
+    RowSettings,
+)
 from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU, sample_rows
 
 # What it shares with the other benchmarks.

@@ -44,7 +44,7 @@ def recorded_linears(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, 
 @contextmanager
 def recorded_experts(num_layers: int) -> Iterator[dict[int, list[tuple[Tensor, ...]]]]:
     """(rows, expert weights, expert ids, output) of each pass, by layer."""
-    from vllm_diffusion.cpu.quantized_experts import TorchQuantizedExperts
+    from vllm_diffusion.cpu.experts import TorchQuantizedExperts
 
     records: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
     calls = 0

@@ -8,7 +8,7 @@ than the plain step has, or holds a narrower canvas, runs the same functions wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,3 +90,21 @@ def cuda_capture() -> Capture:
         return replay
 
     return capture
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def compiled(
+    function: Callable[Arguments, Result], backend: str | None
+) -> Callable[Arguments, Result]:
+    """Compile ``function`` for the shapes of its first call, or return it as it is without a backend.
+
+    Args:
+        function: Function of tensors that have the same shapes in every call.
+        backend: Backend of ``torch.compile``.
+    """
+    if backend is None:
+        return function
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)

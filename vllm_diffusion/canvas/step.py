@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from attention_kernels.noise import Purpose
-from vllm_diffusion.canvas.compiled import compiled
+from vllm_diffusion.canvas.cuda_graphs import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.decoding.canvas_spec import SlotStatistics
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
-from vllm_diffusion.decoding.statistics import SlotStatistics
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 

@@ -1,10 +1,10 @@
 """The CPU platform: what differs when the stock CUDA wheel of vLLM serves without an accelerator.
 
 vLLM's own CPU platform expects its compiled CPU extension, which the CUDA wheel lacks. Here the
-runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``cpu_kernels``),
-attention is this package's PyTorch reference, and experts are a PyTorch loop (``cpu_experts``).
-Quantised layers are emulated (``cpu_quantized_linear``, ``cpu_quantized_experts``). Adapters are
-PyTorch products (``cpu_adapters``).
+runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``kernels.py``),
+attention is this package's PyTorch reference, and experts are a PyTorch loop (``experts.py``).
+Quantised layers are emulated (``quantized_linear.py``). Adapters are PyTorch products
+(``adapters.py``).
 """
 
 from __future__ import annotations
@@ -56,23 +56,9 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Runs in each worker before any model or runner code: put our pieces in place."""
-        from vllm_diffusion.cpu import adapters as cpu_adapters
-        from vllm_diffusion.cpu import experts as cpu_experts
-        from vllm_diffusion.cpu import kernels as cpu_kernels
-        from vllm_diffusion.cpu import linear as cpu_linear
-        from vllm_diffusion.cpu import operators as cpu_operators
-        from vllm_diffusion.cpu import quantized_experts as cpu_quantized_experts
-        from vllm_diffusion.cpu import quantized_linear as cpu_quantized_linear
+        from vllm_diffusion.cpu import adapters, experts, kernels, linear, quantized_linear
 
-        for pieces in (
-            cpu_kernels,
-            cpu_operators,
-            cpu_linear,
-            cpu_experts,
-            cpu_quantized_linear,
-            cpu_quantized_experts,
-            cpu_adapters,
-        ):
+        for pieces in (kernels, linear, experts, quantized_linear, adapters):
             pieces.register()
         if multiprocessing.parent_process() is not None:
             # vLLM collects garbage before and after most of what follows, and in what it has

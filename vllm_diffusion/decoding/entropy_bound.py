@@ -7,8 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.rule import DecodingRule, Memory, StepDecision, StepInputs
-from vllm_diffusion.decoding.settings import FLOAT32_MAX, FLOAT32_MIN, INT32_MAX, Setting
+from vllm_diffusion.decoding.rule import (
+    FLOAT32_MAX,
+    FLOAT32_MIN,
+    INT32_MAX,
+    DecodingRule,
+    Memory,
+    Setting,
+    StepDecision,
+    StepInputs,
+)
 
 # Bounds of temperatures: divided logits stay distinct and finite.
 _LEAST, _MOST = 1e-4, 1e4

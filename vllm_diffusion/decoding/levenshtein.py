@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.reveal import STRATEGIES
-from vllm_diffusion.decoding.reveal_and_edit import RevealAndEdit
-from vllm_diffusion.decoding.rule import Memory, StepDecision, StepInputs
-from vllm_diffusion.decoding.settings import Choice, Setting
+from vllm_diffusion.decoding.reveal import STRATEGIES, RevealAndEdit
+from vllm_diffusion.decoding.rule import Choice, Memory, Setting, StepDecision, StepInputs
 
 # Positions that a step which repeats an earlier one draws again, at most.
 MAX_ESCAPES = 5

@@ -1,4 +1,4 @@
-"""Rule of masked models: reveal confident tokens, keep them, stop when nothing is masked."""
+"""Rules of masked models: reveal confident tokens and keep them, rewrite them, or have them verified."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs, as_drawn
-from vllm_diffusion.decoding.settings import Choice, Setting
+from vllm_diffusion.decoding.rule import (
+    Choice,
+    DecodingRule,
+    Memory,
+    Setting,
+    StepDecision,
+    StepInputs,
+    as_drawn,
+)
 
 DYNAMIC, STATIC, SEQUENTIAL = STRATEGIES = ("dynamic", "static", "sequential")
 
@@ -159,3 +166,98 @@ class Reveal(DecodingRule):
             base, more = length // max_steps, length % max_steps
             least = base + (inputs.step < more).to(base.dtype)
         return least.clamp(min=1)
+
+
+class RevealAndEdit(Reveal):
+    """Rule :class:`Reveal` with steps that also rewrite revealed tokens.
+
+    A token is rewritten if the step draws another one with a probability above
+    ``editing_threshold``: a threshold of 0 rewrites every token that differs. A canvas is done with
+    a step that found no mask and changed nothing: it ran on the final tokens, so its keys and
+    values are final. It is also done when ``max_post_steps`` steps found no mask, whatever they
+    changed.
+
+    Source: ``generate`` of ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.1-mini.
+    """
+
+    settings = {
+        **Reveal.settings,
+        "editing_threshold": Setting(
+            float, 0.0, 1.0, "a revealed token is rewritten by another with a probability above it"
+        ),
+        "max_post_steps": Setting(
+            int, 0, 10_000, "a canvas ends after as many steps that found no mask"
+        ),
+    }
+    # The two modes of the README.
+    presets = {
+        "quality": {"reveal_threshold": 0.7, "editing_threshold": 0.5},
+        "speed": {"reveal_threshold": 0.5, "editing_threshold": 0.0},
+    }
+    # Number of steps that found no mask.
+    memory = {"post_steps": Memory(torch.int32)}
+    can_finish_kv = True
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        masked = self.masked(inputs)
+        reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
+        edit = inputs.valid & ~inputs.fixed & ~masked & (inputs.candidate != inputs.canvas)
+        edit = edit & (inputs.drawn_confidence > settings["editing_threshold"][:, None])
+        tokens = torch.where(masked | edit, inputs.candidate, inputs.canvas)
+        decided = reveal | ~masked
+        counted = inputs.counted(tokens, decided)
+        found_none = ~(masked & counted).any(dim=-1)
+        repeats = found_none & ~(edit & counted).any(dim=-1)
+        post_steps = memory["post_steps"] + found_none.to(torch.int32)
+        leaves_none = ~(~decided & counted).any(dim=-1)
+        is_last = leaves_none & (post_steps >= settings["max_post_steps"])
+        return StepDecision(
+            keep=decided,
+            tokens=tokens,
+            result=tokens,
+            done=repeats | is_last,
+            memory={"post_steps": post_steps},
+            # Behind an end token anything may have changed.
+            has_final_kv=repeats & ~((reveal | edit) & inputs.valid).any(dim=-1),
+        )
+
+
+class LinearSpec(DecodingRule):
+    """Draft a canvas behind its first token, which is certain; the pass that commits it verifies it.
+
+    A draft is the likeliest token of every position, in one step. Then a causal pass over the canvas
+    draws, in each row, the token behind it, as without any draft. Drafted tokens are kept up to the
+    first that differs from the drawn one, and the token drawn there begins the next canvas. So the
+    tokens are those of drawing one after another: the draft decides only how many come at once.
+
+    Source: ``linear_spec_generate`` of nvidia/Nemotron-Labs-Diffusion with ``threshold=0``. It differs:
+    a draft is greedy at any temperature, and a first token that is the mask token stays, where that code
+    drafts over it and so leaves the law of drawing one after another.
+    """
+
+    settings = {}
+    refused_settings = {"max_denoising_steps": "whose drafts take one step"}
+
+    def temperatures(
+        self,
+        settings: Mapping[str, Tensor],
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return as_drawn(requested)
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        is_first = torch.arange(inputs.canvas.shape[-1], device=inputs.canvas.device) == 0
+        tokens = torch.where(is_first, inputs.canvas, inputs.candidate)
+        return StepDecision(
+            keep=inputs.valid,
+            tokens=tokens,
+            result=tokens,
+            done=torch.ones_like(inputs.step, dtype=torch.bool),
+            memory={},
+        )

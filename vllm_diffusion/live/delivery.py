@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
-from vllm_diffusion.canvas.report import RequestReport
+from vllm_diffusion.canvas.messages import RequestReport
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_diffusion.canvas.report import ReportedFrame
+from vllm_diffusion.canvas.messages import ReportedFrame
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.settings import REQUESTED_STEPS, Choice, Setting
+from vllm_diffusion.decoding.rule import REQUESTED_STEPS, Choice, Setting
 from vllm_diffusion.requests.refusal import refuse
 
 PREFIX = "diffusion_"

@@ -10,11 +10,10 @@ from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
-from vllm_diffusion.canvas.canvas_view import CanvasView
-from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
+from vllm_diffusion.canvas.messages import CanvasView, ReportedFrame, RequestReport
 from vllm_diffusion.requests.arguments import Shown, arguments_of
 from vllm_diffusion.requests.params import end_token_ids
-from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
+from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 
 
 @dataclass

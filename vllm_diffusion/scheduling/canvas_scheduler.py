@@ -23,21 +23,22 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_diffusion.canvas.canvas_view import CanvasView
+from vllm_diffusion.canvas.messages import CanvasView
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.layouts import ScheduledRequest
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
-from vllm_diffusion.scheduling.constraints import Constraints
-from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
+from vllm_diffusion.scheduling.constraints import CanvasGrammars, Constraints, StuckRequests
+from vllm_diffusion.scheduling.features import (
+    LastCanvas,
+    PromptLogprobs,
+    ReadGroups,
+    ReturnedPart,
+    SchedulerFeature,
+)
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
-from vllm_diffusion.scheduling.last_canvas import LastCanvas
 from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
-from vllm_diffusion.scheduling.outlines_rollback import CanvasGrammars
-from vllm_diffusion.scheduling.prompt_logprobs import PromptLogprobs
-from vllm_diffusion.scheduling.read_groups import ReadGroups
-from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.adapters.adapter_load import AdapterLoad

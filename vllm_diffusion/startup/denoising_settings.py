@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.decoding.rule import DecodingRule
-from vllm_diffusion.decoding.settings import MAX_STEPS, Choice, Setting
+from vllm_diffusion.decoding.rule import MAX_STEPS, Choice, DecodingRule, Setting
 from vllm_diffusion.startup.plugin_settings import OPTION, SETTINGS, plugin_settings
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vllm_diffusion.decoding.settings import MAX_STEPS
+from vllm_diffusion.decoding.rule import MAX_STEPS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

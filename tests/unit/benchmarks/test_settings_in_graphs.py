@@ -13,7 +13,7 @@ import pytest
 import torch
 from pass_launches import PassLaunches
 
-from vllm_diffusion.canvas.constraints import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.canvas.messages import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.kernel_choice.plain_step import StepServer
 from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.sampling.pass_settings import UsedSettings

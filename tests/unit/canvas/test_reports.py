@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_diffusion.canvas.canvas_view import CanvasView, pack
-from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
+from vllm_diffusion.canvas.messages import CanvasView, ReportedFrame, RequestReport, pack
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput
-from vllm_diffusion.sampling.canvas_view_connector import CanvasViewConnector
+from vllm_diffusion.sampling.sampler import CanvasViewConnector
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.cpu.discard import discard
+from vllm_diffusion.cpu.worker import discard
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.data())

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_diffusion.cpu import operators as cpu_operators
+from vllm_diffusion.cpu import linear as cpu_linear
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(autouse=True)
 def _operators() -> None:
-    cpu_operators.register()
+    cpu_linear.register()
     # Nothing is defined twice.
-    cpu_operators.register()
+    cpu_linear.register()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

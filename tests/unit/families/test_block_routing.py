@@ -16,7 +16,7 @@ BLOCK, EXPERTS, TOP_K, CAPACITY = 8, 16, 4, 6
 
 def gate_and_router():
     """The published gate with random weights, and ours with the same bias."""
-    from vllm_diffusion.families.llada2.block_routing import BlockRouter
+    from vllm_diffusion.families.llada2.model import BlockRouter
 
     gate = Gate(
         SimpleNamespace(

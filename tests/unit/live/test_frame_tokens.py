@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from vllm_diffusion.canvas.report import ReportedFrame
+from vllm_diffusion.canvas.messages import ReportedFrame
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.live.frame import CanvasFrame, frame_of
 

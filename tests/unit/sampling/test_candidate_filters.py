@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attention_kernels.vocab_statistics import RowLogits, ordered_keys
 from tests.support.heads import output_head
-from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
+from vllm_diffusion.sampling.row_settings import CandidateFilters, thresholds
 
 
 def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from attention_kernels.testing import make_draws
 from tests.support.heads import output_head
 from vllm_diffusion.sampling import vocabulary_stream
+from vllm_diffusion.sampling.output_head import one_ahead
 from vllm_diffusion.sampling.row_settings import RowSettings
-from vllm_diffusion.sampling.tile_walk import one_ahead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 

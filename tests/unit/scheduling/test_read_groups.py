@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_diffusion.requests.arguments import ReadGroup, RequestArguments, attach_arguments
-from vllm_diffusion.scheduling import read_groups
-from vllm_diffusion.scheduling.read_groups import PATIENCE, ReadGroups
+from vllm_diffusion.scheduling.features import PATIENCE, ReadGroups
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +25,7 @@ def read(name: str, *group: Any) -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be moved."""
     now = [100.0]
-    monkeypatch.setattr(read_groups.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 

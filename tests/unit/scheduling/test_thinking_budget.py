@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.scheduling.thinking_budget import ThinkingBudget
+from vllm_diffusion.scheduling.constrained_canvas import ThinkingBudget
 
 # Few tokens, so that marks occur, in one another's middle too.
 TOKENS = st.lists(st.integers(0, 3), max_size=24)

@@ -13,7 +13,7 @@ import vllm.platforms
 from transformers import DiffusionGemmaConfig
 from vllm.platforms.interface import DeviceCapability
 
-from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
+from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.startup import gpu_limits
 from vllm_diffusion.startup.gpu_limits import (
     check_capability,

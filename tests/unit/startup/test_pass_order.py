@@ -9,7 +9,7 @@ import pytest
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
-from vllm_diffusion.decoding.linear_spec import LinearSpec
+from vllm_diffusion.decoding.reveal import LinearSpec
 from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.startup import pass_order
 

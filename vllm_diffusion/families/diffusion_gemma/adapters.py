@@ -24,7 +24,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper import get_punica_wrapper
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_diffusion.families.diffusion_gemma.tensors import DECODER
+from vllm_diffusion.families.diffusion_gemma.startup import DECODER
 from vllm_diffusion.weights.adapters.rows import write_slots
 
 # Its module, whose rows are canvas rows alone.

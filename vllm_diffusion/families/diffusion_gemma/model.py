@@ -49,8 +49,8 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
     EncoderDecoderAdapters,
     EncoderDecoderLora,
 )
-from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
-from vllm_diffusion.runner.downcasts import counted_downcasts
+from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
+from vllm_diffusion.runner.masked_model import counted_downcasts
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
 from vllm_diffusion.weights.ignored import spell_out_patterns

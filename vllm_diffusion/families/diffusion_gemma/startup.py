@@ -1,23 +1,221 @@
-"""Start-up of DiffusionGemma."""
+"""Start-up of DiffusionGemma: its settings, the numbers of its configuration and the names of its tensors.
+
+transformers refuses a number of another type, by its name. One of the right type that is none of a size
+would otherwise be served (a negative sliding window), or end in the middle of an allocation.
+
+Encoder and decoder share their text layers. A checkpoint stores what they share once, under either
+one's name; the decoder's is canonical. Only ``layer_scalar`` is stored for both.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
-from vllm_diffusion.families.diffusion_gemma.config_numbers import check_config_numbers
-from vllm_diffusion.families.diffusion_gemma.defaults import published_settings
-from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.startup.denoising_settings import denoising_settings
+from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, PublishedRule
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.startup.generation_config import generation_config
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+
+_SAMPLER_CLASS = "EntropyBoundSamplerConfig"
+
+
+def published_settings(model_config: ModelConfig) -> Published:
+    """Read the settings in the checkpoint's ``generation_config.json``.
+
+    Raises:
+        ValueError: If it names another sampler.
+    """
+    generation, source = generation_config(model_config)
+    sampler = generation.get("sampler_config")
+    if not isinstance(sampler, Mapping):
+        sampler = {}
+    name = sampler.get("_cls_name", _SAMPLER_CLASS)
+    if name != _SAMPLER_CLASS:
+        raise ValueError(
+            f"{source}: sampler_config is a {name}; only {_SAMPLER_CLASS} is implemented."
+        )
+    values = {**generation, "entropy_bound": sampler.get("entropy_bound")}
+    return Published(values, source, keys={"entropy_bound": "sampler_config.entropy_bound"})
+
+
+# Far beyond any model, and far below what overflows when a few of them are multiplied.
+_LARGEST_SIZE = 2**20
+_INT32_MAX = 2**31 - 1
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_TEXT_SIZES = (*_SIZES, "moe_intermediate_size", "num_experts", "top_k_experts")
+_VISION_SIZES = (
+    *_SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "patch_size",
+    "pooling_kernel_size",
+    "position_embedding_size",
+    "default_output_length",
+)
+_IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
+# Numbers of a layer, and what a full-attention layer's own is called in the file.
+_GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Number of ``config.json`` with its bounds.
+
+    Attributes:
+        name: Name in the file.
+        value: Value in the file; ``None`` if it is left out and optional.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+    """
+
+    name: str
+    value: Any
+    low: float = 1
+    high: float = _LARGEST_SIZE
+
+    def check(self) -> None:
+        if self.value is None:
+            return
+        kind = "an integer" if isinstance(self.low, int) else "a number"
+        wanted = int if isinstance(self.low, int) else (int, float)
+        is_number = isinstance(self.value, wanted) and not isinstance(self.value, bool)
+        # A NaN is within nothing.
+        if is_number and self.low <= self.value <= self.high:
+            return
+        raise ValueError(
+            f"{self.name}={self.value!r} in config.json of the checkpoint must be {kind} between "
+            f"{self.low} and {self.high}; correct it, or copy the checkpoint again."
+        )
+
+
+def check_config_numbers(hf_config: Any) -> None:
+    """Raise unless a model can be made by what a checkpoint says of itself.
+
+    Args:
+        hf_config: transformers' configuration of a DiffusionGemma checkpoint.
+
+    Raises:
+        ValueError: Naming the number, what it is and what it may be.
+    """
+    for number in _numbers(hf_config):
+        number.check()
+    _check_divisions(hf_config)
+
+
+def _numbers(hf_config: Any) -> Iterator[_Number]:
+    text = hf_config.text_config
+    for name in _TEXT_SIZES:
+        yield _Number(f"text_config.{name}", getattr(text, name, None))
+    # 64 times the largest in use; a table of a number for each id is still 64 MiB.
+    yield _Number("text_config.vocab_size", text.vocab_size, high=2**24)
+    for name in ("sliding_window", "max_position_embeddings"):
+        yield _Number(f"text_config.{name}", getattr(text, name, None), high=_INT32_MAX)
+    for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
+        for name in _GLOBAL:
+            yield _Number(_layer_name(name, kind), getattr(layer, name))
+    yield _Number("text_config.rms_norm_eps", text.rms_norm_eps, low=0.0, high=1.0)
+    # Logits are divided by it.
+    cap = getattr(text, "final_logit_softcapping", None)
+    yield _Number("text_config.final_logit_softcapping", cap, low=1e-3, high=1e6)
+    for kind, rope in (text.rope_parameters or {}).items():
+        if isinstance(rope, dict):
+            name = f"text_config.rope_parameters.{kind}."
+            yield _Number(f"{name}rope_theta", rope.get("rope_theta"), low=1.0, high=1e12)
+            factor = rope.get("partial_rotary_factor")
+            yield _Number(f"{name}partial_rotary_factor", factor, low=0.0, high=1.0)
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is None:
+        return
+    for name in _VISION_SIZES:
+        yield _Number(f"vision_config.{name}", getattr(vision, name, None))
+    for name in _IMAGE_TOKENS:
+        yield _Number(name, getattr(hf_config, name, None), low=0, high=text.vocab_size - 1)
+
+
+def _layer_name(name: str, kind: str) -> str:
+    """Return the file's name for a number of a layer of this kind."""
+    own = f"{_GLOBAL[name]} (or {name})" if kind == "full_attention" else name
+    return f"text_config.{own}"
+
+
+def _check_divisions(hf_config: Any) -> None:
+    """Heads share key-value heads evenly, and a token has no more experts than there are."""
+    text = hf_config.text_config
+    for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
+        if text.num_attention_heads % layer.num_key_value_heads:
+            name = _layer_name("num_key_value_heads", kind)
+            raise ValueError(
+                f"{name}={layer.num_key_value_heads} in config.json of the checkpoint must divide "
+                f"num_attention_heads={text.num_attention_heads}; correct one of them."
+            )
+    if text.num_experts is not None and text.top_k_experts > text.num_experts:
+        raise ValueError(
+            f"text_config.top_k_experts={text.top_k_experts} in config.json of the checkpoint must "
+            f"be at most num_experts={text.num_experts}; correct one of them."
+        )
+
+
+ENCODER = "model.encoder.language_model."
+DECODER = "model.decoder."
+
+
+class DiffusionGemmaTensors(TensorRules):
+    """Tensor rules of the model that ``transformers`` makes of a configuration."""
+
+    has_fused_experts = True
+
+    def shapes(self, config: Any) -> dict[str, Shape]:
+        from transformers import DiffusionGemmaForBlockDiffusion
+
+        with torch.device("meta"):
+            model = DiffusionGemmaForBlockDiffusion(config)
+        tensors = model.state_dict()
+        shapes = {self.canonical_name(name): tuple(t.shape) for name, t in tensors.items()}
+        if config.tie_word_embeddings:
+            del shapes["lm_head.weight"]
+        size = getattr(config, "self_conditioning_size", None)
+        if size is not None:
+            hidden = config.text_config.hidden_size
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                shape = (hidden, size) if name == "down_proj" else (size, hidden)
+                shapes[f"{DECODER}self_conditioning.{name}.weight"] = shape
+        return shapes
+
+    def canonical_name(self, name: str) -> str:
+        if name.startswith(ENCODER) and not name.endswith(".layer_scalar"):
+            return DECODER + name.removeprefix(ENCODER)
+        return name
+
+    def all_names(self, name: str) -> tuple[str, ...]:
+        if name.startswith(DECODER) and "self_conditioning" not in name:
+            return name, ENCODER + name.removeprefix(DECODER)
+        return (name,)
+
+    def copy_of(self, name: str) -> str:
+        """A layer's scalar is the encoder's and the decoder's; one of the two is enough."""
+        if not name.endswith(".layer_scalar"):
+            return name
+        if name.startswith(DECODER):
+            return ENCODER + name.removeprefix(DECODER)
+        return DECODER + name.removeprefix(ENCODER)
 
 
 class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.support.checkpoints import SHIPPED
-from vllm_diffusion.families.diffusion_gemma.config_numbers import check_config_numbers
+from vllm_diffusion.families.diffusion_gemma.startup import check_config_numbers
 
 TEXT_SIZES = (
     "hidden_size",

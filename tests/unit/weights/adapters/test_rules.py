@@ -25,7 +25,7 @@ from tests.support.adapters import (
     write_adapter,
 )
 from tests.support.checkpoints import SHIPPED
-from vllm_diffusion.families.diffusion_gemma.tensors import DiffusionGemmaTensors
+from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters.rules import (
     AdapterRules,
     Module,

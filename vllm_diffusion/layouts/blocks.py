@@ -1,0 +1,291 @@
+"""Layouts of canvases that are blocks: counted from the start, behind a first token, or drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_kernels.vocab_statistics import RowDraws
+from vllm_diffusion.layouts.canvas_layout import (
+    CanvasLayout,
+    SampledRows,
+    ScheduledRequest,
+    ScheduledRows,
+)
+
+
+@dataclass(frozen=True)
+class AlignedBlock(CanvasLayout):
+    """Blocks counted from position 0, in which known tokens attend in both directions too.
+
+    The end of a prompt that fills no block is the head of the first canvas: *given* positions, rows
+    of that canvas in each of its passes. All rows of a canvas are draft tokens to the engine.
+    """
+
+    summary: ClassVar[str] = "counted from the start; in both directions"
+    refused_fields: ClassVar[Mapping[str, str]] = {
+        "prompt_logprobs": "(echo with logprobs) is not supported by this model, whose prompt attends "
+        "in both directions within its blocks: no position predicts the next one; leave it out."
+    }
+
+    @property
+    def alignment(self) -> int:
+        return self.length
+
+    def attention_problem(self, backend: str, setting: str) -> str | None:
+        if backend != "CUSTOM":
+            return (
+                f"--attention-backend {backend} cannot serve this model, whose known tokens attend "
+                f"in both directions within blocks of {self.length}; leave it unset."
+            )
+        if setting == "cute":
+            return (
+                'The setting attention="cute" knows no spans of known tokens that attend in both '
+                f'directions, as this model\'s blocks of {self.length} do; set attention to "triton".'
+            )
+        return None
+
+    def warmed_spans(self, has_images: bool) -> tuple[bool, ...]:
+        return (True,)
+
+    def allows_width(self, width: int) -> bool:
+        return width == self.length
+
+    def num_given(self, num_known: int) -> int:
+        return num_known % self.length
+
+    def rows(self, request: ScheduledRequest) -> ScheduledRows:
+        """Schedule whole blocks, of known tokens or of a canvas.
+
+        Known tokens that do not fill a block are rows of the canvas, and computed in each of its
+        passes: the stock scheduler does not count them.
+        """
+        to_encode = max(request.num_uncomputed - self.num_given(request.num_tokens), 0)
+        num_rows = min(request.num_granted, to_encode, request.num_left)
+        if num_rows < to_encode:
+            num_rows = num_rows // self.length * self.length
+        if to_encode == 0:
+            has_canvas = not request.awaits_output
+        elif request.is_at_prompt:
+            # A pass in flight of a request at its prompt does not affect its canvas.
+            has_canvas = request.shares_prompt
+        else:
+            has_canvas = request.shares_encode
+        fits = (
+            num_rows == to_encode
+            and request.num_computed + num_rows + self.length <= request.max_model_len
+            and num_rows + self.length <= request.num_left
+        )
+        if has_canvas and fits and not request.is_prefilled_only:
+            return ScheduledRows(num_rows + self.length, self.length)
+        return ScheduledRows(num_rows)
+
+    def row_spans(self, positions: Tensor, spans: Tensor) -> Tensor | None:
+        first = positions // self.length * self.length
+        spans[:, 0].copy_(first)
+        spans[:, 1].copy_(first + self.length)
+        return spans
+
+    def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:
+        return num_canvas
+
+    def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
+        # Positions behind the canvas's end hold an arbitrary token of it.
+        position = torch.arange(result.shape[-1], device=result.device)[None, :]
+        source = position + num_given[:, None]
+        return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
+
+    def emitted_row(self, row: Tensor, num_given: Callable[[], Tensor], num_rows: int) -> Tensor:
+        # The canvas's last rows have none behind them, and nothing reads theirs.
+        return (row + num_given()).clamp(max=num_rows - 1)
+
+
+def _seeding(ends_known: np.ndarray) -> np.ndarray | None:
+    """Return the requests whose known tokens end in a pass; ``None`` if there are none."""
+    return ends_known if ends_known.any() else None
+
+
+def _given(unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+    """Return the rows of given tokens; a first token was drawn before its canvas's first step."""
+    return unwritten & ((position > 0) | is_pinned)
+
+
+def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
+    """Set the noise keys of first tokens: step 0 of the canvas, at a position behind its end."""
+    committed = rows.committed
+    is_seed = committed | rows.seeding
+    return draws._replace(
+        canvas_idx=draws.canvas_idx + committed.to(torch.int32),
+        step=torch.where(is_seed, 0, draws.step),
+        position=torch.where(is_seed, length, draws.position),
+    )
+
+
+@dataclass(frozen=True)
+class SeededBlock(CanvasLayout):
+    """Layout of canvases behind causal tokens, whose last row predicts the first token, the *seed*.
+
+    The pass that commits a canvas is causal too, and its last row predicts the next canvas's seed.
+    So no canvas shares a pass with the tokens before it.
+    """
+
+    summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
+
+    @property
+    def starts_from_commit(self) -> bool:
+        return True
+
+    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
+        return _seeding(ends_known)
+
+    def drawn_at(self, rows: SampledRows) -> Tensor:
+        at = rows.at
+        return at + (rows.committed | rows.seeding).to(at.dtype)
+
+    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
+        return _seeds(draws, rows, self.length)
+
+    def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
+        last = (num_final - 1).clamp(min=0).long()[:, None]
+        behind = drawn.gather(-1, last)[:, 0]
+        return torch.where(committed, behind, drawn[:, 0])
+
+    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+        return _given(unwritten, position, is_pinned)
+
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
+        return first + num_rows - 1
+
+
+@dataclass(frozen=True)
+class ShiftedBlock(AlignedBlock):
+    """Layout of aligned blocks whose rows predict the token behind them.
+
+    A position's token comes from the row before it. A block's first position needs no row, since
+    its token is the likeliest one behind the previous block. So the block's last row, which nothing
+    else of the block reads, takes its place and predicts the next block's first token.
+    """
+
+    summary: ClassVar[str] = (
+        f"{AlignedBlock.summary}; the first token from the encoding pass; rows shifted by one"
+    )
+
+    @property
+    def starts_from_commit(self) -> bool:
+        return True
+
+    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
+        return _seeding(ends_known)
+
+    def hidden_index(self, index: Tensor) -> Tensor:
+        return torch.zeros_like(index)
+
+    def hidden_at(self, at: Tensor, position: Tensor, is_seed: Callable[[], Tensor]) -> Tensor:
+        before = torch.where(position == 0, at + self.length - 1, at - 1)
+        return torch.where(is_seed(), at, before)
+
+    def drawn_at(self, rows: SampledRows) -> Tensor:
+        return rows.at + 1
+
+    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
+        is_seed = rows.committed | rows.seeding
+        scale = torch.where(is_seed, 0.0, draws.request_temperature)
+        return _seeds(draws._replace(request_temperature=scale), rows, self.length)
+
+    def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
+        return drawn[:, 0]
+
+    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+        return _given(unwritten, position, is_pinned)
+
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
+        return first
+
+
+_ALL_AT_ONCE = (
+    "is not supported by this server's rule, which verifies a draft's tokens all at once; leave it out, "
+    'or serve with rule "autoregressive".'
+)
+_ONE_STEP = (
+    "is not supported by this server's rule, whose drafts are made in one step and change no token of "
+    "an answer; leave it out."
+)
+
+
+@dataclass(frozen=True)
+class VerifiedDraft(SeededBlock):
+    """Layout of drafts behind a certain first token; each row of a commit draws the next token.
+
+    Tokens are those of drawing one after another, so their noise is keyed by the position in the
+    sequence, however the answer was cut into canvases. Drafts are greedy.
+    """
+
+    # Each changes a token's distribution by the tokens before it, which a draft's rows do not have
+    # yet.
+    refused_fields: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "bad_words",
+            "structured_outputs",
+            "thinking_token_budget",
+        ),
+        _ALL_AT_ONCE,
+    )
+
+    refused_arguments: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "max_steps",
+            "seed_canvas",
+            "pinned",
+            "read_only",
+            "constrained",
+        ),
+        _ONE_STEP,
+    )
+
+    @property
+    def verifies(self) -> bool:
+        return True
+
+    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
+        is_seed = rows.committed | rows.seeding
+        zero = torch.zeros_like(draws.step)
+        return draws._replace(
+            request_temperature=torch.where(is_seed, draws.request_temperature, 0.0),
+            canvas_idx=zero,
+            step=zero,
+            position=self.drawn_at(rows).to(torch.int32),
+        )
+
+    def reports_unscaled(self, reports_raw: bool) -> bool:
+        # An autoregressive server reports them so.
+        return reports_raw
+
+    def num_final(self, canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
+        """Return the number of leading tokens that the causal pass draws too, [R], int32.
+
+        The first token is always kept; row i draws the token at i + 1. The number is 1 without
+        rows.
+        """
+        position = torch.arange(1, canvas.shape[-1], device=canvas.device)
+        agrees = (canvas[:, 1:] == drawn[:, :-1]) & (position < num_rows[:, None])
+        agreed = agrees.to(torch.int32).cumprod(dim=-1, dtype=torch.int32)
+        return 1 + agreed.sum(-1, dtype=torch.int32)
+
+    def reporting_row(self, position: Tensor) -> Tensor:
+        # The row before drew the token, but a canvas's first one.
+        return torch.arange(len(position), device=position.device) - (position > 0).long()
+
+    def was_reported(self, position: Tensor, is_seed: Tensor, is_decided: Tensor) -> Tensor:
+        # A canvas's first token was drawn behind the canvas before.
+        return (position == 0) & ~is_seed
+
+    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
+        return first + (num_final - 1).clamp(min=0)
