@@ -12,8 +12,7 @@ from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.canvas_view import CanvasView
 from vllm_diffusion.canvas.report import ReportedFrame, RequestReport
-from vllm_diffusion.requests.arguments import Shown, arguments_of
-from vllm_diffusion.requests.params import end_token_ids
+from vllm_diffusion.requests.arguments import Shown, arguments_of, end_token_ids
 from vllm_diffusion.scheduling.feature import ReturnedPart, SchedulerFeature
 
 

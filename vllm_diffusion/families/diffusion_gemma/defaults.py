@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.startup.denoising_settings import Published
-from vllm_diffusion.startup.generation_config import generation_config
+from vllm_diffusion.startup.denoising_settings import Published, generation_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -32,10 +32,8 @@ from vllm_diffusion.decoding.linear_spec import LinearSpec
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
 from vllm_diffusion.layouts import SeededBlock, VerifiedDraft
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
-from vllm_diffusion.weights.body_tensors import BodyTensors
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
