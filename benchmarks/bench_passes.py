@@ -33,7 +33,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from tests.support.row_counts import RowCounter, RowCounts
 from tests.support.row_counts import serve as served_at_once
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.startup.capture_sizes import capture_sizes
+from vllm_diffusion.startup.passes import capture_sizes
 
 # First: a package of the same name as one of the examples may be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "checkpoints"))

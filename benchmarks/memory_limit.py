@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.check import expected_specs
-from vllm_diffusion.weights.read_config import read_format
+from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.tensor_rules import split_experts
 
 _BYTES = {"F8_E4M3": 1, "U8": 1}

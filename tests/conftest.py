@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from vllm_diffusion.startup.bytecode import compile_once
+from vllm_diffusion.startup.environment import compile_once
 
 # Dozens of processes import vLLM here.
 compile_once()

@@ -74,16 +74,16 @@ def _register_shared() -> Exception | None:
         from vllm.tool_parsers import ToolParserManager
 
         from vllm_diffusion.requests import validation
-        from vllm_diffusion.startup import early_options, engine_process, refusals
+        from vllm_diffusion.startup import engine_process, options
         from vllm_diffusion.startup.attention import register_attention
         from vllm_diffusion.weights.adapters import early_checks
 
         register_attention()
-        refusals.install()
+        engine_process.install()
         validation.install()
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
-        early_options.install([family.architecture for family in FAMILIES], _by_model_type())
+        options.install([family.architecture for family in FAMILIES], _by_model_type())
         engine_process.ask_for_no_drafts()
         _register_weight_transfer()
     except Exception as error:
@@ -94,12 +94,10 @@ def _register_shared() -> Exception | None:
 def _install_api() -> None:
     """Put in place what an API process needs for canvases."""
     from vllm_diffusion.live import delivery, http
-    from vllm_diffusion.requests import decision_reads, endpoints, refused_fields, refused_streams
-    from vllm_diffusion.weights.adapters import loading
+    from vllm_diffusion.requests import arguments, refusals
 
-    for module in (refused_fields, refused_streams, decision_reads, delivery):
+    for module in (refusals, arguments, delivery, http):
         module.install()
-    endpoints.install(http.ENDPOINTS | loading.ENDPOINTS)
 
 
 def _apply_tuned(vllm_config: Any) -> None:
@@ -129,9 +127,11 @@ def _register_weight_transfer() -> None:
         WeightTransferTrainerFactory,
     )
 
-    from vllm_diffusion.weights.served_weights import check_transfers
-    from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
-    from vllm_diffusion.weights.worker_answers import collect_all_answers
+    from vllm_diffusion.weights.transfer import (
+        WEIGHT_TRANSFER,
+        check_transfers,
+        collect_all_answers,
+    )
 
     collect_all_answers()
     check_transfers()

@@ -23,8 +23,8 @@ from vllm_diffusion.cli.tune import diffusion_config
 from vllm_diffusion.kernel_choice.cases import Served
 from vllm_diffusion.kernel_choice.on_ranks import gpu_name
 from vllm_diffusion.kernel_choice.self_check import checked_choices
-from vllm_diffusion.startup.accelerators import nvidia_lack
 from vllm_diffusion.startup.kernel_choices import DEFAULT_KERNELS
+from vllm_diffusion.startup.machine import nvidia_lack
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "diffusion-gemma-26b-fp8"
 # No weights are read of it, and no text.

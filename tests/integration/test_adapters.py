@@ -28,7 +28,7 @@ from tests.support.graphs import emulated_capture
 from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
 from tests.support.quantized import QuantizedOracle, quantized_checkpoint
-from vllm_diffusion.startup.refusals import refusal_in
+from vllm_diffusion.startup.engine_process import refusal_in
 from vllm_diffusion.weights.adapters import early_checks
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.support.server import MODEL, SHARED_MAX_MODEL_LEN, Server
-from vllm_diffusion.requests.refused_streams import SECONDS_A_LINE
+from vllm_diffusion.requests.refusals import SECONDS_A_LINE
 
 pytestmark = pytest.mark.engine
 

@@ -19,10 +19,8 @@ from tests.support.families.run import causal_then_block, most_confident, suppre
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
-from vllm_diffusion.weights.body_tensors import BodyTensors
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 pytestmark = pytest.mark.engine
 

@@ -12,8 +12,8 @@ from tests.robustness.option_trials import OPTIONS, explains
 from tests.robustness.serve_options import configure
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.startup.refusals import refusal_in
-from vllm_diffusion.startup.refused_options import sentences
+from vllm_diffusion.startup.engine_process import refusal_in
+from vllm_diffusion.startup.options import sentences
 
 pytestmark = pytest.mark.engine
 

@@ -22,7 +22,7 @@ from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.weights.served_weights import check_transfers
+from vllm_diffusion.weights.transfer import check_transfers
 from vllm_diffusion.weights.worker_engine import SafetensorsInitInfo, SafetensorsUpdateInfo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -263,7 +263,7 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
     """Two requests, until they are answered or have had their passes."""
     from vllm.lora.request import LoRARequest
 
-    from vllm_diffusion.live.inbox import Inbox, opened
+    from vllm_diffusion.live.watch import Inbox, opened
 
     engine = llm.llm_engine
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)

@@ -123,7 +123,7 @@ def configure(options: str) -> Any:
 
 
 def _outcome(options: str) -> Outcome:
-    from vllm_diffusion.startup.refusals import refusal_in
+    from vllm_diffusion.startup.engine_process import refusal_in
 
     try:
         config = configure(options)
@@ -230,7 +230,7 @@ class Trial:
 
 def trials(only: list[str]) -> Iterator[Trial]:
     """All trials of the file, or those with one of some options."""
-    from vllm_diffusion.startup.refused_options import sentences
+    from vllm_diffusion.startup.options import sentences
 
     everything = [
         *(

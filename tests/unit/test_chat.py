@@ -24,8 +24,7 @@ from unittest import mock
 
 import pytest
 
-from vllm_diffusion.cli.answer import Answer
-from vllm_diffusion.cli.display import LiveDisplay
+from vllm_diffusion.cli.answer import Answer, LiveDisplay
 from vllm_diffusion.cli.main import main
 
 KEY = "a key"

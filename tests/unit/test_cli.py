@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refusal_of, status_of
-from vllm_diffusion.cli import checkpoint, demo, server, shipped_server
+from vllm_diffusion.cli import checkpoint, demo, server
 from vllm_diffusion.cli.main import main
 
 # Behaves as its first argument says: see the tests.
@@ -101,11 +101,11 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def run_demo(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Runs ``vllm-diffusion demo`` against a fake server."""
     # The test's process keeps its own signal handlers.
-    monkeypatch.setattr(shipped_server, "ENDING_SIGNALS", ())
-    monkeypatch.setattr(shipped_server, "shipped_checkpoint", lambda family: tmp_path)
+    monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
+    monkeypatch.setattr(checkpoint, "shipped_checkpoint", lambda family: tmp_path)
 
     def run(behaviour: str, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(shipped_server, "vllm_serve", lambda *_: command(behaviour))
+        monkeypatch.setattr(checkpoint, "vllm_serve", lambda *_: command(behaviour))
         status = main(["demo", *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
@@ -203,7 +203,7 @@ def test_demo_family(run_demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         asked.append(family)
         return tmp_path
 
-    monkeypatch.setattr(shipped_server, "shipped_checkpoint", shipped)
+    monkeypatch.setattr(checkpoint, "shipped_checkpoint", shipped)
     assert set(demo.DEFAULT_PROMPTS) == set(checkpoint.FOLDERS)
     for family, options in (("sdar", ["--family", "sdar"]), ("diffusion_gemma", [])):
         status, _, err = run_demo("good", *options)
@@ -248,14 +248,14 @@ def test_demo_draft(
 ) -> None:
     """Two servers, the second with the draft; what a verification gave; a difference is a failure."""
     (tmp_path / "config.json").write_text('{"block_size": 8}', encoding="utf-8")
-    monkeypatch.setattr(shipped_server, "shipped_draft", lambda family: tmp_path)
+    monkeypatch.setattr(checkpoint, "shipped_draft", lambda family: tmp_path)
     served: list[tuple[str, ...]] = []
 
     def serve(model: str, *options: str) -> list[str]:
         served.append(options)
         return command(behaviour if "--speculative-config" in options else "good")
 
-    monkeypatch.setattr(shipped_server, "vllm_serve", serve)
+    monkeypatch.setattr(checkpoint, "vllm_serve", serve)
     status = main(["demo", "--draft"])
     said = capsys.readouterr().err
     assert len(served) == 2
@@ -312,10 +312,10 @@ def test_demo_disabled(run_demo, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_interrupted(kind: signal.Signals, command, tmp_path: Path) -> None:
     """Ctrl-C and an end from outside stop the server and its child, without a stack trace."""
     code = (
-        "import sys, tempfile, pathlib; from vllm_diffusion.cli import main, shipped_server; "
+        "import sys, tempfile, pathlib; from vllm_diffusion.cli import main, checkpoint; "
         f"tempfile.tempdir = {str(tmp_path)!r}; "
-        f"shipped_server.shipped_checkpoint = lambda family: pathlib.Path({str(tmp_path)!r}); "
-        f"shipped_server.vllm_serve = lambda *_: {command('never-ready')!r}; "
+        f"checkpoint.shipped_checkpoint = lambda family: pathlib.Path({str(tmp_path)!r}); "
+        f"checkpoint.vllm_serve = lambda *_: {command('never-ready')!r}; "
         "sys.exit(main.main(['demo']))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

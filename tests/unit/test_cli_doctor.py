@@ -16,7 +16,7 @@ from vllm_diffusion.cli import doctor as command
 from vllm_diffusion.cli.console import one_line, table
 from vllm_diffusion.cli.doctor import Fact, Mark, lines, safely
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.startup import accelerators as detection
+from vllm_diffusion.startup import machine as detection
 
 
 def test_lines() -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.support.commands import status_of
-from vllm_diffusion.cli import serve_page, server, shipped_server
+from vllm_diffusion.cli import checkpoint, serve_page, server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.server import Server, free_port
 from vllm_diffusion.cli.values import UsageError
@@ -77,7 +77,7 @@ def serve(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server.subprocess, "Popen", popen)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
     # The test's process keeps its own signal handlers.
-    monkeypatch.setattr(shipped_server, "ENDING_SIGNALS", ())
+    monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
     return serve_with
 
 

@@ -23,8 +23,8 @@ from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.requests.arguments import argument_names
+from vllm_diffusion.startup.options import sentences
 from vllm_diffusion.startup.plugin_settings import SETTINGS
-from vllm_diffusion.startup.refused_options import sentences
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"])

@@ -12,15 +12,15 @@ from tests.support.kernel_stand_ins import COMMAND
 from vllm_diffusion.cli import gpu_report
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.kernel_choice import limits, process
-from vllm_diffusion.startup import accelerators
+from vllm_diffusion.startup import machine
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels are stand-ins, and the 26B's shape alone."""
-    driver = accelerators.NvidiaDriver(1, "580.1", (13, 0), None)
-    monkeypatch.setattr(accelerators, "nvidia_driver", lambda: driver)
-    monkeypatch.setattr(accelerators, "nvidia_problem", lambda: None)
+    driver = machine.NvidiaDriver(1, "580.1", (13, 0), None)
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(machine, "nvidia_problem", lambda: None)
     monkeypatch.setattr(gpu_report, "gpu_name", lambda device: "NVIDIA H200 9.0")
     monkeypatch.setattr(process, "COMMAND", COMMAND)
     monkeypatch.setattr(
@@ -71,9 +71,9 @@ def test_without_names() -> None:
 
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        accelerators, "nvidia_driver", lambda: accelerators.NvidiaDriver(0, None, None, "none")
+        machine, "nvidia_driver", lambda: machine.NvidiaDriver(0, None, None, "none")
     )
-    monkeypatch.setattr(accelerators, "nvidia_problem", lambda: None)
+    monkeypatch.setattr(machine, "nvidia_problem", lambda: None)
     assert main(["doctor", "--gpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "doctor --gpu needs a working NVIDIA GPU: this machine has none."

@@ -20,8 +20,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.requests.arguments import RequestArguments, arguments_of
-from vllm_diffusion.requests.params import constraining_fields, end_token_ids
+from vllm_diffusion.requests.arguments import (
+    RequestArguments,
+    arguments_of,
+    constraining_fields,
+    end_token_ids,
+)
 
 # vLLM's own bound on the end tokens of a request.
 MAX_END_TOKENS = 128

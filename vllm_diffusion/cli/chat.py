@@ -17,15 +17,15 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import (
     Answer,
     AnswerError,
+    display_for,
+    figures,
     first_model,
     reason,
     stream_answer,
 )
-from vllm_diffusion.cli.checkpoint import add_family, family_of
+from vllm_diffusion.cli.checkpoint import add_family, family_of, shipped_server
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import add_verbose, say
-from vllm_diffusion.cli.display import display_for, figures
-from vllm_diffusion.cli.shipped_server import shipped_server
 from vllm_diffusion.cli.values import printable
 
 if TYPE_CHECKING:

@@ -7,17 +7,17 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.answer import Answer, stream_answer
-from vllm_diffusion.cli.checkpoint import add_family, family_of
-from vllm_diffusion.cli.client import metrics_after, openai_client, totals
-from vllm_diffusion.cli.console import add_verbose, fail, say, table
-from vllm_diffusion.cli.display import display_for
-from vllm_diffusion.cli.shipped_server import (
+from vllm_diffusion.cli.answer import Answer, display_for, stream_answer
+from vllm_diffusion.cli.checkpoint import (
     MAX_MODEL_LEN,
     MODEL_NAME,
+    add_family,
     begin_serving,
+    family_of,
     shipped_server,
 )
+from vllm_diffusion.cli.client import metrics_after, openai_client, totals
+from vllm_diffusion.cli.console import add_verbose, fail, say, table
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands

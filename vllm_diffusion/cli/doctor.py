@@ -22,10 +22,9 @@ from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.console import one_line, quieten, say, table
 from vllm_diffusion.cli.values import UsageError, model, new_file
 from vllm_diffusion.hooks import upstream
-from vllm_diffusion.startup import accelerators as detection
-from vllm_diffusion.startup.bytecode import cache_folder, is_compiled
-from vllm_diffusion.startup.compilation import compile_backend, has_cpp_compiler
-from vllm_diffusion.startup.environment import environment_flags
+from vllm_diffusion.startup import machine as detection
+from vllm_diffusion.startup.environment import cache_folder, environment_flags, is_compiled
+from vllm_diffusion.startup.machine import has_cpp_compiler
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -281,6 +280,8 @@ def serving_facts() -> Iterator[Fact]:
     yield Fact("checkpoint", str(checkpoint))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+
+    from vllm_diffusion.startup.passes import compile_backend
 
     yield Fact("platform", _path(type(current_platform)))
     config = EngineArgs(model=str(checkpoint), max_model_len=1024).create_engine_config()

@@ -18,7 +18,7 @@ from vllm_diffusion.kernel_choice.on_ranks import gpu_name
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
 from vllm_diffusion.kernel_choice.record import facts_of
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, choose
-from vllm_diffusion.startup import accelerators
+from vllm_diffusion.startup import machine
 from vllm_diffusion.startup.kernel_choices import kernel_choices
 
 SECONDS = 900.0
@@ -47,7 +47,7 @@ def run(model: str, report: Path | None) -> int:
     Returns:
         0 if every kernel that would serve is right.
     """
-    if (lack := accelerators.nvidia_lack()) is not None:
+    if (lack := machine.nvidia_lack()) is not None:
         return fail(f"doctor --gpu needs a working NVIDIA GPU: {lack}.")
     facts = facts_of(gpu_name(0))
     say(f"Checking the kernels on {facts['gpu']}; compiling them takes a minute or two.")

@@ -10,7 +10,7 @@ from vllm_diffusion.cli import chat, checkpoint, demo, doctor, serve_page, tune
 from vllm_diffusion.cli.console import CommandError, fail
 from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
-from vllm_diffusion.startup.bytecode import compile_once
+from vllm_diffusion.startup.environment import compile_once
 
 
 def build_parser() -> Parser:

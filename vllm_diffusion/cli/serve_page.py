@@ -14,11 +14,10 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.checkpoint import begin_serving, shipped_checkpoint
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError
 from vllm_diffusion.cli.console import VERBOSE_HELP, say
 from vllm_diffusion.cli.server import VLLM_SERVE, Listening, Server
-from vllm_diffusion.cli.shipped_server import begin_serving
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands

@@ -56,7 +56,7 @@ VLLM_SERVE = (sys.executable, "-m", "vllm_diffusion.cli.vllm_command", "serve")
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a server listens, and how it ends.
+    """Address at which a server listens, and how it ends.
 
     Attributes:
         url: The server's root, such as ``http://127.0.0.1:8000``.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.console import fail, one_line, quieten, say
 from vllm_diffusion.cli.values import UsageError
-from vllm_diffusion.startup.accelerators import nvidia_lack
+from vllm_diffusion.startup.machine import nvidia_lack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,7 +23,7 @@ def cpu_platform_plugin() -> str | None:
     if flags.disabled:
         return None
 
-    from vllm_diffusion.startup import accelerators as detection
+    from vllm_diffusion.startup import machine as detection
 
     if detection.is_vllm_cpu_build():
         return None

@@ -20,8 +20,8 @@ from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
-from vllm_diffusion.startup.host_memory import kv_cache_bytes
-from vllm_diffusion.startup.worker_class import choose_worker
+from vllm_diffusion.startup.machine import kv_cache_bytes
+from vllm_diffusion.startup.passes import choose_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -131,7 +131,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm_diffusion.startup import accelerators as detection
+        from vllm_diffusion.startup import machine as detection
         from vllm_diffusion.startup.environment import environment_flags
 
         problem = None if environment_flags().force_cpu else detection.nvidia_problem()
@@ -142,7 +142,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
         model_config = vllm_config.model_config
         if model_config is not None and vllm_config.load_config.load_format != "dummy":
-            from vllm_diffusion.startup.host_memory import check_checkpoint_fits
+            from vllm_diffusion.startup.machine import check_checkpoint_fits
 
             check_checkpoint_fits(model_config)
 

@@ -23,7 +23,7 @@ _stock: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Replacement:
-    """What takes the place of one or more names of vLLM's, once it is installed.
+    """Replacement of one or more names of vLLM's, once it is installed.
 
     Attributes:
         make: Given vLLM's function or value, and what :meth:`install` is given, returns ours. Ours must

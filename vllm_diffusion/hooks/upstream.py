@@ -36,7 +36,7 @@ _OF_PYTHON = frozenset(
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with an underscore and is none of Python's own."""
+    """Return true if a name begins with an underscore and is none of Python's own."""
     return name.startswith("_") and not name.startswith("__") and name not in _OF_PYTHON
 
 
@@ -62,13 +62,13 @@ class Symbol:
 
     @property
     def is_private(self) -> bool:
-        """Whether vLLM does not mean it for others: by its name, or by what is done with it."""
+        """True if vLLM does not mean it for others: by its name, or by what is done with it."""
         names = self.path.replace(":", ".").split(".")
         return self.use in ("replaced", "assigned", "kernel") or any(map(is_private, names))
 
     @property
     def is_for_cpu(self) -> bool:
-        """Whether the CPU platform alone relies on it.
+        """True if the CPU platform alone relies on it.
 
         No other platform imports such modules: importing vLLM's CPU worker replaces functions of
         torch.cuda and torch.accelerator in the whole process.
@@ -115,7 +115,7 @@ def _is_inherited(owner: Any, name: str) -> bool:
 
 
 def has_field(cls: Any, name: str) -> bool:
-    """Whether a class declares a field or one of its methods uses it; ``False`` of what is no class."""
+    """Return true if a class declares a field or one of its methods uses it; ``False`` of what is no class."""
     return isinstance(cls, type) and any(
         name in vars(base).get("__annotations__", ())
         or any(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.kernel_choice.step_shape import StepShape
-from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
 from vllm_diffusion.startup.kernel_choices import (
     PHASES,
     CacheWriter,
@@ -18,6 +17,7 @@ from vllm_diffusion.startup.kernel_choices import (
     LayerKind,
     PassPhase,
 )
+from vllm_diffusion.startup.passes import MAX_CANVASES
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:

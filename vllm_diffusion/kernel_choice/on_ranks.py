@@ -10,9 +10,9 @@ import torch
 
 from vllm_diffusion.kernel_choice.cases import Served
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, checked_choices
+from vllm_diffusion.startup.engine_process import leave
 from vllm_diffusion.startup.kernel_choices import KernelChoices, kernel_choices
 from vllm_diffusion.startup.plugin_settings import plugin_settings
-from vllm_diffusion.startup.refusals import leave
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

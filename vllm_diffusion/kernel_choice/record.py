@@ -17,7 +17,7 @@ from typing import Any
 
 import attention_kernels
 from vllm_diffusion.kernel_choice.process import Outcome
-from vllm_diffusion.startup import accelerators
+from vllm_diffusion.startup import machine
 
 # Packages and folders whose change makes an outcome stale.
 PACKAGES = ("torch", "triton", "vllm", "vllm-diffusion")
@@ -33,7 +33,7 @@ def facts_of(gpu: str) -> dict[str, str]:
         gpu: Name of the GPU, with its compute capability.
     """
     versions = {name: version(name) for name in PACKAGES}
-    driver = accelerators.nvidia_driver().driver_version or "unknown"
+    driver = machine.nvidia_driver().driver_version or "unknown"
     return {"gpu": gpu, "driver": driver, **versions, "kernels": _hash_of_sources()}
 
 

@@ -10,11 +10,11 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm_diffusion.canvas.messages import RequestReport
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
-from vllm_diffusion.live.inbox import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
+from vllm_diffusion.live.watch import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
 from vllm_diffusion.requests.arguments import Shown, arguments_of
-from vllm_diffusion.requests.engine_message import check_decodable
-from vllm_diffusion.requests.refusal import refuse
+from vllm_diffusion.requests.bounds import check_decodable
+from vllm_diffusion.requests.refusals import refuse
 
 # Attribute of an output that holds the steps which decided its tokens.
 STEP_MAP = "diffusion_step_map"

@@ -1,7 +1,8 @@
-"""Frames and step maps in the responses of vLLM's OpenAI server.
+"""Endpoints of vLLM's OpenAI server with the classes that diffusion models need.
 
-A frame is a chunk of the stream whose delta is empty, which clients skip, with what is shown beside
-it. Committed text stays in ordinary deltas.
+vLLM's server keeps one object for each endpoint. Before the server answers its first request, each of
+them is given a subclass of ours, which checks more and sends more. A frame is a chunk of the stream
+whose delta is empty, which clients skip, with what is shown beside it. Committed text stays in ordinary deltas.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from http import HTTPStatus
 from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.entrypoints.serve import create_error_response
 from vllm.exceptions import VLLMValidationError
 
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
-from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, StreamedFrame
-from vllm_diffusion.live.inbox import Inbox
-from vllm_diffusion.live.parsed import ParsedAnswers
-from vllm_diffusion.live.watch import items_of
+from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, ParsedAnswers, StreamedFrame
+from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.requests.arguments import parse_shown
-from vllm_diffusion.requests.refusal import refuse
-from vllm_diffusion.requests.refused_streams import ending_with_refusal
+from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -162,6 +164,34 @@ class RenderingFrames(ServingRender):
         return await super().render_completion_request(request, *args, **kwargs)
 
 
+class CheckedModels(OpenAIServingModels):
+    """Models and adapters of a server, which refuses an adapter that would end its engine."""
+
+    async def _check_load_lora_adapter_request(self, request: Any) -> Any:
+        refusal = await super()._check_load_lora_adapter_request(request)
+        rules: Any = getattr(self.model_config, "adapter_rules", None)
+        if refusal is not None or rules is None:
+            return refusal
+        at_start = {lora.name for lora in self.static_lora_modules or ()}
+        num_servers = self.engine_client.vllm_config.parallel_config._api_process_count
+        try:
+            if num_servers > 1 and request.lora_name not in at_start:
+                raise ValueError(
+                    "cannot be loaded by one of several API servers, since the others would not know it; "
+                    "name it in --lora-modules, or start with --api-server-count 1."
+                )
+            # A repository may have to be fetched.
+            await asyncio.to_thread(rules.check_loading, request.lora_name, request.lora_path)
+        except ValueError as error:
+            return create_error_response(
+                message=f"lora_path {error}",
+                err_type="BadRequestError",
+                status_code=HTTPStatus.BAD_REQUEST,
+                param="lora_path",
+            )
+        return None
+
+
 # By name in the state of vLLM's server.
 ENDPOINTS: dict[str, type] = {
     "serving_render": RenderingFrames,
@@ -170,6 +200,7 @@ ENDPOINTS: dict[str, type] = {
     "openai_serving_chat_batch": ChatBatchWithoutFrames,
     "anthropic_serving_messages": MessagesWithoutFrames,
     "openai_serving_responses": ResponsesWithoutFrames,
+    "openai_serving_models": CheckedModels,
 }
 
 
@@ -318,3 +349,23 @@ class _Chunks:
             fields |= self._parsed.shown(event, self.inbox.prompts[event.prompt_index])
         shown = {name: value for name, value in fields.items() if value is not None}
         return f"data: {json.dumps({**self._head, 'choices': [choice], **shown})}\n\n"
+
+
+def install() -> None:
+    """Serve the endpoints of this process with classes of ours. Safe to call twice."""
+    _serving_canvases.install()
+
+
+@replaces_call(
+    "vllm.entrypoints.launchers.api_server.app_state:init_endpoint_plugins_state",
+    reason="Gives the objects behind vLLM's endpoints subclasses of ours, once the server has them.",
+    until="A plugin may name the classes of the server's objects, or of an endpoint plugin without VLLM_PLUGINS.",
+)
+async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: Any) -> None:
+    for name, cls in ENDPOINTS.items():
+        served = getattr(state, name, None)
+        # What the server does not offer is None. Other objects of the server hold this one, so it
+        # stays the same object.
+        if served is not None:
+            served.__class__ = cls
+    await stock(engine_client, state, args)

@@ -1,16 +1,134 @@
-"""Frames for users of ``vllm.LLM`` and of ``AsyncLLM``."""
+"""Frames for users of ``vllm.LLM`` and of ``AsyncLLM``, and the queue in which they wait for their reader.
+
+An inbox is opened around the call that adds a request to vLLM's output processor, which finds it in
+the context of that call: no name that a client chooses leads from one request to another's frames.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
-from vllm_diffusion.live.inbox import Inbox, opened
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+    Item: TypeAlias = CanvasFrame | CanvasStepMap | RequestOutput
     from vllm import LLM, RequestOutput
+
+# Frames of one call that wait. A reader slower than the denoising misses the oldest ones.
+MOST_WAITING_FRAMES = 64
+# Answers of one call that are shown: its prompts times n.
+MOST_WATCHED_ANSWERS = 16
+
+
+class Inbox:
+    """Frames, step maps and, of an ``AsyncLLM``, outputs of one call's requests, in order.
+
+    Attributes:
+        num_answers: Answers that the call asked for so far.
+        prompts: Token ids of each prompt, by its place in the call; none where it was embeddings.
+    """
+
+    def __init__(self, request_ids: Sequence[str] = ()) -> None:
+        """Number the call's requests.
+
+        Args:
+            request_ids: One for each prompt, in order; others are numbered as they come.
+        """
+        self.num_answers = 0
+        self.prompts: dict[int, list[int]] = {}
+        self._prompt_index = {name: index for index, name in enumerate(request_ids)}
+        self._items: deque[Item] = deque()
+        self._num_frames = 0
+
+    def prompt_index(self, request_id: str) -> int:
+        """Return the place of a request's prompt in the call.
+
+        Args:
+            request_id: The name that the caller gave the request.
+        """
+        return self._prompt_index.setdefault(request_id, len(self._prompt_index))
+
+    def put(self, item: Item) -> None:
+        """Add an item; a frame too many pushes out the oldest frame."""
+        if isinstance(item, CanvasFrame):
+            if self._num_frames == MOST_WAITING_FRAMES:
+                oldest = (i for i, old in enumerate(self._items) if isinstance(old, CanvasFrame))
+                del self._items[next(oldest)]
+            else:
+                self._num_frames += 1
+        self._items.append(item)
+
+    def take(self) -> list[Item]:
+        """Remove and return all items."""
+        items = list(self._items)
+        self._items.clear()
+        self._num_frames = 0
+        return items
+
+
+class OrderedQueue:
+    """Takes the place of vLLM's collector where its output processor puts a watched request's outputs.
+
+    The collector merges outputs that its reader has not taken yet, so that nobody could say which of
+    their tokens came before a frame. Here the outputs wait in the inbox, and the collector receives
+    empty ones, which wake the reader and may be merged.
+    """
+
+    def __init__(self, collector: Any, inbox: Inbox) -> None:
+        self._collector = collector
+        self._inbox = inbox
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Add an output to the inbox; an error goes to the collector, which raises it."""
+        if isinstance(output, Exception):
+            self._collector.put(output)
+            return
+        self._inbox.put(output)
+        self.wake(is_finished=output.finished)
+
+    def wake(self, *, is_finished: bool = False) -> None:
+        """Wake the collector's reader, so that it reads the inbox.
+
+        Args:
+            is_finished: True if nothing follows.
+        """
+        from vllm import RequestOutput
+
+        self._collector.put(
+            RequestOutput(
+                request_id=self._collector.request_id,
+                prompt=None,
+                prompt_token_ids=None,
+                prompt_logprobs=None,
+                outputs=[],
+                finished=is_finished,
+            )
+        )
+
+
+_inbox: ContextVar[Inbox | None] = ContextVar("inbox", default=None)
+
+
+@contextmanager
+def opened(inbox: Inbox) -> Iterator[None]:
+    """Have the requests that are added within use the inbox."""
+    token = _inbox.set(inbox)
+    try:
+        yield
+    finally:
+        _inbox.reset(token)
+
+
+def open_inbox() -> Inbox | None:
+    """Return the inbox of the call that is under way."""
+    return _inbox.get()
 
 
 def watch(

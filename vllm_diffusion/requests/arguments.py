@@ -7,6 +7,7 @@ the workers in ``SamplingParams.extra_args``, and nothing but this file reads an
 from __future__ import annotations
 
 import reprlib
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import REQUESTED_STEPS, Choice, Setting
-from vllm_diffusion.requests.refusal import refuse
+from vllm_diffusion.hooks.replacement import replaces_call
+from vllm_diffusion.requests.refusals import refuse
 
 PREFIX = "diffusion_"
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
@@ -307,3 +309,56 @@ def _read_group(args: Mapping[str, Any]) -> ReadGroup | None:
         case [str(name), int(count)]:
             return ReadGroup(name, int(count))
     return None
+
+
+def constraining_fields(params: Any) -> list[str]:
+    """Return the names of the fields of ``SamplingParams`` that constrain a request's canvases."""
+    structured = params.structured_outputs
+    fields = {
+        "structured_outputs": structured is not None and not structured.all_constraints_none(),
+        "bad_words": bool(params.bad_words_token_ids),
+        "thinking_token_budget": (
+            params.thinking_token_budget is not None and params.thinking_token_budget >= 0
+        ),
+    }
+    return [name for name, is_set in fields.items() if is_set]
+
+
+def end_token_ids(sampling_params: Any) -> list[int]:
+    """Return the tokens that end a request: its own, and the model's unless it ignores them."""
+    ends = list(sampling_params.stop_token_ids or ())
+    if sampling_params.eos_token_id is not None:
+        ends.append(sampling_params.eos_token_id)
+    return ends
+
+
+def install() -> None:
+    """Group the reads of a decision, for diffusion models that are ours. Safe to call twice.
+
+    vLLM's ``/v1/decisions`` sends a request for each question, or for each canvas of questions. They reach
+    the engine one after another, and an idle one would begin with the first alone.
+    """
+    _grouped.install()
+
+
+@replaces_call(
+    "vllm.entrypoints.openai.decisions.strategies:next_token_label_reads",
+    reason="Reads of one decision say that they belong together, so that one pass answers them.",
+    until="Requests of one decision carry an id of the decision and their number.",
+)
+async def _grouped(
+    stock: Any,
+    engine_client: Any,
+    engine_inputs: Sequence[Any],
+    sampling_params: Sequence[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    config = engine_client.vllm_config
+    # Of several engines each gets some of them.
+    is_one_engine = config.parallel_config.data_parallel_size == 1
+    if is_one_engine and hasattr(config.model_config, "canvas_spec"):
+        group = [uuid.uuid4().hex, len(sampling_params)]
+        for params in sampling_params:
+            params.extra_args = {**(params.extra_args or {}), READ_GROUP: group}
+    return await stock(engine_client, engine_inputs, sampling_params, *args, **kwargs)

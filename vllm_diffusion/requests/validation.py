@@ -1,7 +1,7 @@
 """Checks of diffusion requests, in the API process.
 
 They replace vLLM's: what our sampler honours is accepted, and what it cannot honour is a 400 that names
-the field. Endpoints refuse fields that they cannot serve (``refused_fields.py``, ``live/http.py``), and
+the field. Endpoints refuse fields that they cannot serve (``refusals.py``, ``live/http.py``), and
 the scheduler a transfer that does not fit.
 """
 
@@ -16,14 +16,14 @@ import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.requests import number_bounds, payload_bounds, transfer_params
+from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import (
     PREFIX,
     RequestArguments,
     attach_arguments,
     parse_arguments,
 )
-from vllm_diffusion.requests.refusal import refuse
+from vllm_diffusion.requests.refusals import refuse
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
@@ -78,7 +78,7 @@ def _validate_constraint(
     """
     from vllm.exceptions import VLLMClientError
 
-    if problem := payload_bounds.schema_problem(params.structured_outputs):
+    if problem := bounds.schema_problem(params.structured_outputs):
         refuse("structured_outputs", f"(response_format, tools) {problem}")
     try:
         params._validate_structured_outputs(model_config, structured_outputs_config, tokenizer)
@@ -146,9 +146,9 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             params.allowed_token_ids,
         )
     _check_transfers(params, model_config)
-    for field, reason in payload_bounds.text_problems(params):
+    for field, reason in bounds.text_problems(params):
         refuse(field, reason)
-    for field, reason, value in number_bounds.sampling_problems(params):
+    for field, reason, value in bounds.sampling_problems(params):
         refuse(field, reason, value)
     if params.structured_outputs is not None:
         _check_constraint(params)
@@ -167,9 +167,7 @@ def _check_transfers(params: Any, model_config: Any) -> None:
         refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
     value = extra.get("kv_transfer_params")
     transfer_config = getattr(model_config, "kv_transfer_config", None)
-    if value is not None and (
-        problem := transfer_params.form_problem(value, params.n, transfer_config)
-    ):
+    if value is not None and (problem := bounds.form_problem(value, params.n, transfer_config)):
         refuse(*problem)
 
 

@@ -11,8 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.messages import CanvasView, ReportedFrame, RequestReport
-from vllm_diffusion.requests.arguments import Shown, arguments_of
-from vllm_diffusion.requests.params import end_token_ids
+from vllm_diffusion.requests.arguments import Shown, arguments_of, end_token_ids
 from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 
 

@@ -41,8 +41,8 @@ from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import plugin_settings
-from vllm_diffusion.weights.adapters.adapter_load import AdapterLoad
-from vllm_diffusion.weights.served_weights import why_refused
+from vllm_diffusion.weights.adapters.rows import AdapterLoad
+from vllm_diffusion.weights.transfer import why_refused
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2

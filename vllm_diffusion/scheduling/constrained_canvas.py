@@ -25,7 +25,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.messages import CanvasConstraint
-from vllm_diffusion.requests.params import constraining_fields, end_token_ids
+from vllm_diffusion.requests.arguments import constraining_fields, end_token_ids
 
 
 @dataclass

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces
-from vllm_diffusion.requests.transfer_params import agreement_problem, reads_by_nixl
+from vllm_diffusion.requests.bounds import agreement_problem, reads_by_nixl
 from vllm_diffusion.scheduling.features import SchedulerFeature
 
 

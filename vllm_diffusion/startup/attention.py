@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.startup.options import refusal
 from vllm_diffusion.startup.plugin_settings import plugin_settings
-from vllm_diffusion.startup.refused_options import refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

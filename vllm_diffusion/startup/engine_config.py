@@ -16,27 +16,32 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
-from vllm_diffusion.layouts import CanvasLayout
-from vllm_diffusion.startup import refusals, request_capacity
-from vllm_diffusion.startup.accelerators import is_vllm_cpu_build
-from vllm_diffusion.startup.adapters import choose_adapter_rules
+from vllm_diffusion.layouts import AlignedBlock, CanvasLayout
+from vllm_diffusion.startup import engine_process, passes
 from vllm_diffusion.startup.attention import check_layout, choose_attention
-from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
+from vllm_diffusion.startup.denoising_settings import (
+    Published,
+    denoising_settings,
+    generation_config,
+    log_differences,
+)
 from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
-from vllm_diffusion.startup.gpu_limits import check_capability, check_room
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
-from vllm_diffusion.startup.media_budget import choose_media
-from vllm_diffusion.startup.pass_order import choose_order
+from vllm_diffusion.startup.machine import is_vllm_cpu_build
+from vllm_diffusion.startup.options import check_options
 from vllm_diffusion.startup.plugin_settings import (
     OPTION,
-    fuses_encode,
     plugin_settings,
 )
-from vllm_diffusion.startup.unsupported_options import check_options
-from vllm_diffusion.startup.worker_class import choose_worker
-from vllm_diffusion.weights.check import check_checkpoint, check_new_weights
+from vllm_diffusion.weights.adapters.early_checks import choose_adapter_rules
+from vllm_diffusion.weights.check import (
+    check_capability,
+    check_checkpoint,
+    check_new_weights,
+    check_platform,
+    check_room,
+)
 from vllm_diffusion.weights.formats import Spec
-from vllm_diffusion.weights.platform_support import check_platform
 from vllm_diffusion.weights.tensor_rules import TensorRules
 from vllm_diffusion.weights.weight_files import check_regular_files, check_weight_files
 
@@ -49,7 +54,6 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 _KERNEL_BLOCK = 16
 # Value of the setting ``rule`` with which vLLM serves the checkpoint as an ordinary causal model.
 AUTOREGRESSIVE = "autoregressive"
-SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 # Of a GPU; the CPU platform has its own.
 WORKER = "vllm_diffusion.runner.worker.CanvasWorker"
 
@@ -168,10 +172,17 @@ class BlockDiffusionEngineConfig:
         Raises:
             ValueError: Naming what is wrong, and the remedy.
         """
+        from vllm import envs
         from vllm.platforms import current_platform
 
         # First, since what vLLM is depends on the platform.
-        _check_platform()
+        if envs.VLLM_TARGET_DEVICE == "cpu" and not is_vllm_cpu_build():
+            # With it vLLM loads no plugin's platform.
+            raise ValueError(
+                "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
+                "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
+                "serves where there is no GPU."
+            )
         _check_upstream(cls.registration_failure)
         check_regular_files(Path(vllm_config.model_config.model))
         cls.guard_server()
@@ -191,7 +202,7 @@ class BlockDiffusionEngineConfig:
         choose_attention(vllm_config)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         cls.apply_stock_defaults(vllm_config)
-        request_capacity.set_max_num_seqs(vllm_config, max_num_seqs)
+        passes.set_max_num_seqs(vllm_config, max_num_seqs)
         # The configuration carries it to the API process, the scheduler and the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
         vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
@@ -200,19 +211,19 @@ class BlockDiffusionEngineConfig:
         check_layout(vllm_config, spec)
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
-        choose_media(vllm_config)
+        passes.choose_media(vllm_config)
         specs = _check_weights(vllm_config, cls.tensor_rules())
         check_room(vllm_config, cls.tensor_rules(), specs)
         choose_adapter_rules(vllm_config, cls.tensor_rules())
-        _choose_scheduler(vllm_config)
+        passes.choose_scheduler(vllm_config)
         if not current_platform.is_cpu():
-            choose_worker(vllm_config.parallel_config, WORKER)
-        choose_capture_sizes(vllm_config)
-        _choose_retention(vllm_config)
+            passes.choose_worker(vllm_config.parallel_config, WORKER)
+        passes.choose_capture_sizes(vllm_config)
+        passes.choose_retention(vllm_config)
         cls._check_skipping(vllm_config)
         if plugin_settings(vllm_config).tuned is not None:
             cls.apply_tuned(vllm_config)
-        refusals.prepare_engine(vllm_config.model_config)
+        engine_process.prepare_engine(vllm_config.model_config)
         if (most := limit_answers()) is not None:
             logger.info(
                 "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "
@@ -238,6 +249,57 @@ class BlockDiffusionEngineConfig:
                 f"{OPTION}: skip_unlikely does not go with VLLM_BATCH_INVARIANT, which has a kernel of "
                 "vLLM's multiply soft embeddings; leave one of them out."
             )
+
+
+class MaskedEngineConfig(BlockDiffusionEngineConfig):
+    """Base for a family whose undecided positions hold a mask token.
+
+    Attributes:
+        mask_token_id: Mask token if ``config.json`` has none.
+        block_length: Positions of a block if ``config.json`` has no length.
+        block_length_key: Key of the block length in ``config.json``.
+        layout: Layout of its canvases in a sequence.
+    """
+
+    mask_token_id: ClassVar[int]
+    block_length: ClassVar[int]
+    block_length_key: ClassVar[str] = "block_size"
+    layout: ClassVar[type[CanvasLayout]] = AlignedBlock
+
+    @classmethod
+    def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
+        """Set ``canvas_length``, the field by which vLLM recognises a diffusion model."""
+        config = model_config.hf_config
+        if getattr(config, "canvas_length", None) is None:
+            config.canvas_length = getattr(config, cls.block_length_key, cls.block_length)
+
+    @classmethod
+    def check_model(cls, model_config: ModelConfig) -> None:
+        length = getattr(model_config.hf_config, "canvas_length", None)
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise ValueError(
+                f"{cls.block_length_key}={length!r} in config.json of the checkpoint must be an "
+                f"integer of at least 1, the length of its blocks ({cls.block_length} as published)."
+            )
+
+    @classmethod
+    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
+        model_config = vllm_config.model_config
+        mask = getattr(model_config.hf_config, "mask_token_id", None)
+        if mask is None:
+            mask = cls.mask_token_id
+        published = cls.published_rule(vllm_config)
+        rule = published.rule(mask)
+        length = vllm_config.diffusion_config.canvas_length
+        # A checkpoint's own file may have other values, under the same names.
+        generation, source = generation_config(model_config)
+        values = {"max_denoising_steps": length, **published.settings}
+        values |= {name: value for name, value in generation.items() if name in values}
+        max_steps, settings = denoising_settings(vllm_config, rule, Published(values, source))
+        layout = (published.layout or cls.layout)(length)
+        spec = CanvasSpec(layout, rule, max_steps, settings, mask_token_id=mask)
+        log_differences(vllm_config, spec, cls.chosen_rule(vllm_config))
+        return spec
 
 
 def _serve_autoregressively(vllm_config: VllmConfig) -> None:
@@ -301,18 +363,6 @@ def _check_upstream(failure: Exception | None) -> None:
         raise ValueError(problem)
 
 
-def _check_platform() -> None:
-    """Refuse ``VLLM_TARGET_DEVICE=cpu``, with which vLLM loads no plugin's platform."""
-    from vllm import envs
-
-    if envs.VLLM_TARGET_DEVICE == "cpu" and not is_vllm_cpu_build():
-        raise ValueError(
-            "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
-            "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
-            "serves where there is no GPU."
-        )
-
-
 def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
     vocab_size = model_config.get_vocab_size()
     mask = spec.mask_token_id
@@ -347,49 +397,3 @@ def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
     if not cache_config.user_specified_block_size:
         cache_config.block_size = math.lcm(length, _KERNEL_BLOCK)
         cache_config.user_specified_block_size = True
-
-
-def _choose_scheduler(vllm_config: VllmConfig) -> None:
-    scheduler_config = vllm_config.scheduler_config
-    if scheduler_config.scheduler_cls is None:
-        scheduler_config.scheduler_cls = SCHEDULER
-    choose_order(vllm_config)
-    # Refuses a contradiction before anything is loaded.
-    fuses_encode(vllm_config)
-    # An image's rows attend to one another in both directions, so they must be in one pass.
-    scheduler_config.disable_chunked_mm_input = True
-
-
-def _choose_retention(vllm_config: VllmConfig) -> None:
-    """With ``keep_last_canvas``, keep a sliding-window layer's blocks up to the end of a reply.
-
-    vLLM's default of 0 keeps only those at the end of a prompt. An explicit 0 looks the same, so it
-    is replaced too.
-
-    Raises:
-        ValueError: If nothing could be kept.
-    """
-    if not plugin_settings(vllm_config).keep_last_canvas:
-        return
-    cache_config = vllm_config.cache_config
-    if not cache_config.enable_prefix_caching:
-        raise ValueError(
-            f"{OPTION}: keep_last_canvas keeps it in the prefix cache, which is off; leave "
-            "--no-enable-prefix-caching or keep_last_canvas out."
-        )
-    if (
-        vllm_config.kv_transfer_config is not None
-        or vllm_config.ec_transfer_config is not None
-        or cache_config.kv_offloading_size is not None
-    ):
-        raise ValueError(
-            f"{OPTION}: keep_last_canvas encodes behind the answer, and a connector takes the cache "
-            "with the answer; leave --kv-transfer-config, --ec-transfer-config and "
-            "--kv-offloading-size, or keep_last_canvas, out."
-        )
-    if cache_config.prefix_cache_retention_interval == 0:
-        cache_config.prefix_cache_retention_interval = None
-        logger.info(
-            "keep_last_canvas: sliding-window layers keep their blocks of whole replies in the "
-            "prefix cache (prefix_cache_retention_interval None instead of 0)."
-        )

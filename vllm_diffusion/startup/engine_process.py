@@ -1,14 +1,26 @@
-"""Changes to vLLM's engine process for the schedulers of this package."""
+"""The engine's process: how it ends, and what the command that started it prints then.
+
+vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal in a file, and
+the command prints it as one line, behind what vLLM prints of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
+import sys
 import threading
 import traceback
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -76,3 +88,91 @@ def ask_for_no_drafts() -> None:
 def _not_asking(stock: Any, self: Any, model_executed: bool) -> None:
     if getattr(self.scheduler, "takes_drafts", True):
         stock(self, model_executed)
+
+
+_PACKAGE = __name__.partition(".")[0]
+# Only vLLM's own commands import it. A script that uses ``vllm.LLM`` keeps Python's trace.
+_COMMAND = "vllm.entrypoints.common.cli_args"
+# Others put hooks of theirs around this process's, which CuTe's DSL does as soon as it is imported.
+_is_installed = False
+
+
+def refusal_in(error: BaseException) -> str | None:
+    """Return the message of a refusal of this package; ``None`` for every other exception.
+
+    A refusal is a ``ValueError`` that code of this package raised. vLLM's configuration consists of
+    pydantic classes, which wrap it in a ``ValidationError``.
+    """
+    import pydantic
+
+    found: list[object] = [error]
+    if isinstance(error, pydantic.ValidationError):
+        details = error.errors(include_url=False, include_input=False)
+        found = [detail.get("ctx", {}).get("error") for detail in details]
+    for one in found:
+        if type(one) is ValueError and _raised_by_us(one.__traceback__):
+            return str(one)
+    return None
+
+
+def _raised_by_us(trace: TracebackType | None) -> bool:
+    """Return true if the innermost frame is this package's."""
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
+
+
+def prepare_engine(model_config: ModelConfig) -> None:
+    """Name the file where processes of the engine leave a refusal, if this process would print it."""
+    if _is_installed:
+        model_config.refusal_path = path = _path()
+        # Another process had this one's number.
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def leave(model_config: ModelConfig, refusal: str) -> None:
+    """Leave a refusal for the command that started this process of the engine, on the same machine."""
+    path: Path | None = getattr(model_config, "refusal_path", None)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(refusal, encoding="utf-8")
+
+
+def _left() -> str | None:
+    """Return what a process of the engine left for this one, once."""
+    with contextlib.suppress(OSError):
+        refusal = _path().read_text(encoding="utf-8")
+        _path().unlink()
+        return refusal
+    return None
+
+
+def _path() -> Path:
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT) / "vllm_diffusion" / f"refusal-{os.getpid()}"
+
+
+def install() -> None:
+    """Print refusals of this package as one line at the end of a command of vLLM.
+
+    All other exceptions go to the previous hook. This is safe to call twice.
+    """
+    global _is_installed
+    if _COMMAND not in sys.modules or _is_installed:
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = refusal_in(error) or _left()
+        if line is None:
+            previous(kind, error, trace)
+        else:
+            print(f"vllm-diffusion: {line}", file=sys.stderr)
+
+    sys.excepthook = hook
+    _is_installed = True

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_diffusion.startup.refused_options import refusal
+from vllm_diffusion.startup.options import refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,14 +1,16 @@
-"""Check that a checkpoint's tensors are those that its config describes, before it is loaded.
+"""Check that a checkpoint's tensors are those that its config describes, and that this machine can hold and run them.
 
 vLLM's loader reports some misfits while it loads, in terms of its own modules, and for quantised
 checkpoints it does not notice missing tensors. Here every tensor has a rule: a name, a shape and
-the dtypes that it may have, from ``transformers``' model and the format.
+the dtypes that it may have, from ``transformers``' model and the format. That a GPU is too small vLLM
+finds out in the engine's process, and ends with a stack trace.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.weights.formats import (
     FLOATS,
@@ -17,8 +19,8 @@ from vllm_diffusion.weights.formats import (
     Spec,
     ignored_entries,
     matches,
+    read_format,
 )
-from vllm_diffusion.weights.read_config import read_format
 from vllm_diffusion.weights.tensor_rules import (
     Shape,
     TensorRules,
@@ -26,6 +28,9 @@ from vllm_diffusion.weights.tensor_rules import (
     split_experts,
 )
 from vllm_diffusion.weights.weight_files import StoredTensor, stored_tensors
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # Scales of the KV cache are optional; without them vLLM uses 1.
 _OPTIONAL_ENDS = ("k_scale", "v_scale", "q_scale", "kv_scale", "inv_freq")
@@ -211,3 +216,127 @@ def _check_groups(quantized: Format, shapes: dict[str, Shape], rules: TensorRule
                     else "leave the module unquantised."
                 )
             )
+
+
+def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
+    """Refuse FP4 on a machine that can neither run nor emulate it.
+
+    Raises:
+        ValueError: Naming the checkpoint, the platform and what can be served instead.
+    """
+    quantized = None if quantization is None else read_format(quantization)
+    if quantized is None or not quantized.is_fp4:
+        return
+    from vllm.platforms import current_platform
+
+    # Every NVIDIA GPU that this torch runs on (7.5 and above) has a kernel of vLLM's for it.
+    if current_platform.is_cuda() or current_platform.is_rocm() or _is_ours(current_platform):
+        return
+    platform = current_platform.device_name or "this platform"
+    raise ValueError(
+        f"The weights of {model} are NVFP4 ({quantized.name}), which this machine can neither run "
+        f"nor emulate: vLLM has no kernel for it on {platform}. Serve the FP8 or BF16 checkpoint "
+        "here, or use the ordinary vLLM wheel without an accelerator, where FP4 is emulated."
+    )
+
+
+def _is_ours(platform: Any) -> bool:
+    return type(platform).__name__ == "DiffusionCpuPlatform"
+
+
+# Tensor cores for bfloat16, which every kernel here is compiled for.
+OLDEST = (8, 0)
+
+
+def check_capability() -> None:
+    """Refuse an NVIDIA GPU of a compute capability below 8.0.
+
+    Raises:
+        ValueError: Naming the GPU, its compute capability and what serves instead.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is not None and capability < OLDEST:
+        raise ValueError(
+            f"This GPU ({current_platform.get_device_name()}) has compute capability "
+            f"{capability.as_version_str()}, and diffusion models need 8.0 or above: serve on an A100, "
+            "an RTX 30 or newer, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU."
+        )
+
+
+def check_room(
+    vllm_config: VllmConfig, rules: TensorRules, specs: dict[str, Spec] | None = None
+) -> None:
+    """Refuse weights that are larger than the memory which vLLM may take of an NVIDIA GPU.
+
+    Args:
+        vllm_config: Configuration of the server.
+        rules: Names and shapes of a checkpoint's tensors.
+        specs: Tensors that the checkpoint was found to hold, if it was read.
+
+    Raises:
+        ValueError: Naming both sizes in GiB and the remedies.
+    """
+    from vllm.platforms import current_platform
+
+    offload = vllm_config.offload_config
+    if (
+        not current_platform.is_cuda()
+        or offload.uva.cpu_offload_gb
+        or offload.prefetch.offload_group_size
+    ):
+        return
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if specs is None:
+        quantization = model_config.model_arch_config.quantization_config
+        specs = described_specs(model_config.hf_config, rules, quantization)
+    needed = weight_bytes(specs, model_config.dtype.itemsize)
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if parallel.enable_expert_parallel:
+        ranks *= parallel.data_parallel_size
+    cache_config = vllm_config.cache_config
+    memory = current_platform.get_device_total_memory()
+    # With a cache of a given size, vLLM counts no share.
+    share = 1.0 if cache_config.kv_cache_memory_bytes else cache_config.gpu_memory_utilization
+    if needed / ranks > memory * share:
+        raise ValueError(
+            f"The weights take {needed / ranks / 2**30:.1f} GiB of each GPU, and this one "
+            f"({current_platform.get_device_name()}) has {memory / 2**30:.1f} GiB, of which vLLM may take "
+            f"{memory * share / 2**30:.1f} (--gpu-memory-utilization): serve a checkpoint in a smaller format "
+            "(docs/operate/small-gpus.md), on a larger GPU, or on several with --tensor-parallel-size."
+        )
+
+
+def described_specs(
+    config: Any, rules: TensorRules, quantization: dict[str, Any] | None
+) -> dict[str, Spec]:
+    """Return the tensors of a checkpoint by its configuration; none of a format that is not known here.
+
+    Args:
+        config: transformers' configuration of the checkpoint.
+        rules: Names and shapes of its tensors.
+        quantization: Its quantization config, or ``None``.
+    """
+    shapes = rules.shapes(config)
+    if quantization is None:
+        return expected_specs(shapes, None, rules)
+    quantized = read_format(quantization)
+    return {} if quantized is None else expected_specs(split_experts(shapes), quantized, rules)
+
+
+def weight_bytes(specs: dict[str, Spec], itemsize: int) -> int:
+    """Return the bytes that all ranks hold of a checkpoint's weights, at least.
+
+    A vision tower is left out, since a server may do without, and so are scales beyond a weight's
+    format.
+
+    Args:
+        specs: The checkpoint's tensors.
+        itemsize: Bytes of an element that is not quantised.
+    """
+    return sum(
+        math.prod(allowed[0]) * (itemsize if dtypes == FLOATS else 1)
+        for name, (dtypes, allowed) in specs.items()
+        if "vision" not in name
+    )

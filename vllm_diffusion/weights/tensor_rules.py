@@ -7,8 +7,10 @@ one of them, the canonical name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+import torch
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)(?:\..*)?$")
 
@@ -93,3 +95,60 @@ def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
 def has_split_experts(names: Iterable[str]) -> bool:
     """Return true if any of these names belongs to a single expert."""
     return any(_EXPERT.match(name) for name in names)
+
+
+class BodyTensors(TensorRules):
+    """Tensor rules of a class of ``transformers``."""
+
+    def __init__(self, body: str, prefixes: Mapping[str, str] | None = None) -> None:
+        """Name the class.
+
+        Args:
+            body: The class in ``transformers``; the checkpoint's configuration fits it.
+            prefixes: Beginning of a name in ``transformers`` to that in the checkpoint.
+        """
+        self._body = body
+        self._prefixes = prefixes or {}
+
+    def shapes(self, config: Any) -> dict[str, Shape]:
+        import transformers
+
+        with torch.device("meta"):
+            model = getattr(transformers, self._body)(config)
+        shapes = {self._published(name): tuple(t.shape) for name, t in model.state_dict().items()}
+        if config.tie_word_embeddings:
+            shapes = {name: shape for name, shape in shapes.items() if "lm_head" not in name}
+        return shapes
+
+    def _published(self, name: str) -> str:
+        for prefix, published in self._prefixes.items():
+            if name.startswith(prefix):
+                return published + name.removeprefix(prefix)
+        return name
+
+
+def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mapper: Any) -> None:
+    """Add the modules that each pattern of an ignore list matches, under vLLM's names.
+
+    vLLM renames the plain entries of the list, and matches patterns with its own module names: a
+    pattern that begins with the checkpoint's ``model.encoder`` would match nothing, and its modules
+    would be read as quantised.
+
+    Args:
+        quant_config: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are
+            left alone.
+        config: transformers' configuration of the checkpoint.
+        rules: Names of its tensors.
+        mapper: The model's ``WeightsMapper``.
+    """
+    if quant_config is None or quant_config.get_name() != "compressed-tensors":
+        return
+    patterns = [entry[3:] for entry in quant_config.ignore if entry.startswith("re:")]
+    if not patterns:
+        return
+    names = rules.linear_modules(split_experts(rules.shapes(config)))
+    quant_config.ignore += [
+        mapper.map_name(name)
+        for name in names
+        if any(re.match(pattern, one) for pattern in patterns for one in rules.all_names(name))
+    ]

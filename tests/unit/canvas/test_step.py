@@ -14,7 +14,7 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
 from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.requests.arguments import RequestArguments
-from vllm_diffusion.startup.compilation import has_cpp_compiler
+from vllm_diffusion.startup.machine import has_cpp_compiler
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
 from vllm_diffusion.live.http import _Chunks, _with_events
-from vllm_diffusion.live.inbox import (
+from vllm_diffusion.live.watch import (
     MOST_WAITING_FRAMES,
     Inbox,
     OrderedQueue,

@@ -6,7 +6,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_diffusion.requests.endpoints import _serving_canvases
+import pytest
+
+from vllm_diffusion.live import http
 
 
 class Stock:
@@ -19,7 +21,7 @@ class Ours(Stock):
         return f"ours of {super().answer()}"
 
 
-def test_objects_keep_their_identity() -> None:
+def test_objects_keep_their_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who holds an object already sees its new class; what is not served stays None, and vLLM goes on."""
     served = Stock()
     state: Any = SimpleNamespace(served=served, left_out=None)
@@ -28,8 +30,8 @@ def test_objects_keep_their_identity() -> None:
     async def stock(engine_client: Any, state: Any, args: Any) -> None:
         seen.append((engine_client, state.served.answer(), args))
 
-    init = _serving_canvases.make(stock, {"served": Ours, "left_out": Ours, "unknown": Ours})
-    asyncio.run(init("client", state, "args"))
+    monkeypatch.setattr(http, "ENDPOINTS", dict.fromkeys(("served", "left_out", "unknown"), Ours))
+    asyncio.run(http._serving_canvases.make(stock)("client", state, "args"))
     assert state.served is served
     assert state.left_out is None
     assert not hasattr(state, "unknown")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.requests.number_bounds import SAMPLING_PARAMS, sampling_problems
+from vllm_diffusion.requests.bounds import SAMPLING_PARAMS, sampling_problems
 
 INTEGERS = ("top_k", "max_tokens", "stream_interval", "min_tokens")
 FLOATS = tuple(field for field in SAMPLING_PARAMS if field not in INTEGERS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_diffusion.requests.payload_bounds import MOST_ITEMS, schema_problem, text_problems
+from vllm_diffusion.requests.bounds import MOST_ITEMS, schema_problem, text_problems
 
 pytestmark = pytest.mark.engine
 

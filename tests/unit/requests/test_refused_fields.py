@@ -15,12 +15,12 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For this test only, as in a process that configures a diffusion model."""
     from vllm import SamplingParams
 
-    from vllm_diffusion.requests import refused_fields
+    from vllm_diffusion.requests import refusals
 
     monkeypatch.setattr(SamplingParams, "_verify_args", SamplingParams._verify_args)
-    refused_fields.install()
+    refusals.install()
     once = SamplingParams._verify_args
-    refused_fields.install()
+    refusals.install()
     assert SamplingParams._verify_args is once
 
 

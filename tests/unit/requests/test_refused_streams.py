@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def logger() -> logging.Logger:
     """A logger as vLLM's, with nobody else's filter."""
-    from vllm_diffusion.requests.refused_streams import OneLineRefusals
+    from vllm_diffusion.requests.refusals import OneLineRefusals
 
     made = logging.Logger("refusals")
     made.addFilter(OneLineRefusals())
@@ -35,14 +35,14 @@ def test_one_line_for_many_refusals(
     """A line, however a client's words are written, and later the number of those without one."""
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.requests import refused_streams
+    from vllm_diffusion.requests import refusals
 
     seconds = 100.0
-    monkeypatch.setattr(refused_streams.time, "monotonic", lambda: seconds)
+    monkeypatch.setattr(refusals.time, "monotonic", lambda: seconds)
     logger.addHandler(caplog.handler)
     for i in range(50):
         log_error(logger, VLLMValidationError(f"no field {i}\nERROR forged {'x' * 5000}"))
-    seconds += refused_streams.SECONDS_A_LINE
+    seconds += refusals.SECONDS_A_LINE
     log_error(logger, VLLMValidationError("again"))
     first, second = caplog.records
     assert "\n" not in first.getMessage()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.requests.transfer_params import agreement_problem, form_problem
+from vllm_diffusion.requests.bounds import agreement_problem, form_problem
 
 NIXL = SimpleNamespace(has_connector=lambda name: name == "NixlConnector")
 OTHER = SimpleNamespace(has_connector=lambda name: name == "MooncakeConnector")

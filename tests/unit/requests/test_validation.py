@@ -112,10 +112,10 @@ def test_what_the_engine_could_not_read(field: str) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.requests import refused_fields
-    from vllm_diffusion.requests.engine_message import check_decodable
+    from vllm_diffusion.requests import refusals
+    from vllm_diffusion.requests.bounds import check_decodable
 
-    refused_fields.install()
+    refusals.install()
     params = SamplingParams(max_tokens=8)
     check_decodable(params)
     setattr(params, field, UNDECODABLE[field])

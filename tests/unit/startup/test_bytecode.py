@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 # Imports a module that was never compiled, here and in a child; says what the doctor says of it.
 SCRIPT = """
 import subprocess, sys
-from vllm_diffusion.startup.bytecode import compile_once
+from vllm_diffusion.startup.environment import compile_once
 compile_once()
 import torch
 subprocess.run([sys.executable, "-c", "import vllm"], check=True)

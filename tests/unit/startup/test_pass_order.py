@@ -11,7 +11,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
 from vllm_diffusion.layouts import VerifiedDraft
-from vllm_diffusion.startup import pass_order
+from vllm_diffusion.startup import passes
 
 pytestmark = pytest.mark.engine
 
@@ -34,8 +34,8 @@ GIB = 2**30
 )
 def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, extra, pays):
     """The arithmetic, on both sides of where it turns."""
-    monkeypatch.setattr(pass_order, "HOST_MS", host)
-    assert pass_order.asynchronous_pays(device, steps, extra) is pays
+    monkeypatch.setattr(passes, "HOST_MS", host)
+    assert passes.asynchronous_pays(device, steps, extra) is pays
 
 
 def test_extra_passes():
@@ -69,12 +69,12 @@ def test_choice(monkeypatch, is_cpu, weights, max_steps, given, fused, chosen):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
-    monkeypatch.setattr(pass_order, "checkpoint_bytes", lambda model: 2 * weights)
+    monkeypatch.setattr(passes, "checkpoint_bytes", lambda model: 2 * weights)
     config = SimpleNamespace(
         additional_config={"diffusion": {} if fused is None else {"fused_encode": fused}},
         scheduler_config=SimpleNamespace(async_scheduling=given),
         model_config=SimpleNamespace(model="a", canvas_spec=diffusion_gemma_spec(256, max_steps)),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
-    pass_order.choose_order(config)  # type: ignore[arg-type]
+    passes.choose_order(config)  # type: ignore[arg-type]
     assert config.scheduler_config.async_scheduling is chosen

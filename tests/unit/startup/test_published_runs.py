@@ -6,7 +6,7 @@ import pytest
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.startup.published_runs import (
+from vllm_diffusion.startup.denoising_settings import (
     NEUTRAL,
     published_loop,
     published_runs,

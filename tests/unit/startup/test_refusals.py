@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion.startup import refusals
+from vllm_diffusion.startup import engine_process
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This process as a command of vLLM, whose exceptions are printed as a trace."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a trace", file=sys.stderr))
-    monkeypatch.setitem(sys.modules, refusals._COMMAND, ModuleType("cli_args"))
-    monkeypatch.setattr(refusals, "_is_installed", False)
-    refusals.install()
+    monkeypatch.setitem(sys.modules, engine_process._COMMAND, ModuleType("cli_args"))
+    monkeypatch.setattr(engine_process, "_is_installed", False)
+    engine_process.install()
     # CuTe's DSL does so when it is imported.
     ours = sys.excepthook
     monkeypatch.setattr(sys, "excepthook", lambda *error: ours(*error))
@@ -37,20 +37,20 @@ def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed once, and not by a later process of the same number."""
     config: Any = SimpleNamespace()
     assert last_line(capsys) == "a trace\n"
-    refusals.prepare_engine(config)
-    refusals.leave(config, "No kernel is right.")
+    engine_process.prepare_engine(config)
+    engine_process.leave(config, "No kernel is right.")
     assert last_line(capsys) == "vllm-diffusion: No kernel is right.\n"
     assert last_line(capsys) == "a trace\n"
-    refusals.leave(config, "Of a process that is gone.")
-    refusals.prepare_engine(config)
+    engine_process.leave(config, "Of a process that is gone.")
+    engine_process.prepare_engine(config)
     assert last_line(capsys) == "a trace\n"
 
 
 def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would print what is left, so nothing is."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(refusals, "_is_installed", False)
+    monkeypatch.setattr(engine_process, "_is_installed", False)
     config: Any = SimpleNamespace()
-    refusals.prepare_engine(config)
-    refusals.leave(config, "No kernel is right.")
+    engine_process.prepare_engine(config)
+    engine_process.leave(config, "No kernel is right.")
     assert not list(tmp_path.rglob("refusal-*"))

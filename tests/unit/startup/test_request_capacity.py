@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.startup.request_capacity import FEWEST, PROMPTS_SHARE, choose_max_num_seqs
+from vllm_diffusion.startup.passes import FEWEST, PROMPTS_SHARE, choose_max_num_seqs
 
 counts = st.integers(1, 2048)
 

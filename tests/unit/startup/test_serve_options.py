@@ -9,8 +9,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from tests.robustness.option_trials import OPTIONS, explains
-from vllm_diffusion.startup import early_options, unsupported_options
-from vllm_diffusion.startup.refused_options import refused_fields, sentences
+from vllm_diffusion.startup import options
+from vllm_diffusion.startup.options import refused_fields, sentences
 
 pytestmark = pytest.mark.engine
 
@@ -68,7 +68,7 @@ def test_settings_are_found() -> None:
 
 def test_refusals_have_conditions() -> None:
     """What has a sentence is refused, and tried, and nothing else is."""
-    in_code = [*unsupported_options.CONDITIONS, *early_options.CONDITIONS, *ELSEWHERE]
+    in_code = [*options.EARLY_CONDITIONS, *options.CONDITIONS, *ELSEWHERE]
     conditions = [*refused_fields(), *in_code]
     assert sorted(conditions) == sorted(sentences())
     # The shipped checkpoint has experts.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion.startup.worker_class import choose_worker
+from vllm_diffusion.startup.passes import choose_worker
 
 pytestmark = pytest.mark.engine
 

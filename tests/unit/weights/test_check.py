@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import SHIPPED
 from tests.support.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.check import check_checkpoint, expected_specs
-from vllm_diffusion.weights.platform_support import check_platform
-from vllm_diffusion.weights.read_config import read_format
+from vllm_diffusion.weights.check import check_checkpoint, check_platform, expected_specs
+from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.tensor_rules import split_experts
 
 CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"

@@ -25,9 +25,9 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: str = "model
     """As much of vLLM's executor as a call to its workers needs."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-    from vllm_diffusion.weights import worker_answers
+    from vllm_diffusion.weights import transfer
 
-    worker_answers.collect_all_answers()
+    transfer.collect_all_answers()
     status = WorkerProc.ResponseStatus
     queues = [
         Worker([(status.FAILURE if a == "refused" else status.SUCCESS, a) for a in answers])
@@ -53,7 +53,7 @@ def executor(*workers: list[Any], is_failed: bool = False, is_ours: str = "model
 
 def test_bad_weights_of_workers() -> None:
     """The engine's process learns of them from a finish that fails, and of good ones from one that does not."""
-    from vllm_diffusion.weights.served_weights import _MARK, observe_call, why_refused
+    from vllm_diffusion.weights.transfer import _MARK, observe_call, why_refused
 
     config = SimpleNamespace(instance_id="an engine")
     finish = "finish_weight_update"

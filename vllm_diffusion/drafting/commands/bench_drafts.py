@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.checkpoint import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
+from vllm_diffusion.cli.checkpoint import (
+    DRAFTED_FAMILY,
+    begin_serving,
+    shipped_checkpoint,
+    shipped_draft,
+)
 from vllm_diffusion.cli.client import KEY_VARIABLE
 from vllm_diffusion.cli.console import add_verbose, say
-from vllm_diffusion.cli.shipped_server import begin_serving
 from vllm_diffusion.drafting.commands.contenders import (
     DFLASH,
     contenders,
@@ -33,8 +37,8 @@ from vllm_diffusion.drafting.commands.prompt_sets import (
     add_prompts,
     given_prompts,
 )
-from vllm_diffusion.startup.accelerators import working_accelerator
 from vllm_diffusion.startup.environment import environment_flags
+from vllm_diffusion.startup.machine import working_accelerator
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from vllm_diffusion.startup.accelerators import working_accelerator
+from vllm_diffusion.startup.machine import working_accelerator
 
 
 def peak_resident_bytes(process: int) -> int:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from vllm_diffusion.cli import values
+from vllm_diffusion.cli.checkpoint import end_with_signals
 from vllm_diffusion.cli.client import read_metrics
 from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
-from vllm_diffusion.cli.shipped_server import end_with_signals
 from vllm_diffusion.drafting.commands.swap_draft import (
     DraftClient,
     SwapError,

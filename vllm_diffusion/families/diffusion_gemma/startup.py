@@ -20,9 +20,12 @@ import torch
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.layouts import FreeCanvas
-from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
+from vllm_diffusion.startup.denoising_settings import (
+    Published,
+    denoising_settings,
+    generation_config,
+)
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, PublishedRule
-from vllm_diffusion.startup.generation_config import generation_config
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 
 if TYPE_CHECKING:

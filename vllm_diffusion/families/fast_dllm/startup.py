@@ -24,10 +24,8 @@ from transformers import Qwen2Config
 
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.layouts import ShiftedBlock
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
-from vllm_diffusion.weights.body_tensors import BodyTensors
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 
 class FastDLLMConfig(Qwen2Config):

@@ -40,8 +40,7 @@ from transformers import PretrainedConfig
 
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 

@@ -33,8 +33,7 @@ from transformers import Ministral3Config
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.startup.checkpoint_file import checkpoint_file
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.weights.adapters.rules import (
     CONFIG,
     WEIGHTS,
@@ -43,8 +42,7 @@ from vllm_diffusion.weights.adapters.rules import (
     read_config,
     read_pairs,
 )
-from vllm_diffusion.weights.body_tensors import BodyTensors
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -30,11 +30,9 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.checkpoint_file import checkpoint_file
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
-from vllm_diffusion.weights.body_tensors import BodyTensors
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.requests.tool_calls.argument_types import (
+from vllm_diffusion.requests.tool_calls.schema_reader import (
     ANYTHING,
     Form,
     Items,

@@ -20,9 +20,12 @@ from vllm.tool_parsers.structural_tag_registry import (
 )
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from vllm_diffusion.requests.tool_calls.argument_types import Members, ToolSchemaError
 from vllm_diffusion.requests.tool_calls.gemma_grammar import Markers, call_grammar
-from vllm_diffusion.requests.tool_calls.schema_reader import read_arguments
+from vllm_diffusion.requests.tool_calls.schema_reader import (
+    Members,
+    ToolSchemaError,
+    read_arguments,
+)
 
 # Names our tag in vLLM's registry of tags, where it is not listed: only functions are called.
 TAG = "gemma4"

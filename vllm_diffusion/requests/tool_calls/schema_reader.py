@@ -3,7 +3,8 @@
 A call in Gemma's format writes ``name{key:value,...}``: keys and numbers as they are, strings between
 two marker tokens. Its reader (vLLM's parser) gets the types back from the schema, and knows ``type``,
 ``enum``, ``properties`` and ``items`` of a value, but nothing of what a reference names or an
-alternative holds. So a schema is read here into one form for each JSON type that a value may have.
+alternative holds. So a schema is read here into one form for each JSON type that a value may have; the
+grammar of a call derives from it, and so does the schema from which its reader recovers the types.
 
 Whatever the reader could not tell apart is refused, so that a call that follows the grammar always
 has arguments that satisfy the schema.
@@ -13,18 +14,91 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.requests.tool_calls.argument_types import (
-    ANYTHING,
-    Form,
-    Items,
-    Members,
-    Scalar,
-    Text,
-    ToolSchemaError,
-    Value,
-)
+
+class ToolSchemaError(ValueError):
+    """A tool's schema asks for what a call of Gemma's cannot say, or contradicts itself."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Number, boolean, null or string out of a list; any of its type without one.
+
+    Attributes:
+        values: Allowed values; ``None`` for all.
+    """
+
+    values: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string.
+
+    Attributes:
+        min_length: Characters.
+        max_length: Characters; ``None`` for any number.
+    """
+
+    min_length: int = 0
+    max_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Items:
+    """An array."""
+
+    item: Value
+    min_items: int = 0
+    max_items: int | None = None
+
+
+@dataclass(frozen=True)
+class Members:
+    """Object with properties.
+
+    Attributes:
+        properties: Types by name, in the order in which Gemma's chat template writes them.
+        required: Names of required properties.
+        others: Type of properties with any other name; ``None`` if there may be none.
+    """
+
+    properties: Mapping[str, Value]
+    required: frozenset[str]
+    others: Value | None = None
+
+
+Form = Scalar | Text | Items | Members
+
+
+@dataclass(frozen=True)
+class Value:
+    """Type of one value.
+
+    Attributes:
+        forms: Allowed forms for each JSON type; empty for a value of any kind, which the reader
+            passes on as text.
+    """
+
+    forms: Mapping[str, tuple[Form, ...]]
+
+    def schema(self) -> dict[str, Any]:
+        """Return the schema from which the reader gets the types back."""
+        if not self.forms:
+            return {}
+        schema: dict[str, Any] = {"type": sorted(self.forms)}
+        for form in (form for forms in self.forms.values() for form in forms):
+            if isinstance(form, Members):
+                schema["properties"] = {k: v.schema() for k, v in form.properties.items()}
+            elif isinstance(form, Items):
+                schema["items"] = form.item.schema()
+        return schema
+
+
+ANYTHING = Value({})
+
 
 _TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 # Keywords that say nothing about what is valid.
@@ -89,7 +163,13 @@ class _Reader:
             return ANYTHING
         if not isinstance(schema, Mapping):
             raise ToolSchemaError(f"{path} must be a JSON schema; got {schema!r}")
-        self._check_keywords(schema, path)
+        if "prefixItems" in schema:
+            raise ToolSchemaError(f"{path}.prefixItems is not supported; give items one schema")
+        unfollowed = sorted(schema.keys() & {*_UNFOLLOWED.split()})
+        if self._strict and unfollowed:
+            raise ToolSchemaError(
+                f"{path}.{unfollowed[0]} cannot be enforced; leave it out, or the tool's strict"
+            )
         keywords = schema.keys() - {*_NOTES.split(), *_UNFOLLOWED.split()}
         for name in ("$ref", "allOf", "anyOf", "oneOf"):
             if name not in keywords:
@@ -102,15 +182,6 @@ class _Reader:
         if not keywords:
             return ANYTHING
         return _checked(self._plain(schema, path, inside), path)
-
-    def _check_keywords(self, schema: Mapping[str, Any], path: str) -> None:
-        if "prefixItems" in schema:
-            raise ToolSchemaError(f"{path}.prefixItems is not supported; give items one schema")
-        unfollowed = sorted(schema.keys() & {*_UNFOLLOWED.split()})
-        if self._strict and unfollowed:
-            raise ToolSchemaError(
-                f"{path}.{unfollowed[0]} cannot be enforced; leave it out, or the tool's strict"
-            )
 
     def _referred(
         self, schema: Mapping[str, Any], name: str, path: str, inside: tuple[str, ...]
@@ -153,16 +224,13 @@ class _Reader:
             if name == "object":
                 forms[name] = (self._members(schema, path, inside),)
             elif name == "array":
-                forms[name] = (self._items(schema, path, inside),)
+                item = self.read(schema.get("items", True), f"{path}.items", inside)
+                forms[name] = (Items(item, *_bounds(schema, "Items", path)),)
             elif name == "string":
                 forms[name] = (Text(*_bounds(schema, "Length", path)),)
             else:
                 forms[name] = (Scalar(),)
         return Value(forms)
-
-    def _items(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Items:
-        item = self.read(schema.get("items", True), f"{path}.items", inside)
-        return Items(item, *_bounds(schema, "Items", path))
 
     def _members(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Members:
         properties = schema.get("properties") or {}
@@ -181,7 +249,12 @@ class _Reader:
         more = schema.get("additionalProperties", "properties" not in schema)
         others = None
         if not properties and more is not False:
-            others = self._others(more, path, inside)
+            others = self.read(more, f"{path}.additionalProperties", inside)
+            if others.forms and set(others.forms) != {"string"}:
+                raise ToolSchemaError(
+                    f"{path}.additionalProperties may hold strings only, since the parser of Gemma's "
+                    "format knows no types there; name the properties"
+                )
         named = {**dict.fromkeys(required, True), **properties}
         return Members(
             {
@@ -192,15 +265,6 @@ class _Reader:
             frozenset(required),
             others,
         )
-
-    def _others(self, schema: Any, path: str, inside: tuple[str, ...]) -> Value:
-        value = self.read(schema, f"{path}.additionalProperties", inside)
-        if value.forms and set(value.forms) != {"string"}:
-            raise ToolSchemaError(
-                f"{path}.additionalProperties may hold strings only, since the parser of Gemma's "
-                "format knows no types there; name the properties"
-            )
-        return value
 
 
 def _types(schema: Mapping[str, Any], path: str) -> list[str]:

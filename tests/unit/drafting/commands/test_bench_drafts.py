@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import fake_server
 from tests.support.commands import refusal_of, status_of
-from vllm_diffusion.cli import server, shipped_server
+from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.drafting.commands import contenders, draft_runs
 from vllm_diffusion.drafting.recording import read_recording
 
@@ -68,7 +68,7 @@ def bench(
     made = Bench(capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(shipped_server, "ENDING_SIGNALS", ())
+    monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
     monkeypatch.setattr(contenders, "METHODS", METHODS)
     monkeypatch.setattr(contenders, "_WITHOUT_A_DRAFT", METHODS)
     monkeypatch.setattr(draft_runs, "vllm_serve", made.serve)

@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.support.page_stub import engine_client
 from tests.support.specs import diffusion_gemma_spec, masked_spec
-from vllm_diffusion.live.page.description import end_tokens_of
-from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage
+from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage, end_tokens_of
 from vllm_diffusion.requests.arguments import argument_names, parse_arguments
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
 

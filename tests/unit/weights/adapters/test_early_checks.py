@@ -38,7 +38,7 @@ def served(num_servers: int = 1, rules: Any = None, at_start: tuple[str, ...] = 
 def load(models: Any, path: str, *, stock: Any = None) -> Any:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    from vllm_diffusion.weights.adapters.loading import CheckedModels
+    from vllm_diffusion.live.http import CheckedModels
 
     checked = CheckedModels.__new__(CheckedModels)
     vars(checked).update(vars(models))

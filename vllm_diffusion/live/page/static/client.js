@@ -48,7 +48,7 @@ function message(body) {
   return said.length > MOST_OF_A_MESSAGE ? `${said.slice(0, MOST_OF_A_MESSAGE)}…` : said;
 }
 
-// The served model: see vllm_diffusion/live/page/description.py.
+// The served model: see vllm_diffusion/live/page/plugin.py.
 export async function describedModel(key) {
   const response = await fetched("../v1/diffusion/model", { headers: headers(key) });
   if (!response.ok) throw await refusal(response, key);

@@ -14,13 +14,8 @@ from transformers import DiffusionGemmaConfig
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.startup import gpu_limits
-from vllm_diffusion.startup.gpu_limits import (
-    check_capability,
-    check_room,
-    described_specs,
-    weight_bytes,
-)
+from vllm_diffusion.weights import check
+from vllm_diffusion.weights.check import check_capability, check_room, described_specs, weight_bytes
 from vllm_diffusion.weights.formats import FLOATS
 
 pytestmark = pytest.mark.engine
@@ -108,7 +103,7 @@ def test_weights_that_fit(gpu, serves):
 
 def test_tensors_that_were_compared(gpu, monkeypatch):
     """They are not described a second time, which takes a second."""
-    monkeypatch.setattr(gpu_limits, "described_specs", None)
+    monkeypatch.setattr(check, "described_specs", None)
     compared = {"model.weight": (FLOATS, ((2**32, 3),))}
     with pytest.raises(ValueError, match=r"weights take 24\.0 GiB"):
         check_room(published("bf16"), RULES, compared)

@@ -1,20 +1,161 @@
 """Options of ``vllm serve`` that a diffusion model cannot honour, refused by name before it loads.
 
-The conditions that are more than a field are here, the sentences in ``refused_options.toml``.
+At some of them vLLM would end with a stack trace before it asks this package about the model: those are
+checked with the arguments, the others with the whole configuration. The conditions that are more than a
+field are here, the sentences in ``refused_options.toml``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import json
+import tomllib
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.startup.refused_options import refusal, refused_fields
+from vllm_diffusion.hooks.replacement import replaces_call
+from vllm_diffusion.startup.passes import note_given_limits
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+@functools.cache
+def _entries() -> dict[str, dict[str, str]]:
+    text = files(__package__).joinpath("refused_options.toml").read_text(encoding="utf-8")
+    entries: dict[str, Any] = tomllib.loads(text)
+    return {
+        name: {"sentence": entry} if isinstance(entry, str) else entry
+        for name, entry in entries.items()
+    }
+
+
+def sentences() -> dict[str, str]:
+    """Return the sentences by the option's name; ``{...}`` in one stands for a value."""
+    return {name: entry["sentence"] for name, entry in _entries().items()}
+
+
+def refused_fields() -> dict[str, str]:
+    """Return the fields of vLLM's configuration that must be unset, by the option's name."""
+    return {name: entry["field"] for name, entry in _entries().items() if "field" in entry}
+
+
+def refusal(name: str, **values: object) -> str:
+    """Return the message with which an option is refused.
+
+    Args:
+        name: Name of the option.
+        values: Values for the message's placeholders.
+    """
+    return sentences()[name].format(**values)
+
+
+def unknown_architecture(
+    arguments: EngineArgs, served: Mapping[str, tuple[str, ...]]
+) -> str | None:
+    """Return the message for a checkpoint that only seems to be of one of our families.
+
+    vLLM ends with the list of every architecture that it knows, or with a bare ``NotImplementedError``.
+
+    Args:
+        arguments: Arguments from which vLLM could not make a model's configuration.
+        served: Architectures that are served, by ``model_type``.
+
+    Returns:
+        The message; ``None`` if the failure has another reason.
+    """
+    from transformers import PretrainedConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(arguments.model, revision=arguments.revision)
+    except Exception:
+        return None
+    if isinstance(arguments.hf_overrides, dict):
+        config = config | arguments.hf_overrides
+    model_type, found = config.get("model_type"), config.get("architectures") or []
+    known = ModelRegistry.get_supported_archs()
+    if model_type not in served or any(architecture in known for architecture in found):
+        return None
+    says = (
+        f"config.json of the checkpoint has model_type={model_type!r} with architectures={found!r}"
+    )
+    if not served[model_type]:
+        return f"{says}, of which none is served; docs/use/families.md has what is."
+    overrides = json.dumps({"architectures": served[model_type][:1]})
+    return (
+        f"{says}, and of that model_type {' and '.join(served[model_type])} alone is served. If layers, "
+        f"weights and loop are the same, say so with --hf-overrides '{overrides}'; otherwise "
+        "docs/develop/add-a-family.md says what it takes."
+    )
+
+
+def _is_changed(settings: Any) -> bool:
+    """Return true if a dataclass of settings differs from its defaults."""
+    return bool(settings != type(settings)())
+
+
+EARLY_CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
+    "--enable-eplb": lambda arguments, model: arguments.enable_eplb,
+    # vLLM's workers refuse it with a stack trace, and its command line drops settings without the
+    # flag.
+    "--enable-fault-tolerance": lambda arguments, model: (
+        (arguments.enable_fault_tolerance or _is_changed(arguments.fault_tolerance_config))
+        and arguments.all2all_backend not in ("deepep_low_latency", "nixl_ep")
+    ),
+    "--model-impl": lambda arguments, model: arguments.model_impl not in ("auto", "vllm"),
+    "--disable-sliding-window": lambda arguments, model: (
+        arguments.disable_sliding_window
+        and getattr(model.hf_text_config, "sliding_window", None) is not None
+    ),
+}
+
+
+def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...]]) -> None:
+    """Check the arguments as soon as vLLM has the model's configuration. This is safe to call twice.
+
+    Args:
+        architectures: Architectures of the models to check.
+        by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
+    """
+    _looking.install(frozenset(architectures), by_type)
+
+
+@replaces_call(
+    "vllm.engine.arg_utils:EngineArgs.create_model_config",
+    reason="Refuses options at which vLLM ends with a trace; notes limits that the operator set.",
+    until="verify_and_update_config is called with the arguments, before any option is applied to the model.",
+)
+def _looking(
+    stock: Callable[[EngineArgs], ModelConfig],
+    architectures: frozenset[str],
+    by_type: Mapping[str, tuple[str, ...]],
+    self: Any,
+) -> ModelConfig:
+    # vLLM removes the window from a configuration before its architecture is known.
+    disables_window, self.disable_sliding_window = self.disable_sliding_window, False
+    try:
+        model_config = stock(self)
+    except Exception:
+        sentence = unknown_architecture(self, by_type)
+        if sentence is None:
+            raise
+        raise ValueError(sentence) from None
+    finally:
+        self.disable_sliding_window = disables_window
+    if not architectures.isdisjoint(getattr(model_config.hf_config, "architectures", None) or ()):
+        for name, is_set in EARLY_CONDITIONS.items():
+            if is_set(self, model_config):
+                raise ValueError(refusal(name))
+    if disables_window:
+        model_config = stock(self)
+    note_given_limits(self, model_config)
+    return model_config
 
 
 _SCHEDULERS = "vllm_diffusion.scheduling.canvas_scheduler"

@@ -1,0 +1,334 @@
+"""Bounds of a request's values: what the engine's process, its workers and its device can take.
+
+vLLM checks what a sampling parameter means. What it lets through still has to fit an element of a
+tensor, a message or the memory: a number that does not either raises in the worker, which ends the
+engine, or becomes an infinity of float32 there, of which a distribution makes NaN. The engine
+validates sampling parameters again when it decodes them, in the thread that receives all requests: what is wrong
+there has no client any more who could be answered. And ``kv_transfer_params`` vLLM takes for what its own
+engines wrote: one that is missing leaves a request waiting for ever, and one of another type ends the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vllm_diffusion.requests.refusals import refuse
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True)
+class NumberBounds:
+    """Bounds of a number.
+
+    Attributes:
+        low: Smallest allowed value.
+        high: Largest allowed value.
+        why: Reason of the bounds, the end of a sentence.
+    """
+
+    low: float
+    high: float
+    why: str
+
+    def problem(self, value: float) -> str | None:
+        """Return what to say of ``value`` behind its field's name; ``None`` if it is within."""
+        # A NaN is within nothing.
+        if self.low <= value <= self.high:
+            return None
+        return (
+            f"must be between {reprlib.repr(self.low)} and {reprlib.repr(self.high)}, since {self.why}; got "
+            f"{reprlib.repr(value)}."
+        )
+
+
+def _sent(low: int) -> NumberBounds:
+    """Bound a number by the integers of the engine's message; the worker lowers larger ones."""
+    return NumberBounds(low, INT64_MAX, "the engine is sent numbers of 64 bits")
+
+
+# Of vLLM's SamplingParams. Fields that vLLM bounds more tightly itself are here for those who set
+# them past its checks, as vllm.LLM lets them.
+SAMPLING_PARAMS: Mapping[str, NumberBounds] = {
+    "top_k": _sent(-1),
+    "max_tokens": _sent(1),
+    "stream_interval": _sent(1),
+    # Added to the length of the prompt, in int32.
+    "min_tokens": NumberBounds(0, 2**30 - 1, "no answer is that long"),
+    "temperature": NumberBounds(0.0, 2.0, "vLLM defines it there"),
+    "top_p": NumberBounds(0.0, 1.0, "it is a probability"),
+    "min_p": NumberBounds(0.0, 1.0, "it is a probability"),
+    "presence_penalty": NumberBounds(-2.0, 2.0, "vLLM defines it there"),
+    "frequency_penalty": NumberBounds(-2.0, 2.0, "vLLM defines it there"),
+    # A logit of 30, where the model caps it, becomes 3,000 at most: float32 tells 2.4e-4 apart
+    # there, a tenth of the finest threshold of a preset. From 1e5 on answers no longer change, and
+    # at 1e39 and 1e-39 the logits are infinite.
+    "repetition_penalty": NumberBounds(0.01, 100.0, "logits lose their digits beyond"),
+}
+# As far as a bias can push an id: a constraint's masks keep what it allows above the negative.
+LOGIT_BIAS = NumberBounds(-1e4, 1e4, "an id is certain or impossible by then")
+REPETITION_DETECTION: Mapping[str, NumberBounds] = {
+    "max_pattern_size": _sent(0),
+    "min_pattern_size": _sent(0),
+    "min_count": _sent(0),
+}
+
+
+def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
+    """Find the numbers of a request that are out of bounds.
+
+    Args:
+        params: vLLM's ``SamplingParams``.
+
+    Yields:
+        A field's name, what to say behind it, and its value.
+    """
+    for field, bounds in SAMPLING_PARAMS.items():
+        value = getattr(params, field)
+        if value is not None and (problem := bounds.problem(value)):
+            yield field, problem, value
+    if params.seed is not None:
+        # vLLM numbers the answers' seeds from the request's on.
+        high = INT64_MAX - params.n + 1
+        seeds = NumberBounds(INT64_MIN, high, f"its {params.n} answers get the integers from it on")
+        if params.n == 1:
+            seeds = NumberBounds(INT64_MIN, INT64_MAX, "it is an integer of 64 bits")
+        if problem := seeds.problem(params.seed):
+            yield "seed", problem, params.seed
+    for token, bias in (params.logit_bias or {}).items():
+        if problem := LOGIT_BIAS.problem(bias):
+            yield "logit_bias", f"of token {token} {problem}", bias
+    if params.repetition_detection is not None:
+        for name, bounds in REPETITION_DETECTION.items():
+            value = getattr(params.repetition_detection, name)
+            if problem := bounds.problem(value):
+                yield "repetition_detection", f"{name} {problem}", value
+
+
+# llguidance, which vLLM asks where xgrammar declines, unrolls arrays as it checks them: 100,000 items
+# take it 2 s and 100 MB, 1,000,000 more than a minute, 1,000,000,000 all memory.
+MOST_ITEMS = 10_000
+_COUNTS = ("minItems", "maxItems")
+
+
+def schema_problem(structured_outputs: Any) -> str | None:
+    """Return why a constraint's schemas are not compiled; ``None`` if they may be.
+
+    Args:
+        structured_outputs: vLLM's ``StructuredOutputsParams``.
+    """
+    for text in (structured_outputs.json, structured_outputs.structural_tag):
+        try:
+            schema = json.loads(text) if isinstance(text, str) else text
+        except ValueError:
+            # vLLM says what is wrong with it.
+            continue
+        num_items = sum(_counts(schema))
+        if num_items > MOST_ITEMS:
+            return (
+                f"has a schema whose minItems and maxItems add up to {num_items}; up to "
+                f"{MOST_ITEMS} are supported: lower them, or leave maxItems out."
+            )
+    return None
+
+
+def _counts(schema: Any) -> Iterator[int]:
+    """Yield the counts of a schema, however deep."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            for name in _COUNTS:
+                if isinstance(count := part.get(name), (int, float)) and count > 0:
+                    yield int(min(count, 10**18))
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+
+
+def text_problems(params: Any) -> Iterator[tuple[str, str]]:
+    """Find fields with text that is none, which cannot be sent to the engine's process.
+
+    Args:
+        params: vLLM's ``SamplingParams``.
+
+    Yields:
+        A field's name, and what to say behind it.
+    """
+    fields = {
+        "stop": params.stop,
+        "bad_words": params.bad_words,
+        "vllm_xargs": params.extra_args,
+    }
+    for field, value in fields.items():
+        try:
+            # Objects and numbers that no message holds are left to vLLM.
+            with contextlib.suppress(OverflowError):
+                msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+        except UnicodeEncodeError:
+            yield field, "holds half of a surrogate pair, which no text contains; take it out."
+
+
+# How msgspec ends the description of an error: "... - at `$.max_tokens`", "... - at `key` in `$.logit_bias`".
+_FIELD = re.compile(r"`\$\.(\w+)")
+
+
+def check_decodable(params: SamplingParams) -> None:
+    """Encode sampling parameters for the engine and decode them as the engine will.
+
+    Args:
+        params: Parameters of the request. An encoding that fails is left to vLLM, which answers the
+            client: it fails in this process.
+
+    Raises:
+        VLLMValidationError: Naming the field that the engine would refuse.
+    """
+    import msgspec
+    from vllm import SamplingParams
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    try:
+        message = MsgpackEncoder().encode(params)
+    except (TypeError, ValueError, OverflowError):
+        return
+    try:
+        MsgpackDecoder(SamplingParams).decode(message)
+    except msgspec.ValidationError as error:
+        found = _FIELD.search(str(error))
+        field = found.group(1) if found else "sampling_params"
+        value = getattr(params, field, None)
+        refuse(field, f"cannot be read by the engine: {error}.", value)
+
+
+# Connectors whose parameters are known here: those of NIXL that read.
+_NIXL = ("NixlConnector", "NixlPullConnector")
+_NIXL_NEEDS = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "tp_size",
+)
+
+
+_Name = Annotated[str, Meta(min_length=1)]
+_Port = Annotated[int, Meta(ge=1, lt=65536)]
+_Size = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+_BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+_Blocks = Annotated[list[list[_BlockId]], Meta(min_length=1)]
+# What a value must be: in words, as a type, and of which parameters.
+_KINDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("true or false", bool, ("do_remote_prefill", "do_remote_decode")),
+    ("a string", _Name, ("remote_engine_id", "remote_request_id", "remote_host")),
+    ("a port", _Port, ("remote_port",)),
+    ("a list of lists of block ids", _Blocks, ("remote_block_ids",)),
+    ("an integer of at least 1", _Size, ("tp_size", "dcp_size", "pp_size")),
+    (
+        "an integer of at least 0",
+        _Count,
+        ("remote_num_tokens", "remote_registration_generation"),
+    ),
+    ("a number", _Count | float, ("remote_blocks_expiry_time",)),
+)
+
+
+def reads_by_nixl(kv_transfer_config: Any) -> bool:
+    """Return true if a server reads the parameters that this module checks.
+
+    Args:
+        kv_transfer_config: vLLM's configuration; ``None`` without a connector.
+    """
+    return kv_transfer_config is not None and any(map(kv_transfer_config.has_connector, _NIXL))
+
+
+def form_problem(params: Any, num_answers: int, kv_transfer_config: Any) -> tuple[str, str] | None:
+    """Find what is wrong with parameters by themselves.
+
+    Args:
+        params: ``kv_transfer_params`` of a request.
+        num_answers: Its ``n``.
+        kv_transfer_config: vLLM's configuration of the server; ``None`` without a connector.
+
+    Returns:
+        The field and its problem, or ``None``.
+    """
+    if not isinstance(params, Mapping):
+        return "kv_transfer_params", f"must be a mapping; got {reprlib.repr(params)}."
+    if not reads_by_nixl(kv_transfer_config):
+        return None
+    for words, kind, names in _KINDS:
+        for name in names:
+            value = params.get(name)
+            try:
+                msgspec.convert(value, kind | None)
+            except msgspec.ValidationError:
+                return f"kv_transfer_params.{name}", f"must be {words}; got {reprlib.repr(value)}."
+    loads, hands_over = params.get("do_remote_prefill"), params.get("do_remote_decode")
+    if loads and hands_over:
+        return (
+            "kv_transfer_params.do_remote_decode",
+            "cannot be combined with do_remote_prefill: the prompt is prefilled here or elsewhere.",
+        )
+    missing = [name for name in _NIXL_NEEDS if params.get(name) is None]
+    if loads and missing:
+        return (
+            f"kv_transfer_params.{missing[0]}",
+            "is missing; send what the prefilling server's response has in kv_transfer_params.",
+        )
+    if (loads or hands_over) and num_answers > 1:
+        return (
+            "n",
+            "must be 1 with kv_transfer_params, which are of one request; send as many requests, or "
+            "leave kv_transfer_params out.",
+        )
+    return None
+
+
+def agreement_problem(
+    params: Mapping[str, Any],
+    *,
+    num_prefilled: int,
+    num_groups: int,
+    loading: Iterable[str | None],
+) -> str | None:
+    """Return why another engine's blocks cannot be a request's prompt; ``None`` if they can.
+
+    Args:
+        params: ``kv_transfer_params`` of the request, which passed :func:`form_problem`.
+        num_prefilled: Tokens of its prompt that are prefilled before its canvas.
+        num_groups: Groups of cached layers of this engine.
+        loading: ``remote_request_id`` of this engine's requests.
+    """
+    if (num_remote := params.get("remote_num_tokens")) is not None and (
+        num_remote != num_prefilled
+    ):
+        return (
+            f"kv_transfer_params.remote_num_tokens is {num_remote}, and this prompt is prefilled "
+            f"up to token {num_prefilled}: the prefilling server was sent another one"
+        )
+    blocks = params.get("remote_block_ids")
+    if blocks is not None and len(blocks) != num_groups:
+        return (
+            f"kv_transfer_params.remote_block_ids has {len(blocks)} lists, and this model has "
+            f"{num_groups}: the prefilling server has another model, or other options"
+        )
+    if (remote := params.get("remote_request_id")) is not None and remote in loading:
+        return (
+            "kv_transfer_params.remote_request_id is that of a request which is being answered: a "
+            "prefilled prompt is taken once"
+        )
+    return None
