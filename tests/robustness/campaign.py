@@ -33,9 +33,11 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 
 from tests.robustness.client import Outcome, answers, send
-from tests.robustness.minimise import minimise
 from tests.robustness.requests import CHAT, COMPLETIONS, KINDS, Request, Served, draw_request
 from tests.support.checkpoints import SHIPPED
 from tests.support.server import PARSERS, Server, start_server, stop_server
@@ -263,14 +265,45 @@ def explain(own: OwnServer, failures: Sequence[Failure], most: int, folder: Path
             # Each part that can go costs this long where a request does not end.
             return own.fails(dataclasses.replace(request, body=body), ALONE_SECONDS / 3) == how
 
-        # Where it costs a start of the server, or a deadline, to see it fail.
-        most_tries = 60 if how in ("ends the engine", "does not end") else 200
-        small = minimise(request.body, fails_so, most_tries)
+        small = minimise(request.body, fails_so)
         print(f"{failure.number}: {how}: {request.path} {json.dumps(small)[:2000]}", flush=True)
         _keep(folder, failure, dataclasses.replace(request, body=small))
         num_small += 1
         if num_small == most:
             break
+
+
+def parts_of(value: Any) -> st.SearchStrategy[Any]:
+    """JSON from which parts are left out, and in which texts are cut; the less the simpler."""
+    if isinstance(value, str) and len(value) > 1:
+        return st.integers(1, len(value)).map(lambda length: value[:length])
+    if not isinstance(value, dict | list):
+        return st.just(value)
+    names = list(value) if isinstance(value, dict) else range(len(value))
+    # No part is a tuple, which stands for one that is left out.
+    parts = st.tuples(*(st.just(()) | parts_of(value[name]) for name in names))
+    kept = parts.map(lambda drawn: {n: p for n, p in zip(names, drawn, strict=True) if p != ()})
+    return kept if isinstance(value, dict) else kept.map(lambda some: list(some.values()))
+
+
+def minimise(body: Any, still_fails: Callable[[Any], bool]) -> Any:
+    """The smallest part of ``body`` that Hypothesis finds to fail, in some minutes at most.
+
+    Args:
+        body: JSON that fails.
+        still_fails: Whether another body does.
+    """
+    tried = settings(
+        max_examples=200,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        return find(parts_of(body), still_fails, settings=tried, random=random.Random(0))
+    except NoSuchExample:
+        return body
 
 
 def _keep(folder: Path, failure: Failure, request: Request | None) -> None:
