@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from tests.robustness.option_trials import OPTIONS, explains
+from tests.robustness.serve_options import OPTIONS, explains
 from vllm_diffusion.startup import early_options, unsupported_options
 from vllm_diffusion.startup.refused_options import refused_fields, sentences
 
