@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import torch
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
@@ -117,12 +116,6 @@ def describe(server: Server, *, images: bool) -> Served:
     return Served(server.canvas_length, server.vocab_size, length, images, openapi)
 
 
-def resident_bytes(server: Server) -> int:
-    """Memory of the server's processes, all of them."""
-    api = psutil.Process(server.process.pid)
-    return sum(process.memory_info().rss for process in (api, *api.children(recursive=True)))
-
-
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
     """Send requests from ``CLIENTS`` clients, each of which takes the next when it is free.
 
@@ -187,7 +180,7 @@ def run_round(
             alone = send_alone(server, request)
         if alone.sort != "answered" or answers(request, alone) != answers(request, outcome):
             tally.failures.append(Failure("another answer alone", request, number, outcome))
-    tally.rss.append(resident_bytes(server))
+    tally.rss.append(server.resident_bytes())
 
 
 def _is_seeded(request: Request) -> bool:
