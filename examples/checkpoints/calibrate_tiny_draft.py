@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from tiny_model import build_tokenizer
-from tiny_pair import load_target
+from tiny_qwen3 import load_target
 from tiny_tasks import Example, draw_question, evaluation_set
 from train_tiny_pair import answers, new_draft
 

@@ -35,30 +35,10 @@ MAX_POSITION_EMBEDDINGS = 4096
 
 # Order is identity: position in this list is the token id. The first four ids are Gemma's.
 CONTROL_TOKENS = [
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<mask>",
-    "<|turn>",
-    "<turn|>",
-    "<|channel>",
-    "<channel|>",
-    "<|think|>",
-    "<|tool>",
-    "<tool|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-    '<|"|>',
-    "<|image>",
-    "<|image|>",
-    "<image|>",
-    "<|audio>",
-    "<|audio|>",
-    "<audio|>",
-    "<|video|>",
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>"),
+    *("<channel|>", "<|think|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", '<|"|>', "<|image>", "<|image|>", "<image|>"),
+    *("<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
 ]
 TOKEN_ID = {token: idx for idx, token in enumerate(CONTROL_TOKENS)}
 # Words of their own, where they stand alone: vLLM's decisions read a question's answer from the
@@ -71,84 +51,7 @@ EMPTY_THOUGHT = "<|channel>thought\n<channel|>"
 # Written for this checkpoint, in the form of the published one: turns in <|turn>role ... <turn|>,
 # thinking asked for by <|think|> in the system turn, tools declared there, the thoughts of earlier
 # turns left out. Tool arguments and results use <|"|> as the string delimiter.
-CHAT_TEMPLATE = r"""
-{%- macro value(x) -%}
-  {%- if x is none -%}null
-  {%- elif x is boolean -%}{{ 'true' if x else 'false' }}
-  {%- elif x is string -%}<|"|>{{ x }}<|"|>
-  {%- elif x is mapping -%}{{ '{' }}{%- for k, v in x | dictsort -%}
-    {{ k }}:{{ value(v) }}{{ ',' if not loop.last }}{%- endfor -%}{{ '}' }}
-  {%- elif x is iterable -%}[{%- for v in x -%}{{ value(v) }}{{ ',' if not loop.last }}{%- endfor -%}]
-  {%- else -%}{{ x }}
-  {%- endif -%}
-{%- endmacro -%}
-{%- macro text(content) -%}
-  {%- if content is string -%}{{ content | trim }}
-  {%- elif content is not none -%}
-    {%- for item in content -%}
-      {%- if item['type'] == 'text' -%}{{ item['text'] | trim }}
-      {%- elif item['type'] in ['image', 'image_url'] -%}<|image|>
-      {%- elif item['type'] in ['video', 'video_url'] -%}<|video|>
-      {%- endif -%}
-    {%- endfor -%}
-  {%- endif -%}
-{%- endmacro -%}
-{%- macro answer(content) -%}
-  {%- set ns = namespace(out='') -%}
-  {%- for part in text(content).split('<channel|>') -%}
-    {%- set ns.out = ns.out ~ part.split('<|channel>')[0] -%}
-  {%- endfor -%}
-  {{- ns.out | trim -}}
-{%- endmacro -%}
-{%- set thinking = enable_thinking is defined and enable_thinking -%}
-{%- set ns = namespace(messages=messages, open=false) -%}
-{{- bos_token -}}
-{%- set has_system = messages and messages[0]['role'] in ['system', 'developer'] -%}
-{%- if has_system or thinking or tools -%}
-  {{- '<|turn>system\n' -}}
-  {%- if thinking -%}{{- '<|think|>' -}}{%- endif -%}
-  {%- if has_system -%}
-    {{- text(messages[0]['content']) -}}
-    {%- set ns.messages = messages[1:] -%}
-  {%- endif -%}
-  {%- for tool in tools or [] -%}
-    {%- set f = tool['function'] if 'function' in tool else tool -%}
-    {{- '<|tool>declaration:' ~ f['name'] ~ '{description:' ~ value(f['description'] or '')
-        ~ ',parameters:' ~ value(f['parameters'] or {}) ~ '}<tool|>' -}}
-  {%- endfor -%}
-  {{- '<turn|>\n' -}}
-{%- endif -%}
-{%- for message in ns.messages -%}
-  {%- if message['role'] == 'tool' -%}
-    {{- '<|tool_response>response:' ~ (message['name'] or 'tool') ~ '{value:'
-        ~ value(text(message['content'])) ~ '}<tool_response|>' -}}
-  {%- else -%}
-    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
-    {%- if ns.open and role != 'model' -%}{{- '<turn|>\n' -}}{%- set ns.open = false -%}{%- endif -%}
-    {%- if not ns.open -%}{{- '<|turn>' ~ role ~ '\n' -}}{%- endif -%}
-    {%- set ns.open = false -%}
-    {%- if role == 'model' -%}{{- answer(message['content']) -}}
-    {%- else -%}{{- text(message['content']) -}}{%- endif -%}
-    {%- if message['tool_calls'] -%}
-      {%- for call in message['tool_calls'] -%}
-        {%- set f = call['function'] if 'function' in call else call -%}
-        {{- '<|tool_call>call:' ~ f['name'] -}}
-        {{- value(f['arguments']) if f['arguments'] is mapping else '{' ~ f['arguments'] ~ '}' -}}
-        {{- '<tool_call|>' -}}
-      {%- endfor -%}
-      {%- set ns.open = true -%}
-    {%- else -%}
-      {{- '<turn|>\n' -}}
-    {%- endif -%}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {%- if not ns.open -%}
-    {{- '<|turn>model\n' -}}
-    {%- if not thinking -%}{{- '<|channel>thought\n<channel|>' -}}{%- endif -%}
-  {%- endif -%}
-{%- endif -%}
-""".lstrip("\n")
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 GENERATION_CONFIG = {
     "bos_token_id": TOKEN_ID["<bos>"],

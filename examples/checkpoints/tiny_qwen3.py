@@ -1,4 +1,8 @@
-"""What the tiny SDAR and the tiny Qwen3 have in common: sizes, sampling defaults, and their files."""
+"""The shipped tiny Qwen3, the target of the tiny pair; and what the tiny SDAR has of it: sizes and files.
+
+Tokenizer and chat template are those of the tiny DiffusionGemma (``tiny_model.py``). The target is an
+ordinary ``Qwen3ForCausalLM``; its draft is ``vllm_diffusion.drafting.reference``'s.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from tiny_model import (
     MAX_POSITION_EMBEDDINGS,
@@ -15,6 +20,7 @@ from tiny_model import (
     moved_in_when_complete,
 )
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 TOKENS = {f"{name}_token_id": TOKEN_ID[f"<{name}>"] for name in ("bos", "eos", "pad")}
 SIZES = {
@@ -43,6 +49,19 @@ SAMPLING = TOKENS | {
     "temperature": 0.0,
 }
 
+BLOCK_SIZE = 8
+# All but the last. The formula of published drafts has one layer for a target of four.
+TARGET_LAYER_IDS = [0, 1, 2]
+
+TARGET_CONFIG = {
+    **SIZES,
+    **TOKENS,
+    "rope_parameters": ROPE,
+    "use_cache": True,
+    # What it computes in. The file holds bfloat16, which both sides widen exactly.
+    "dtype": "float32",
+}
+
 
 def write_files(
     directory: str | Path,
@@ -63,3 +82,25 @@ def write_files(
         build_tokenizer().save_pretrained(staging)
         for name, content in (("config", config), ("generation_config", generation_config)):
             (staging / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def build_target() -> Qwen3ForCausalLM:
+    """The target with random weights, in fp32."""
+    return Qwen3ForCausalLM(Qwen3Config(**TARGET_CONFIG)).float()
+
+
+def load_target(directory: Path) -> Qwen3ForCausalLM:
+    """The target with the weights that :func:`save_target` wrote, in fp32."""
+    return Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def save_target(model: Qwen3ForCausalLM, directory: str | Path) -> None:
+    """Write weights (rounded to bfloat16), configuration and tokenizer.
+
+    Args:
+        model: What :func:`build_target` made, in fp32.
+        directory: Made if absent. A reader never sees half a file.
+    """
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | TARGET_CONFIG
+    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
+    write_files(directory, tensors, config, SAMPLING)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tiny_model import build_tokenizer, moved_in_when_complete
-from tiny_pair import TARGET_LAYER_IDS, load_target
+from tiny_qwen3 import TARGET_LAYER_IDS, load_target
 from torch import Tensor, nn
 from train_tiny_pair import answers
 from transformers import LlamaConfig, Qwen3ForCausalLM

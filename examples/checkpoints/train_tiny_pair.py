@@ -26,14 +26,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tiny_model import TOKEN_ID, build_tokenizer, moved_in_when_complete
-from tiny_pair import (
+from tiny_qwen3 import (
     BLOCK_SIZE,
+    SAMPLING,
     TARGET_LAYER_IDS,
     build_target,
     load_target,
     save_target,
 )
-from tiny_qwen3 import SAMPLING
 from tiny_tasks import FAMILIES, Size, evaluation_set, is_correct
 from tiny_training import (
     FAMILY_WEIGHTS,

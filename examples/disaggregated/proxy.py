@@ -9,9 +9,8 @@ prefilling server cannot do, it being away included, the denoising one does alon
 from __future__ import annotations
 
 import argparse
+import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -22,93 +21,74 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-logger = logging.getLogger("uvicorn.error")
-
 # Of a request: what says nothing of its prompt.
-_OF_THE_ANSWER = (
+OF_THE_ANSWER = (
     *("stream", "stream_options", "diffusing", "vllm_xargs", "stop", "min_tokens", "ignore_eos"),
     *("logprobs", "top_logprobs", "response_format", "structured_outputs", "max_completion_tokens"),
 )
 # Not the next connection's business.
-_OF_A_CONNECTION = ("host", "content-length", "connection", "transfer-encoding", "accept-encoding")
+OF_A_CONNECTION = ("host", "content-length", "connection", "transfer-encoding", "accept-encoding")
+
+
+def is_one_prompt(body: Any) -> bool:
+    """Whether the request is of one prompt and one answer, as ``kv_transfer_params`` are."""
+    if not isinstance(body, dict) or body.get("n", 1) not in (1, None):
+        return False
+    prompt = body.get("prompt", "")
+    is_batch = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+    # What is read of the prompt's own rows needs them computed where it is answered.
+    return not (is_batch or body.get("echo") or body.get("prompt_logprobs") is not None)
+
+
+def headers_of(message: Request | httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in message.headers.items() if name not in OF_A_CONNECTION}
 
 
 def proxy(prefill: str, denoise: str) -> Starlette:
     """The application; both arguments are addresses of servers, without a path."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        # A request may wait for as long as its server makes it.
-        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5)) as app.state.client:
-            yield
-
-    async def answer(request: Request) -> StreamingResponse:
-        try:
-            body = await request.json()
-        except ValueError:
-            # The denoising server says what is wrong with it.
-            return await forward(request)
-        if _is_one_prompt(body):
-            body["kv_transfer_params"] = await prefilled(request, body)
-        return await forward(request, body)
+    # A request may wait for as long as its server makes it.
+    client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5))
 
     async def prefilled(request: Request, body: dict[str, Any]) -> dict[str, Any] | None:
         """How the denoising server gets the prompt's keys and values; ``None`` if it does not."""
-        asked = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+        asked = {name: value for name, value in body.items() if name not in OF_THE_ANSWER}
         asked |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
         if "tools" in asked:
             # They are part of the prompt; nothing is called yet.
             asked["tool_choice"] = "none"
+        url, headers = prefill + request.url.path, headers_of(request)
         try:
-            response = await request.app.state.client.post(
-                prefill + request.url.path, json=asked, headers=_headers(request)
-            )
-            response.raise_for_status()
-            return response.json()["kv_transfer_params"]
+            response = await client.post(url, json=asked, headers=headers)
+            return response.raise_for_status().json()["kv_transfer_params"]
         except httpx.HTTPError as error:
-            logger.warning("not prefilled by %s: %s", prefill, str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            logging.getLogger("uvicorn.error").warning("not prefilled by %s: %s", prefill, reason)
             return None
 
-    async def forward(request: Request, body: dict[str, Any] | None = None) -> StreamingResponse:
+    async def answer(request: Request) -> StreamingResponse:
         """The denoising server's response, as it comes."""
-        client: httpx.AsyncClient = request.app.state.client
+        content = await request.body()
+        if request.url.path in ("/v1/completions", "/v1/chat/completions"):
+            try:
+                body = json.loads(content)
+            except ValueError:
+                # The denoising server says what is wrong with it.
+                body = None
+            if is_one_prompt(body):
+                body["kv_transfer_params"] = await prefilled(request, body)
+                content = json.dumps(body).encode()
+        url, headers = denoise + request.url.path, headers_of(request)
         sent = client.build_request(
-            request.method,
-            denoise + request.url.path,
-            params=request.query_params,
-            headers=_headers(request),
-            content=await request.body() if body is None else None,
-            json=body,
+            request.method, url, params=request.query_params, headers=headers, content=content
         )
         response = await client.send(sent, stream=True)
+        closing = BackgroundTask(response.aclose)
         return StreamingResponse(
-            response.aiter_raw(),
-            response.status_code,
-            _headers(response),
-            background=BackgroundTask(response.aclose),
+            response.aiter_raw(), response.status_code, headers_of(response), background=closing
         )
 
-    routes = [
-        Route("/v1/completions", answer, methods=["POST"]),
-        Route("/v1/chat/completions", answer, methods=["POST"]),
-        Route("/{path:path}", forward, methods=["GET", "POST", "PUT", "DELETE"]),
-    ]
-    return Starlette(routes=routes, lifespan=lifespan)
-
-
-def _is_one_prompt(body: Any) -> bool:
-    """Whether the request is of one prompt and one answer, as ``kv_transfer_params`` are."""
-    if not isinstance(body, dict) or body.get("n", 1) not in (1, None):
-        return False
-    # What is read of the prompt's own rows needs them computed where it is answered.
-    if body.get("echo") or body.get("prompt_logprobs") is not None:
-        return False
-    prompt = body.get("prompt", "")
-    return not isinstance(prompt, list) or all(isinstance(token, int) for token in prompt)
-
-
-def _headers(message: Request | httpx.Response) -> dict[str, str]:
-    return {name: value for name, value in message.headers.items() if name not in _OF_A_CONNECTION}
+    methods = ["GET", "POST", "PUT", "DELETE"]
+    return Starlette(routes=[Route("/{path:path}", answer, methods=methods)])
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from tests.robustness.option_trials import OPTIONS, explains
-from tests.robustness.serve_options import configure
+from tests.robustness.serve_options import OPTIONS, configure, explains
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.startup.engine_process import refusal_in

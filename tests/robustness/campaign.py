@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import torch
+from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 
 from tests.robustness.client import Outcome, answers, send
-from tests.robustness.minimise import minimise
 from tests.robustness.requests import CHAT, COMPLETIONS, KINDS, Request, Served, draw_request
 from tests.support.checkpoints import SHIPPED
 from tests.support.server import PARSERS, Server, start_server, stop_server
@@ -115,12 +116,6 @@ def describe(server: Server, *, images: bool) -> Served:
     return Served(server.canvas_length, server.vocab_size, length, images, openapi)
 
 
-def resident_bytes(server: Server) -> int:
-    """Memory of the server's processes, all of them."""
-    api = psutil.Process(server.process.pid)
-    return sum(process.memory_info().rss for process in (api, *api.children(recursive=True)))
-
-
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
     """Send requests from ``CLIENTS`` clients, each of which takes the next when it is free.
 
@@ -185,7 +180,7 @@ def run_round(
             alone = send_alone(server, request)
         if alone.sort != "answered" or answers(request, alone) != answers(request, outcome):
             tally.failures.append(Failure("another answer alone", request, number, outcome))
-    tally.rss.append(resident_bytes(server))
+    tally.rss.append(server.resident_bytes())
 
 
 def _is_seeded(request: Request) -> bool:
@@ -263,14 +258,45 @@ def explain(own: OwnServer, failures: Sequence[Failure], most: int, folder: Path
             # Each part that can go costs this long where a request does not end.
             return own.fails(dataclasses.replace(request, body=body), ALONE_SECONDS / 3) == how
 
-        # Where it costs a start of the server, or a deadline, to see it fail.
-        most_tries = 60 if how in ("ends the engine", "does not end") else 200
-        small = minimise(request.body, fails_so, most_tries)
+        small = minimise(request.body, fails_so)
         print(f"{failure.number}: {how}: {request.path} {json.dumps(small)[:2000]}", flush=True)
         _keep(folder, failure, dataclasses.replace(request, body=small))
         num_small += 1
         if num_small == most:
             break
+
+
+def parts_of(value: Any) -> st.SearchStrategy[Any]:
+    """JSON from which parts are left out, and in which texts are cut; the less the simpler."""
+    if isinstance(value, str) and len(value) > 1:
+        return st.integers(1, len(value)).map(lambda length: value[:length])
+    if not isinstance(value, dict | list):
+        return st.just(value)
+    names = list(value) if isinstance(value, dict) else range(len(value))
+    # No part is a tuple, which stands for one that is left out.
+    parts = st.tuples(*(st.just(()) | parts_of(value[name]) for name in names))
+    kept = parts.map(lambda drawn: {n: p for n, p in zip(names, drawn, strict=True) if p != ()})
+    return kept if isinstance(value, dict) else kept.map(lambda some: list(some.values()))
+
+
+def minimise(body: Any, still_fails: Callable[[Any], bool]) -> Any:
+    """The smallest part of ``body`` that Hypothesis finds to fail, in some minutes at most.
+
+    Args:
+        body: JSON that fails.
+        still_fails: Whether another body does.
+    """
+    tried = settings(
+        max_examples=200,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        return find(parts_of(body), still_fails, settings=tried, random=random.Random(0))
+    except NoSuchExample:
+        return body
 
 
 def _keep(folder: Path, failure: Failure, request: Request | None) -> None:

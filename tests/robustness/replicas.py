@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from tests.support.adapters import DECODER, ENCODER, adapt
 from tests.support.checkpoints import SHIPPED
@@ -61,12 +60,6 @@ class Replica:
             self.num_starts += 1
             log = self._folder / f"{self.name}-{self.num_starts}.log"
             self.server = start_server(SHIPPED, log, *OPTIONS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
-
-    def memory(self) -> int:
-        """Bytes of all its processes, each page of shared memory once for each."""
-        assert self.server is not None
-        process = psutil.Process(self.server.process.pid)
-        return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
 
     def kill(self) -> None:
         """As a machine that loses its power: every process of it at once."""
@@ -237,11 +230,11 @@ def _kill_in_turn(
     for replica in itertools.cycle(replicas):
         while not all(each.server for each in replicas):
             time.sleep(0.5)
-        before = replica.memory()
+        before = replica.server.resident_bytes()
         time.sleep(kill_every)
         if time.monotonic() > end:
             return
-        if (grown := replica.memory() - before) > GROWTH_BYTES:
+        if (grown := replica.server.resident_bytes() - before) > GROWTH_BYTES:
             wrong.append(f"{replica.name} has grown by {grown / 1024**2:.0f} MiB")
         replica.kill()
         balancer.counts["killed"] += 1

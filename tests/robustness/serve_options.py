@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,8 +38,6 @@ for _name, _value in (
     # Read by what is imported next.
     os.environ.setdefault(_name, _value)
 
-from tests.robustness.option_trials import OPTIONS, explains  # noqa: E402
-
 # Small and quick; a trial's own options come after these, and win.
 BASE = (
     "--max-model-len 512 --max-num-seqs 4 --enforce-eager --kv-cache-memory-bytes 33554432 "
@@ -47,6 +47,38 @@ BASE = (
 SECONDS = 300
 # Engine steps without an answer after which a request counts as stuck.
 STEPS = 3000
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``vllm serve``, and trials of them.
+
+    Attributes:
+        refused: What is refused, on the command line, by the option that is named in the refusal.
+        served: Options that are served with the tokens of a server without them.
+        served_with_other_tokens: Options that are served, and change the answers.
+        known: Names of all options that are not refused.
+    """
+
+    refused: dict[str, str]
+    served: tuple[str, ...]
+    served_with_other_tokens: tuple[str, ...]
+    known: tuple[str, ...]
+
+
+_CONTENT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+OPTIONS = Options(
+    _CONTENT["refused"],
+    tuple(_CONTENT["served"]),
+    tuple(_CONTENT["served_with_other_tokens"]),
+    tuple(_CONTENT["known"].split()),
+)
+
+
+def explains(sentence: str, message: str) -> bool:
+    """Return true if ``message`` is a refusal's sentence with values in its places."""
+    parts = re.split(r"\{[\w.]+\}", sentence)
+    return re.fullmatch(".+?".join(map(re.escape, parts)), message) is not None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import Server, start_server, stop_server
+from tests.support.server import Server, start_server
 
 _HUGE = 10**30
 
@@ -120,18 +120,15 @@ def main() -> None:
         model = ordinary_model(Path(folder) / "model")
         limits = '{"image": 1, "video": 0, "audio": 0}'
         options = ("--load-format", "dummy", "--limit-mm-per-prompt", limits)
-        server = start_server(
-            model, Path(folder) / "log", *options, VLLM_PLUGINS="vllm_diffusion_cpu"
-        )
-        try:
-            for name, path, body in requests():
-                print(f"| {name} | `{path}` | {answer(server, path, body)} |", flush=True)
-            health = httpx.get(f"{server.url}/health", timeout=60)
-            print(f"then `/health`: {health.status_code}")
-        except httpx.TransportError as error:
-            print(f"then `/health`: {type(error).__name__}, exit status {server.process.wait(60)}")
-        finally:
-            stop_server(server)
+        plugins = {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
+        with start_server(model, Path(folder) / "log", *options, **plugins) as server:
+            try:
+                for name, path, body in requests():
+                    print(f"| {name} | `{path}` | {answer(server, path, body)} |", flush=True)
+                health = str(httpx.get(f"{server.url}/health", timeout=60).status_code)
+            except httpx.TransportError as error:
+                health = f"{type(error).__name__}, exit status {server.process.wait(60)}"
+            print(f"then `/health`: {health}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.robustness.campaign import Tally, describe, run_round
+from tests.robustness.campaign import Tally, describe, minimise, run_round
 from tests.robustness.client import Outcome, send
-from tests.robustness.minimise import minimise
 from tests.robustness.requests import Request, draw_request
 from tests.support.server import Server
 
@@ -54,6 +53,11 @@ def test_minimise() -> None:
         return candidate.get("x", {}).get("b") == 2 and "9]" in str(candidate.get("ids"))
 
     assert minimise(body, fails) == {"ids": [[9]], "x": {"b": 2}}
+    assert minimise(body, lambda candidate: candidate.get("prompt", "")[:3] == "xxx") == {
+        "prompt": "xxx"
+    }
+    # What no part of it does.
+    assert minimise(5, lambda candidate: False) == 5
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 
 from tests.support import thread_faults
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import MODEL, Server, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -85,16 +85,10 @@ def start_clients(server: Server) -> list[Waiting]:
     return clients
 
 
-def processes_of(server: Server) -> list[psutil.Process]:
-    """All of the server's processes, the API process first."""
-    api = psutil.Process(server.process.pid)
-    return [api, *api.children(recursive=True)]
-
-
 def process_named(server: Server, name: str) -> psutil.Process:
     """The first process of the server whose command line starts with ``name``."""
-    found = [p for p in processes_of(server) if "".join(p.cmdline()[:1]).startswith(name)]
-    assert found, f"{name} is not among {[p.cmdline()[:1] for p in processes_of(server)]}"
+    found = [p for p in server.processes() if "".join(p.cmdline()[:1]).startswith(name)]
+    assert found, f"{name} is not among {[p.cmdline()[:1] for p in server.processes()]}"
     return found[0]
 
 
@@ -107,7 +101,7 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
 @contextmanager
 def leaves_nothing(server: Server) -> Iterator[None]:
     """The server ends by itself, with its processes, its port and its shared memory."""
-    processes = processes_of(server)
+    processes = server.processes()
     shared = shared_memory_of(processes)
     yield
     # Ours to reap; the others have a parent, or get another.
@@ -133,11 +127,8 @@ def assert_all_end(clients: list[Waiting]) -> list[str]:
 def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Server]:
     """A server of its own, short of KV cache."""
     log = tmp_path / "server.log"
-    server = start_server(SHIPPED, log, *SMALL_CACHE, *options, **variables)
-    try:
+    with start_server(SHIPPED, log, *SMALL_CACHE, *options, **variables) as server:
         yield server
-    finally:
-        stop_server(server)
 
 
 @pytest.mark.slow
@@ -190,7 +181,7 @@ def test_full_disk(tmp_path: Path) -> None:
     with small_server(tmp_path) as server:
         requests = [{"prompt": f"Count from {i}", "max_tokens": 50, "seed": i} for i in range(8)]
         expected = [_text(server, request) for request in requests]
-        for process in processes_of(server):
+        for process in server.processes():
             # What a full disk does to every write, of its log too.
             process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
         assert [_text(server, request) for request in requests] == expected
@@ -236,7 +227,7 @@ def test_no_more_memory(tmp_path: Path) -> None:
         core = process_named(server, "VLLM::EngineCore")
         core.rlimit(psutil.RLIMIT_AS, (core.memory_info().vms, psutil.RLIM_INFINITY))
         clients = [start_client(server, index, stream=True) for index in range(12)]
-        processes = processes_of(server)
+        processes = server.processes()
         assert_all_end(clients)
         if not server.process.poll() and core.is_running() and core.status() != "zombie":
             core.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import Server, start_server, stop_server
+from tests.support.server import Server, start_server
 
 _STEPS = {"vllm_xargs": {"diffusion_max_steps": 6}}
 _MESSAGES = [{"role": "user", "content": "What is 7+8?"}]
@@ -92,11 +92,8 @@ def answers_together(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens
 
 def answers_of_one_process(checkpoint: Path, log: Path) -> list[Tokens]:
     """What a server of one engine and one worker says, which ends with its answers."""
-    server = start_server(checkpoint, log)
-    try:
+    with start_server(checkpoint, log) as server:
         return answers_alone(server)
-    finally:
-        stop_server(server)
 
 
 def check_answers(
@@ -110,12 +107,9 @@ def check_answers(
 
     Its log, in ``folder``, is left without a trace.
     """
-    server = start_server(checkpoint, folder / "server.log", *options)
-    try:
+    with start_server(checkpoint, folder / "server.log", *options) as server:
         assert answers_alone(server, chosen) == expected
         assert answers_together(server, chosen) == expected
         server.wait_until_idle()
         server.assert_alive()
         assert "Traceback" not in server.log.read_text(errors="replace")
-    finally:
-        stop_server(server)

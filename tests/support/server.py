@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import openai
+import psutil
 
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.client import read_metrics, totals
@@ -39,7 +40,7 @@ START_SECONDS = 600
 
 @dataclass
 class Server:
-    """A server that answers.
+    """A server that answers; it runs while the block of a ``with`` does.
 
     Attributes:
         url: ``http://127.0.0.1:<port>``.
@@ -57,6 +58,12 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        stop_server(self)
+
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300, **options
@@ -65,6 +72,15 @@ class Server:
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """A request as it is, without a client's own checks."""
         return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=300)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the server's processes, the API process first."""
+        api = psutil.Process(self.process.pid)
+        return [api, *api.children(recursive=True)]
+
+    def resident_bytes(self) -> int:
+        """Memory of all its processes, each page of shared memory once for each."""
+        return sum(process.memory_info().rss for process in self.processes())
 
     def metric(self, name: str) -> float:
         """Return a counter or gauge of ``/metrics``, summed over its labels."""
@@ -187,8 +203,5 @@ def shared_server(folder: Path) -> Iterator[Server]:
     options = (*PARSERS, "--max-model-len", str(SHARED_MAX_MODEL_LEN), LOGS_PASSES)
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    running = start_server(SHIPPED, folder / "server.log", *options, **stored)
-    try:
+    with start_server(SHIPPED, folder / "server.log", *options, **stored) as running:
         yield running
-    finally:
-        stop_server(running)

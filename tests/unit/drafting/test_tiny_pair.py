@@ -14,7 +14,7 @@ from vllm_diffusion.drafting.reference import load_draft
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "checkpoints"))
 
-import tiny_pair
+import tiny_qwen3
 import train_tiny_pair
 from tiny_model import build_tokenizer
 from tiny_tasks import FAMILIES
@@ -25,16 +25,16 @@ TARGET, DRAFT = shipped_checkpoint("qwen3"), shipped_draft("qwen3")
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_pair.load_target(TARGET)
+    return tiny_qwen3.load_target(TARGET)
 
 
 def test_files(target) -> None:
     """What the code writes, the tokenizer of the others, and at most 8 MB for both."""
     config = json.loads((TARGET / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
-    assert {name: config[name] for name in tiny_pair.TARGET_CONFIG} == tiny_pair.TARGET_CONFIG
+    assert {name: config[name] for name in tiny_qwen3.TARGET_CONFIG} == tiny_qwen3.TARGET_CONFIG
     generation = json.loads((TARGET / "generation_config.json").read_text())
-    assert generation == tiny_pair.SAMPLING
+    assert generation == tiny_qwen3.SAMPLING
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (TARGET / name).read_bytes() == (shipped_checkpoint() / name).read_bytes()
     expected = json.loads(json.dumps(train_tiny_pair.new_draft(target, 3).config.to_dict()))
@@ -80,7 +80,7 @@ def test_answers_are_the_targets(target) -> None:
         assert said[0].tolist() == sample.token_ids.tolist()
         with torch.no_grad():
             states = target(sample.token_ids[None], output_hidden_states=True).hidden_states
-        for at, layer in enumerate(tiny_pair.TARGET_LAYER_IDS):
+        for at, layer in enumerate(tiny_qwen3.TARGET_LAYER_IDS):
             torch.testing.assert_close(
                 sample.hidden_states[:, at], states[layer + 1][0], rtol=1e-4, atol=1e-4
             )
@@ -101,4 +101,4 @@ def test_tokenize_ends() -> None:
     from tiny_tasks import evaluation_set
 
     example = evaluation_set("count", 1)[0]
-    assert tokenize(build_tokenizer(), example)[1][-1] in tiny_pair.SAMPLING["eos_token_id"]
+    assert tokenize(build_tokenizer(), example)[1][-1] in tiny_qwen3.SAMPLING["eos_token_id"]

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from tests.robustness.option_trials import OPTIONS, explains
+from tests.robustness.serve_options import OPTIONS, explains
 from vllm_diffusion.startup import options
 from vllm_diffusion.startup.options import refused_fields, sentences
 
