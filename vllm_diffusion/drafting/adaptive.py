@@ -113,24 +113,19 @@ Load = tuple[int, int]
 
 
 class Costs:
-    """Seconds of a step by level and load, measured where it was run, and estimated elsewhere."""
+    """Seconds of a step by level and load, measured where it was run, and estimated elsewhere.
+
+    Attributes:
+        measured: The latest steps of each load and level that were run.
+    """
 
     def __init__(self) -> None:
-        self._measured: dict[Load, dict[int, deque[float]]] = {}
+        self.measured: dict[Load, dict[int, deque[float]]] = {}
 
     def observe(self, level: int, load: Load, seconds: float) -> None:
         """Record the seconds of one step."""
-        levels = self._measured.setdefault(load, {})
+        levels = self.measured.setdefault(load, {})
         levels.setdefault(level, deque(maxlen=NUM_COSTS)).append(seconds)
-
-    def is_measured(self, level: int, load: Load) -> bool:
-        """Return true if a step was run at this level and load."""
-        return level in self._measured.get(load, {})
-
-    @property
-    def is_any_measured(self) -> bool:
-        """True if any step was measured, so that costs can be estimated."""
-        return bool(self._measured)
 
     def estimate(self, level: int, load: Load) -> float:
         """Estimate a step's seconds: the quickest at this load, or in proportion to a similar one.
@@ -148,14 +143,14 @@ class Costs:
     def _estimate(self, level: int, load: Load, here: dict[int, float]) -> float:
         # Requests count first: each has rows of its own in every layer.
         by_likeness = sorted(
-            self._measured, key=lambda other: (abs(other[0] - load[0]), abs(other[1] - load[1]))
+            self.measured, key=lambda other: (abs(other[0] - load[0]), abs(other[1] - load[1]))
         )
         for other in by_likeness:
             there = self._quickest(other)
             if level in there:
                 shared = sorted(here.keys() & there.keys(), key=lambda each: abs(each - level))
                 return there[level] * (here[shared[0]] / there[shared[0]] if shared else 1.0)
-        known = sorted(self._measured_levels())
+        known = sorted({level for levels in self.measured.values() for level in levels})
         if not known:
             raise ValueError("no step was measured")
         below = max((each for each in known if each < level), default=known[0])
@@ -163,11 +158,8 @@ class Costs:
         low, high = self.estimate(below, load), self.estimate(above, load)
         return low + (high - low) * (level - below) / max(above - below, 1)
 
-    def _measured_levels(self) -> set[int]:
-        return {level for levels in self._measured.values() for level in levels}
-
     def _quickest(self, load: Load) -> dict[int, float]:
-        return {level: min(steps) for level, steps in self._measured.get(load, {}).items()}
+        return {level: min(steps) for level, steps in self.measured.get(load, {}).items()}
 
 
 class AdaptiveDraft:
@@ -204,8 +196,10 @@ class AdaptiveDraft:
         load = load_of(len(requests), mean_tokens)
         self._tokens = self.acceptance.tokens(requests)
         # A long prompt may take more steps than are measured first, and those of prompts are not.
-        if not self._probed and self.costs.is_any_measured:
-            self._settle(load)
+        if not self._probed and self.costs.measured:
+            best = max(self.levels, key=lambda level: self._speed(level, load))
+            if self._speed(best, load) > (1 + MARGIN) * self._speed(self._level, load):
+                self._level = best
             self._probed.extend(self._probe(load))
         return self._probed.popleft() if self._probed else self._level
 
@@ -238,12 +232,6 @@ class AdaptiveDraft:
             # What a probe gains it may spend: one that goes well is followed by the next.
             self._credit += sum(accepted.values()) / num_reqs * self.costs.estimate(0, load)
 
-    def _settle(self, load: Load) -> None:
-        speeds = {level: self._speed(level, load) for level in self.levels}
-        best = max(self.levels, key=lambda level: speeds[level])
-        if speeds[best] > (1 + MARGIN) * speeds[self._level]:
-            self._level = best
-
     def _speed(self, level: int, load: Load) -> float:
         return self._tokens[level] / self.costs.estimate(level, load)
 
@@ -268,7 +256,7 @@ class AdaptiveDraft:
         seconds = self.costs.estimate(probed, load)
         loss = PROBE_STEPS * (seconds - ours / self._tokens[self._level])
         needed = loss
-        if not probed and self.costs.is_measured(0, load):
+        if not probed and 0 in self.costs.measured.get(load, {}):
             # Once more, lest a cost stand that was measured on a bad day: at the price of a step at
             # least, and with as much left as probes of drafts need once none are drafted.
             loss = max(loss, ours)

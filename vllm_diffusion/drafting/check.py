@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_diffusion.drafting.draft_settings import (
-    GENERAL_SETTINGS,
-    OPTION,
-    DraftSettings,
-    draft_settings,
-    recording_ring,
-)
+from vllm_diffusion.drafting.draft_settings import OPTION, DraftSettings, draft_settings
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.regular_files import why_not_folder
 
@@ -61,34 +55,33 @@ def check_draft(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: Naming the setting or the field, what it is, and the remedy.
     """
-    additional = vllm_config.additional_config
-    section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
-    settings = draft_settings(vllm_config)
+    settings, additional = draft_settings(vllm_config), vllm_config.additional_config
+    section = additional.get("drafting") if isinstance(additional, Mapping) else None
+    # These two are for any target and any draft; the others need a draft that this package serves.
+    is_set = section is not None and not (section and {"adaptive", "record"}.issuperset(section))
     spec = vllm_config.speculative_config
     if settings.adaptive or settings.record is not None:
         _choose_scheduler(vllm_config, settings)
-    is_set = isinstance(additional, Mapping) and "drafting" in additional
-    is_set = is_set and not (section and GENERAL_SETTINGS.issuperset(section))
-    architectures = []
-    if spec is not None and spec.method == "dflash":
-        architectures = list(spec.draft_model_config.architectures)
-    if ARCHITECTURE not in architectures and not (
-        is_set and architectures and STOCK_ARCHITECTURE in architectures
-    ):
-        if is_set:
-            served = architectures[0] if architectures else "none"
-            raise ValueError(
-                f"{OPTION} sets a draft of architecture {ARCHITECTURE} or {STOCK_ARCHITECTURE}; the "
-                f"draft of --speculative-config is {served}: leave drafting out, or give such a draft "
-                'with "method": "dflash".'
-            )
-        if STOCK_ARCHITECTURE in architectures:
-            _check_pair_of(spec, by_stock=True)
+    is_dflash = spec is not None and spec.method == "dflash"
+    architectures = list(spec.draft_model_config.architectures) if is_dflash else []
+    is_stock = STOCK_ARCHITECTURE in architectures
+    is_ours = ARCHITECTURE in architectures or (is_set and is_stock)
+    if is_set and not is_ours:
+        served = architectures[0] if architectures else "none"
+        raise ValueError(
+            f"{OPTION} sets a draft of architecture {ARCHITECTURE} or {STOCK_ARCHITECTURE}; the "
+            f"draft of --speculative-config is {served}: leave drafting out, or give such a draft "
+            'with "method": "dflash".'
+        )
+    if not is_ours and not is_stock:
         return
+    if os.path.isdir(spec.model) and (problem := why_not_folder(spec.model)):
+        raise ValueError(f"The draft {spec.model} {problem}; copy or train it again.")
     config = spec.draft_model_config.hf_config
-    num_drafts = spec.num_speculative_tokens
-    _check_pair_of(spec)
-    settings.unmask_counts(num_drafts)
+    check_pair(config, spec.model, spec, by_stock=not is_ours)
+    if not is_ours:
+        return
+    settings.unmask_counts(spec.num_speculative_tokens)
     if settings.window is not None:
         set_window(config, settings.window)
     if ARCHITECTURE not in architectures:
@@ -123,7 +116,7 @@ def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
     if settings.record is not None:
         try:
             # A bad folder is refused now; the engine locks the folder later.
-            os.close(recording_ring(settings.record).lock())
+            os.close(settings.record.ring().lock())
         except ValueError as error:
             raise ValueError(f"{OPTION}: record.{error}") from None
     scheduler.scheduler_cls = SCHEDULER
@@ -161,15 +154,7 @@ def _adapt(vllm_config: VllmConfig) -> bool:
     return True
 
 
-def _check_pair_of(spec: SpeculativeConfig, *, by_stock: bool = False) -> None:
-    config, target = spec.draft_model_config.hf_config, spec.target_model_config
-    if os.path.isdir(spec.model) and (problem := why_not_folder(spec.model)):
-        raise ValueError(f"The draft {spec.model} {problem}; copy or train it again.")
-    resolve_mask_token(config, spec.model, target)
-    check_pair(config, spec.model, target, spec.num_speculative_tokens, by_stock=by_stock)
-
-
-def resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> None:
+def _resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> None:
     """Set ``mask_token_id`` of a draft whose ``config.json`` has the mask token as text alone.
 
     Args:
@@ -211,25 +196,21 @@ def dflash_fields(draft: Any) -> Mapping[str, Any]:
 
 
 def check_pair(
-    draft: Any,
-    model: str | Path,
-    target: ModelConfig,
-    num_drafts: int,
-    *,
-    by_stock: bool = False,
+    draft: Any, model: str | Path, spec: SpeculativeConfig, *, by_stock: bool = False
 ) -> None:
     """Check that the configurations of draft and target describe a pair, and a block is not too long.
 
     Args:
-        draft: Configuration of the draft.
+        draft: Configuration of the draft; its ``mask_token_id`` is set if it has only the token's text.
         model: Name or path of the draft.
-        target: Configuration of the model that verifies.
-        num_drafts: ``num_speculative_tokens``.
+        spec: Configuration of the drafting server, with the target.
         by_stock: True if vLLM's own class serves the draft, as in :func:`check_fit`.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
     """
+    target, num_drafts = spec.target_model_config, spec.num_speculative_tokens
+    _resolve_mask_token(draft, model, target)
     where = f"config.json of the draft {model}"
     check_fit(
         draft,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "--additional-config '{\"drafting\": {...}}'"
-# Settings for any target and any draft; the others need a draft that this package serves.
-GENERAL_SETTINGS = frozenset({"adaptive", "record"})
 
 
 @dataclass(frozen=True)
@@ -37,28 +35,25 @@ class RecordSettings:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"record.max_mib={size!r} must be an integer of at least 1.")
 
+    def ring(self, engine: int = 0) -> Ring:
+        """Return the files that an engine records to.
+
+        Args:
+            engine: Index of the engine in data parallelism.
+        """
+        folder = Path(self.folder).expanduser().absolute()
+        return Ring(folder, f"engine{engine}", self.max_mib * 2**20)
+
 
 def _record_settings(section: Any) -> RecordSettings:
-    names = [each.name for each in fields(RecordSettings)]
     if not isinstance(section, Mapping) or "folder" not in section:
         raise ValueError(
             f'record={section!r} must be a mapping with "folder", where the traffic is recorded.'
         )
-    unknown = sorted(set(section) - set(names))
-    if unknown:
+    names = [each.name for each in fields(RecordSettings)]
+    if unknown := sorted(set(section) - set(names)):
         raise ValueError(f"record has no setting {unknown[0]!r}; it has {', '.join(names)}.")
     return RecordSettings(**section)
-
-
-def recording_ring(settings: RecordSettings, engine: int = 0) -> Ring:
-    """Return the files that an engine records to.
-
-    Args:
-        settings: Settings of the recording.
-        engine: Index of the engine in data parallelism.
-    """
-    folder = Path(settings.folder).expanduser().absolute()
-    return Ring(folder, f"engine{engine}", settings.max_mib * 2**20)
 
 
 @dataclass(frozen=True)
@@ -86,11 +81,9 @@ class DraftSettings:
     record: RecordSettings | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "window"):
-            value = getattr(self, name)
-            if value is None and name == "window":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        for name, value in (("steps", self.steps), ("window", self.window)):
+            is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not is_integer and (name, value) != ("window", None):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"adaptive={self.adaptive!r} must be true or false.")
@@ -131,8 +124,7 @@ def draft_settings(vllm_config: VllmConfig) -> DraftSettings:
     if not isinstance(section, Mapping):
         raise ValueError(f"{OPTION}: drafting must be a mapping; got {section!r}.")
     known = [each.name for each in fields(DraftSettings)]
-    unknown = sorted(set(section) - set(known))
-    if unknown:
+    if unknown := sorted(set(section) - set(known)):
         raise ValueError(
             f"{OPTION}: {unknown[0]!r} is not a setting of drafts; these are {', '.join(known)}."
         )

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
-_MODEL = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
-_WEIGHT_TRANSFER_WORKER = (
-    "vllm_diffusion.drafting.swap.served_draft",
-    "DraftWeightTransferEngine",
-)
-
 
 def register() -> None:
     """Register our draft model, its start-up checks, and the transfer that replaces a draft.
@@ -21,7 +15,9 @@ def register() -> None:
 
     from vllm_diffusion.drafting import check
 
-    ModelRegistry.register_model(check.ARCHITECTURE, _MODEL)
+    model = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
+    ModelRegistry.register_model(check.ARCHITECTURE, model)
     check.install()
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *_WEIGHT_TRANSFER_WORKER)
+        worker = "vllm_diffusion.drafting.swap.served_draft", "DraftWeightTransferEngine"
+        WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *worker)

@@ -162,7 +162,7 @@ def _parsed(line: bytes) -> Exchange:
     """
     try:
         found = msgspec.json.decode(line, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{error}; {_FORM}") from None
     prompt, output = found.prompt_token_ids, found.output_token_ids
     if found.token_ids is not None:
@@ -229,16 +229,12 @@ class Ring:
         return handle
 
     def _check_folder(self) -> None:
-        if self.folder.is_symlink():
+        status = self.folder.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        if stat.S_ISLNK(status.st_mode):
             raise ValueError(
                 f"folder={str(self.folder)!r} is a link; name the folder that it leads to."
             )
-        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            status = os.fstat(handle)
-        finally:
-            os.close(handle)
-        mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.geteuid():
             raise ValueError(
                 f"folder={str(self.folder)!r} belongs to user {status.st_uid}, and the server runs as user "

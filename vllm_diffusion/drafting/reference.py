@@ -18,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from vllm_diffusion.drafting.reference_draft import (
-    KeysValues,
-    ReferenceDraft,
-)
+from vllm_diffusion.drafting.reference_draft import KeysValues, ReferenceDraft
 from vllm_diffusion.drafting.reference_draft import draft_config as draft_config
 from vllm_diffusion.drafting.reference_draft import load_draft as load_draft
 from vllm_diffusion.drafting.reference_draft import save_draft as save_draft

@@ -10,9 +10,9 @@ Source: z-lab's DFlash (arXiv:2602.06036).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE
+from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE, dflash_fields
 from vllm_diffusion.weights.regular_files import why_not_folder
 
 # Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.
@@ -147,42 +147,34 @@ def draft_config(
     )
 
 
-class Reach(NamedTuple):
-    """Range of positions that a row of a layer sees.
-
-    Attributes:
-        window: Number of positions back, itself included, and ahead; ``None`` for all.
-        causal: True if a row sees no position ahead.
-    """
-
-    window: int | None
-    causal: bool
-
-
-def reach_of_layer(config: Qwen3Config, layer: int) -> Reach:
+def reach_of_layer(config: Qwen3Config, layer: int) -> tuple[int | None, bool]:
     """Read the range of a layer's rows as published drafts spell it and vLLM reads it.
 
     ``is_causal`` decides, else ``dflash_config.causal``, else a layer is causal if its type is
     ``sliding_attention``. A window is ``swa_window_size`` or ``sliding_window``, for layers of that
     type, and for all where ``use_swa`` is set and no type says which.
 
+    Returns:
+        The number of positions that a row sees back, itself included, and ahead, ``None`` for all;
+        and true if it sees none ahead.
+
     Raises:
         ValueError: If a layer has a window without a width.
     """
-    options = getattr(config, "dflash_config", None) or {}
+    options = dflash_fields(config)
     types = config.layer_types or ["full_attention"] * config.num_hidden_layers
     is_sliding = types[layer] == "sliding_attention"
     causal = getattr(config, "is_causal", None)
     if causal is None:
         causal = options.get("causal", is_sliding)
     if not is_sliding and not (options.get("use_swa") and "sliding_attention" not in types):
-        return Reach(None, bool(causal))
+        return None, bool(causal)
     window = options.get("swa_window_size", config.sliding_window)
     if window is None:
         raise ValueError(
             "The draft's config.json gives no width of its window: set swa_window_size."
         )
-    return Reach(window, bool(causal))
+    return window, bool(causal)
 
 
 class DraftAttention(nn.Module):
@@ -247,10 +239,6 @@ class DraftLayer(nn.Module):
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
-# Options of published drafts that this file does not implement.
-_UNKNOWN_OPTIONS = ("attention_sink_bias", "attention_value_scale")
-
-
 class ReferenceDraft(nn.Module):
     """A DFlash draft without its target's embedding and head.
 
@@ -264,11 +252,14 @@ class ReferenceDraft(nn.Module):
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        options = getattr(config, "dflash_config", None) or {}
+        options = dflash_fields(config)
         for name in ("mask_token_id", "target_layer_ids"):
             if options.get(name) is None:
                 raise ValueError(f"The draft's config.json has no dflash_config.{name}.")
-        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name)]
+        # Options of published drafts that this file does not implement.
+        unknown = [
+            name for name in ("attention_sink_bias", "attention_value_scale") if options.get(name)
+        ]
         if unknown or not getattr(config, "is_neox_style", True):
             raise ValueError(
                 f"The reference has no {(unknown or ['interleaved rotation'])[0]}; vLLM serves such a "
@@ -281,7 +272,7 @@ class ReferenceDraft(nn.Module):
         width = getattr(config, "target_hidden_size", None) or config.hidden_size
         self.fc = nn.Linear(len(self.target_layer_ids) * width, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             DraftLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -289,9 +280,6 @@ class ReferenceDraft(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
-
-    def _layers(self) -> Iterator[DraftLayer]:
-        return iter(cast("Iterable[DraftLayer]", self.layers))
 
     def context(self, rows: Tensor, positions: Tensor) -> list[KeysValues]:
         """Compute each layer's keys and values of the target's hidden states.
@@ -302,7 +290,7 @@ class ReferenceDraft(nn.Module):
         """
         features = self.hidden_norm(self.fc(rows))
         rotation = self.rotary_emb(features, positions)
-        return [layer.self_attn.keys_values(features, rotation) for layer in self._layers()]
+        return [layer.self_attn.keys_values(features, rotation) for layer in self.layers]
 
     def forward(
         self,
@@ -330,7 +318,7 @@ class ReferenceDraft(nn.Module):
         allowed = torch.cat([before, anchors[:, :, None] == anchors[:, None]], dim=2)
         rotation = self.rotary_emb(embeddings, positions)
         rows = embeddings
-        for layer, keys_values in zip(self._layers(), context, strict=True):
+        for layer, keys_values in zip(self.layers, context, strict=True):
             window, causal = layer.self_attn.reach
             visible = allowed
             if window is not None:
@@ -378,5 +366,5 @@ def save_draft(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.to("cpu", dtype).contiguous() for name, t in draft.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config: dict[str, Any] = draft.config.to_dict()
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = json.dumps(draft.config.to_dict(), indent=2)
+    (folder / "config.json").write_text(config + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_diffusion.drafting.adaptive import AdaptiveDraft
-from vllm_diffusion.drafting.draft_settings import draft_settings, recording_ring
+from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.recording import Recorder, wants_recording
 from vllm_diffusion.startup.engine_process import end_with_threads
 
@@ -115,7 +115,7 @@ class RecordingMixin(Scheduler):
         settings = draft_settings(self.vllm_config).record
         assert settings is not None
         index = self.vllm_config.parallel_config.data_parallel_index
-        self.recorder = Recorder(recording_ring(settings, index), logger.warning)
+        self.recorder = Recorder(settings.ring(index), logger.warning)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Record a request, then free it as vLLM does.

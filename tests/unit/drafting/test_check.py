@@ -1,4 +1,4 @@
-"""A draft that does not fit is refused by the field, before anything is loaded."""
+"""Settings that are not understood, and a draft that does not fit, are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from hypothesis import strategies as st
 
 from tests.support.drafts import LAYERS, MASK, VOCAB, draft_config
 from vllm_diffusion.cpu.platform import check_cache
-from vllm_diffusion.drafting.check import (
-    ARCHITECTURE,
-    SCHEDULER,
-    STOCK_ARCHITECTURE,
-    check_draft,
-)
-from vllm_diffusion.drafting.cpu.check import check_verification
+from vllm_diffusion.drafting.check import ARCHITECTURE, SCHEDULER, STOCK_ARCHITECTURE, check_draft
+from vllm_diffusion.drafting.cpu.check import check_drafts
+from vllm_diffusion.drafting.draft_settings import DraftSettings, draft_settings
 from vllm_diffusion.drafting.recording import Ring
 
 pytestmark = pytest.mark.engine
@@ -55,6 +51,7 @@ def configured(
         speculative_config=spec,
         additional_config=additional,
         watermark_config=None,
+        kv_transfer_config=None,
         parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3")),
@@ -238,9 +235,9 @@ def test_what_the_cpu_verifies(method: str, changes: dict[str, Any], message: st
         vars(part).update({name: changes[name] for name in vars(part) if name in changes})
     if message is not None:
         with pytest.raises(ValueError, match=message):
-            check_verification(config)
+            check_drafts(config)
         config.speculative_config = None
-    check_verification(config)
+    check_drafts(config)
 
 
 def test_gemma_keeps_its_hidden_states() -> None:
@@ -310,3 +307,54 @@ def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: 
     config.scheduler_config.scheduler_cls = None
     check_draft(config)
     assert spec.num_speculative_tokens_per_batch_size == theirs
+
+
+def parsed(section: Any) -> DraftSettings:
+    config: Any = SimpleNamespace(additional_config={"drafting": section})
+    return draft_settings(config)
+
+
+@pytest.mark.parametrize("additional", [{}, {"diffusion": {}}, None])
+def test_nothing_is_one_pass(additional: Any) -> None:
+    config: Any = SimpleNamespace(additional_config=additional)
+    assert draft_settings(config) == parsed({}) == DraftSettings(steps=1, window=None)
+    assert parsed({}).unmask_counts(7) == (7,)
+
+
+def test_settings_are_read() -> None:
+    section = {"steps": 3, "schedule": "linear", "order": "position", "window": 64}
+    assert parsed(section) == DraftSettings(**section)
+    assert parsed(section).unmask_counts(7) == (2, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ([], r"drafting must be a mapping; got \[\]"),
+        ({"passes": 2}, "'passes' is not a setting of drafts; these are steps, schedule, order"),
+        ({"steps": 0}, "steps=0 must be an integer of at least 1"),
+        ({"steps": True}, "steps=True must be an integer"),
+        ({"window": 0}, "window=0 must be an integer of at least 1"),
+        ({"window": 1.5}, "window=1.5 must be an integer"),
+        (
+            {"order": "random"},
+            'order=\'random\' is not known; set it to "confidence" or "position"',
+        ),
+        ({"schedule": {}}, 'schedule={} is not known; set it to "cosine" or "linear" or "sqrt"'),
+        ({"reveals": "sampled"}, 'reveals="sampled" is not served: .* leave reveals out'),
+        ({"record": "here"}, "record='here' must be a mapping"),
+        ({"record": {"max_mib": 3}}, 'must be a mapping with "folder"'),
+        (
+            {"record": {"folder": "r", "max_gib": 3}},
+            "record has no setting 'max_gib'; it has folder, max_mib",
+        ),
+        ({"record": {"folder": 3}}, "record.folder=3 must be the path of a folder"),
+        ({"record": {"folder": ""}}, "record.folder='' must be the path"),
+        ({"record": {"folder": "r", "max_mib": 0}}, "record.max_mib=0 must be an integer"),
+        ({"record": {"folder": "r", "max_mib": True}}, "record.max_mib=True must be"),
+        ({"reveals": "greedy"}, "reveals='greedy' is not known; set it to \"likeliest\""),
+    ],
+)
+def test_what_is_not_understood_is_refused(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^--additional-config .*{message}"):
+        parsed(section)

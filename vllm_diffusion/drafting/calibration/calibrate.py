@@ -210,7 +210,7 @@ def _check_tokens(files: Sequence[Path], draft: ReferenceDraft) -> None:
 
 def _save(draft: ReferenceDraft, history: Sequence[Progress], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    dtype = getattr(draft.config, "dtype", None) or torch.float32
+    dtype = getattr(draft.config, "dtype", None)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         save_draft(draft, staging, dtype if isinstance(dtype, torch.dtype) else torch.float32)

@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from vllm_diffusion.drafting.calibration.samples import (
-    Extraction,
-    sample_name,
-    write_extraction,
-)
+from vllm_diffusion.drafting.calibration.samples import Extraction, sample_name, write_extraction
 from vllm_diffusion.drafting.recording import Exchange
 
 if TYPE_CHECKING:
@@ -36,11 +32,8 @@ _BATCH_BYTES = 256 * 2**20
 # KV caches whose keys and values the target was run with by its publisher or by many: the outputs of
 # layers behind them are its own. Hidden states themselves are kept unquantised with each.
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
-# Engine options that the extraction sets itself.
-_OWN_OPTIONS = {
-    "speculative_config": "--speculative-config",
-    "kv_transfer_config": "--kv-transfer-config",
-}
+# Why exchanges are left out, as the command says it.
+_REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--max-mib)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +44,16 @@ class Extracted:
         num_samples: Samples that were written.
         num_tokens: Tokens of these samples.
         num_bytes: Bytes of their hidden states.
-        num_repeated: Exchanges left out because another one repeats them.
-        num_too_long: Exchanges left out because their prompt alone is too long.
         num_cut: Sequences whose end is left out.
-        num_without_room: Older exchanges left out for lack of room.
+        left_out: Exchanges that are left out, by the reason: another one repeats them, their prompt
+            alone is too long, or there is no room for older ones.
     """
 
     num_samples: int
     num_tokens: int
     num_bytes: int
-    num_repeated: int
-    num_too_long: int
     num_cut: int
-    num_without_room: int
+    left_out: dict[str, int]
 
 
 def extract(
@@ -111,7 +101,7 @@ def extract(
     sizes = _checked(config, target_layer_ids)
     longest = min(max_length, config.model_config.max_model_len - 1)
     bytes_a_token = len(target_layer_ids) * sizes.hidden_size * config.model_config.dtype.itemsize
-    chosen, counts = _choose(exchanges, longest, max_bytes // bytes_a_token)
+    chosen, num_cut, left_out = _choose(exchanges, longest, max_bytes // bytes_a_token)
     for exchange in chosen:
         if max(exchange.token_ids) >= sizes.vocab_size:
             raise ValueError(
@@ -120,8 +110,8 @@ def extract(
             )
     if not chosen:
         raise ValueError(
-            f"None of {len(exchanges)} exchanges can be extracted: {counts['num_too_long']} prompts have "
-            f"{longest} tokens or more, {counts['num_without_room']} exchanges have no room; raise "
+            f"None of {len(exchanges)} exchanges can be extracted: {left_out[_TOO_LONG]} prompts have "
+            f"{longest} tokens or more, {left_out[_NO_ROOM]} exchanges have no room; raise "
             "--max-length and --max-model-len, or --max-mib."
         )
     total = sum(len(each.token_ids) for each in chosen)
@@ -134,15 +124,15 @@ def extract(
         _replay(engine_args, chosen, out, bytes_a_token, report)
     finally:
         shutil.rmtree(out / _STAGING, ignore_errors=True)
-    return Extracted(len(chosen), total, total * bytes_a_token, **counts)
+    return Extracted(len(chosen), total, total * bytes_a_token, num_cut, left_out)
 
 
 def _extracting(
     engine_args: EngineArgs, target_layer_ids: Sequence[int], staging: Path
 ) -> EngineArgs:
     """Return the target's options with vLLM's extraction set up."""
-    for name, option in _OWN_OPTIONS.items():
-        if getattr(engine_args, name) is not None:
+    for option in ("--speculative-config", "--kv-transfer-config"):
+        if getattr(engine_args, option.strip("-").replace("-", "_")) is not None:
             raise ValueError(f"{option} is set by the extraction; leave it out.")
     return dataclasses.replace(
         engine_args,
@@ -197,28 +187,32 @@ def _check_cache(dtype: str) -> None:
 
 def _choose(
     exchanges: Sequence[Exchange], longest: int, max_tokens: int
-) -> tuple[list[Exchange], dict[str, int]]:
-    """Choose the exchanges to replay, newest first and cut to ``longest`` tokens; count the others."""
+) -> tuple[list[Exchange], int, dict[str, int]]:
+    """Choose the exchanges to replay, newest first and cut to ``longest`` tokens.
+
+    Returns:
+        The exchanges, the number of those that are cut, and the number of the others by the reason.
+    """
     chosen: list[Exchange] = []
     seen: set[bytes] = set()
-    counts = dict.fromkeys(("num_repeated", "num_too_long", "num_cut", "num_without_room"), 0)
+    num_cut, left_out = 0, dict.fromkeys((_REPEATED, _TOO_LONG, _NO_ROOM), 0)
     for exchange in reversed(exchanges):
         prompt, output = exchange.prompt_token_ids, exchange.output_token_ids
         key = len(prompt).to_bytes(8, "little") + exchange.token_ids.tobytes()
         kept = dataclasses.replace(exchange, output_token_ids=output[: longest - len(prompt)])
         if key in seen:
-            counts["num_repeated"] += 1
+            left_out[_REPEATED] += 1
         # An anchor and a token behind it is the least that teaches anything.
         elif len(prompt) + 1 > longest or len(kept.token_ids) < 2:
-            counts["num_too_long"] += 1
+            left_out[_TOO_LONG] += 1
         elif len(kept.token_ids) > max_tokens:
-            counts["num_without_room"] += 1
+            left_out[_NO_ROOM] += 1
         else:
-            counts["num_cut"] += len(kept.output_token_ids) < len(output)
+            num_cut += len(kept.output_token_ids) < len(output)
             max_tokens -= len(kept.token_ids)
             chosen.append(kept)
         seen.add(key)
-    return chosen, counts
+    return chosen, num_cut, left_out
 
 
 def _batches(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -60,41 +60,31 @@ def replay(
     return Verifications.of(lengths, draft.block_size - 1)
 
 
-def compare(samples: Path, target: str, drafts: Sequence[Path]) -> list[Verifications]:
-    """Replay the answers that are held out of training with each draft.
+def main(samples: str, target: str, new: str, old: str) -> None:
+    """Replay the answers that are held out of training with two drafts.
+
+    This prints the figures of both and the verdict on the new one as a line of JSON.
 
     Args:
         samples: A folder of ``calibrate extract``.
         target: Target that the samples were extracted from.
-        drafts: Folders of the drafts.
+        new: Folder of the new draft.
+        old: Folder of the old draft.
 
     Raises:
         ValueError: If they do not belong to one another.
     """
-    ends, (_, files) = load_ends(target), split_samples(samples)
-    extraction, found = read_extraction(samples), []
-    for folder in drafts:
+    ends, (_, files) = load_ends(target), split_samples(Path(samples))
+    extraction, found = read_extraction(Path(samples)), []
+    for folder in (new, old):
         draft = load_draft(folder)
         check_samples(extraction, ends.config, draft)
         size = len(draft.target_layer_ids), draft.config.hidden_size
         held_out = (read_sample(path, *size) for path in files)
         found.append(replay(draft, ends.embed, ends.head, held_out))
-    return found
-
-
-def main(samples: str, target: str, new: str, old: str) -> None:
-    """Print the figures of both drafts and the verdict on the new one as a line of JSON."""
-    ours, theirs = compare(Path(samples), target, [Path(new), Path(old)])
-    print(
-        json.dumps(
-            {
-                "new": ours.tokens,
-                "old": theirs.tokens,
-                "verifications": [ours.number, theirs.number],
-                "is_better": ours.is_better_than(theirs),
-            }
-        )
-    )
+    ours, theirs = found
+    figures = {"new": ours.tokens, "old": theirs.tokens, "is_better": ours.is_better_than(theirs)}
+    print(json.dumps(figures | {"verifications": [ours.number, theirs.number]}))
 
 
 if __name__ == "__main__":

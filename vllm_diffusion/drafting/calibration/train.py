@@ -203,16 +203,6 @@ def measure(
     return loss / counted.clamp(min=1), right / counted.clamp(min=1)
 
 
-def _optimizers(draft: ReferenceDraft, lr: float) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in draft.parameters() if p.dim() == 2]
-    vectors = [p for p in draft.parameters() if p.dim() != 2]
-    return [
-        # Steps as large as AdamW's, so that one learning rate serves both.
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0),
-    ]
-
-
 def _learning_rate(settings: TrainSettings, share: float) -> float:
     """Return the learning rate after a ``share`` of the training, from 0 to 1."""
     steps = settings.steps
@@ -251,7 +241,14 @@ def train(
     gamma = settings.gamma or draft.block_size / 2
     behind = torch.arange(draft.block_size, device=draft.fc.weight.device) - 1
     weight_of_offset = torch.exp(-behind / gamma)
-    optimizers = _optimizers(draft, settings.learning_rate)
+    matrices = [p for p in draft.parameters() if p.dim() == 2]
+    vectors = [p for p in draft.parameters() if p.dim() != 2]
+    # The learning rate is set in each step.
+    optimizers = [
+        # Steps as large as AdamW's, so that one learning rate serves both.
+        torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, weight_decay=0.0),
+    ]
     generator = torch.Generator().manual_seed(settings.seed)
     for frozen in (embed, head):
         frozen.requires_grad_(False)

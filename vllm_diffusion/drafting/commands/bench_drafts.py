@@ -46,12 +46,6 @@ if TYPE_CHECKING:
 VLLM_OPTIONS = (
     "Other options, behind all of these, are those of `vllm serve`, such as --max-model-len 4096."
 )
-# Of the shipped target: what is small here starts sooner.
-_TINY_OPTIONS = (
-    *("--max-model-len", "1024"),
-    *("--max-num-seqs", "16"),
-    *("--kv-cache-memory-bytes", str(64 * 2**20)),
-)
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -70,40 +64,27 @@ def add_parser(subcommands: Subcommands) -> None:
         type=values.model,
         help="what `vllm serve` takes; default: the tiny target",
     )
-    parser.add_argument(
-        "--draft",
-        nargs="+",
-        type=values.named_model(draft_method),
-        default=[],
-        metavar="MODEL",
-        help="DFlash drafts, and METHOD=MODEL for those of vLLM's other methods, such as eagle3=MODEL",
+    draft = (
+        "DFlash drafts, and METHOD=MODEL for those of vLLM's other methods, such as eagle3=MODEL"
     )
-    parser.add_argument(
-        "--method",
-        nargs="+",
-        type=draft_method,
-        metavar="METHOD",
-        help="only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, "
-        "or another of vLLM's; default: all that have what they need",
+    method = (
+        "only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, "
+        "or another of vLLM's; default: all that have what they need"
     )
-    parser.add_argument(
-        "--steps",
-        nargs="+",
-        type=values.integer(),
-        metavar="N",
-        help="passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)",
+    url = (
+        "servers that run already, or NAME=URL, each without a draft or with one; the others are compared "
+        f"with the first. Their key is that of {KEY_VARIABLE}"
     )
+    steps = "passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)"
+    for option, read, metavar, meaning in (
+        ("--draft", values.named_model(draft_method), "MODEL", draft),
+        ("--method", draft_method, "METHOD", method),
+        ("--steps", values.integer(), "N", steps),
+        ("--base-url", _server, "URL", url),
+    ):
+        parser.add_argument(option, nargs="+", type=read, default=[], metavar=metavar, help=meaning)
     values.add_number(
         parser, "--num-drafts", values.integer(), "tokens drafted where the draft has no block", 4
-    )
-    parser.add_argument(
-        "--base-url",
-        nargs="+",
-        type=_server,
-        default=[],
-        metavar="URL",
-        help="servers that run already, or NAME=URL, each without a draft or with one; the others are compared "
-        f"with the first. Their key is that of {KEY_VARIABLE}",
     )
     add_prompts(parser, 4, f". Default, for the tiny target alone: {TINY_TASKS}")
     add_run_options(parser)
@@ -146,28 +127,25 @@ def _server(value: str) -> tuple[str, str]:
     return name, values.url(url)
 
 
-def _run_with_running(arguments: argparse.Namespace) -> int:
-    """Compare servers that run already."""
-    for name in ("target", "draft", "method", "steps", "vllm_options", "one_at_a_time"):
-        if getattr(arguments, name):
-            option = (getattr(arguments, name)[0] if name == "vllm_options" else name).lstrip("-")
-            raise values.UsageError(
-                f"--base-url measures servers that run, and {option.replace('_', '-')} is of servers that are "
-                "started; leave one of them out."
-            )
-    entrants = [Contender(name, url=url) for name, url in arguments.base_url]
-    return compare("servers that run", entrants, given_prompts(arguments), arguments)
-
-
 def run(arguments: argparse.Namespace) -> int:
     if arguments.base_url:
-        return _run_with_running(arguments)
+        for name in ("target", "draft", "method", "steps", "vllm_options", "one_at_a_time"):
+            if given := getattr(arguments, name):
+                option = (given[0] if name == "vllm_options" else name).lstrip("-")
+                raise values.UsageError(
+                    f"--base-url measures servers that run, and {option.replace('_', '-')} is of servers "
+                    "that are started; leave one of them out."
+                )
+        running = [Contender(name, url=url) for name, url in arguments.base_url]
+        return compare("servers that run", running, given_prompts(arguments), arguments)
     is_tiny = arguments.target is None
     target = Path(shipped_checkpoint(DRAFTED_FAMILY) if is_tiny else arguments.target)
     drafts = drafts_by_method(arguments.draft)
     if is_tiny:
         drafts = {DFLASH: (str(shipped_draft(DRAFTED_FAMILY)),)} | drafts
-        arguments.vllm_options = [*_TINY_OPTIONS, *arguments.vllm_options]
+        # What is small here starts sooner.
+        small = f"--max-model-len 1024 --max-num-seqs 16 --kv-cache-memory-bytes {64 * 2**20}"
+        arguments.vllm_options = [*small.split(), *arguments.vllm_options]
     prompts = given_prompts(arguments, [TINY_TASKS] if is_tiny else [])
     with tempfile.TemporaryDirectory(prefix="vllm-diffusion-") as scratch:
         entrants = contenders(
@@ -199,9 +177,8 @@ def compare(
     """
     begin_serving()
     accelerator = None if environment_flags().force_cpu else working_accelerator()
-    one_at_a_time: bool | None = arguments.one_at_a_time
-    if one_at_a_time is None:
-        one_at_a_time = accelerator is not None and not any(each.url for each in entrants)
+    if arguments.one_at_a_time is None:
+        arguments.one_at_a_time = accelerator is not None and not any(each.url for each in entrants)
     plan = Plan(
         tuple(prompts),
         tuple(dict.fromkeys(arguments.concurrency)),
@@ -215,7 +192,7 @@ def compare(
         plan,
         serve_options=arguments.vllm_options,
         verbose=arguments.verbose,
-        one_at_a_time=one_at_a_time,
+        one_at_a_time=arguments.one_at_a_time,
     )
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -228,7 +205,7 @@ def compare(
         "rounds": plan.num_rounds,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
-        "one_at_a_time": one_at_a_time,
+        "one_at_a_time": arguments.one_at_a_time,
     }
     say("")
     figures = as_json(results, plan)

@@ -17,11 +17,7 @@ from vllm_diffusion.cli.answer import AnswerError, first_model
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import CommandError, add_verbose, fail, one_line, quieten, say
 from vllm_diffusion.drafting.commands import recalibrate, train_draft
-from vllm_diffusion.drafting.commands.bench_drafts import (
-    VLLM_OPTIONS,
-    add_run_options,
-    compare,
-)
+from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
 from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answers, given_prompts
@@ -232,12 +228,7 @@ def extract(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return fail(one_line(error))
-    left_out = {
-        "repeat another": done.num_repeated,
-        "are too long": done.num_too_long,
-        "have no room (--max-mib)": done.num_without_room,
-    }
-    for why, count in left_out.items():
+    for why, count in done.left_out.items():
         if count:
             say(f"{count} exchanges {why} and are left out.")
     if done.num_cut:
@@ -275,20 +266,11 @@ def _add_compare(steps: Subcommands) -> None:
     )
     parser.add_argument("target", type=values.model, help="what `vllm serve` takes")
     _add_recording(parser)
-    parser.add_argument(
-        "--old",
-        type=values.model,
-        required=True,
-        metavar="DRAFT",
-        help="the draft that is served",
-    )
-    parser.add_argument(
-        "--new",
-        type=values.model,
-        required=True,
-        metavar="DRAFT",
-        help="the one that may replace it",
-    )
+    for option, meaning in (
+        ("--old", "the draft that is served"),
+        ("--new", "the one that may replace it"),
+    ):
+        parser.add_argument(option, type=values.model, required=True, metavar="DRAFT", help=meaning)
     values.add_number(parser, "--num-prompts", values.integer(), "the newest that are held out", 32)
     add_run_options(parser)
     parser.set_defaults(run=compare_drafts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,13 @@ def contenders(
         for model in models or ("",):
             name = method if len(models) < 2 else f"{method} {Path(model).name}"
             if method == DFLASH:
-                found += _by_passes(name, model, steps)
+                for passes in steps:
+                    each = name
+                    if len(steps) > 1:
+                        each += f", {passes} pass{'es' * (passes > 1)}"
+                    # One pass is what stock has.
+                    settings = {"steps": passes} if passes > 1 else {}
+                    found.append(Contender(each, dflash_options(model, settings), passes=passes))
             elif method == ADAPTIVE:
                 found.append(Contender(name, dflash_options(model, {"adaptive": True})))
             else:
@@ -111,14 +117,6 @@ def contenders(
                 config |= _NGRAM if method == NGRAM else {}
                 found.append(Contender(name, _options(config), note))
     return found
-
-
-def _by_passes(name: str, model: str, steps: Sequence[int]) -> Iterator[Contender]:
-    for passes in steps:
-        each = name if len(steps) == 1 else f"{name}, {passes} pass{'es' * (passes > 1)}"
-        # One pass is what stock has.
-        settings = {"steps": passes} if passes > 1 else {}
-        yield Contender(each, dflash_options(model, settings), passes=passes)
 
 
 def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[str, ...]:
@@ -131,14 +129,8 @@ def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[
     Raises:
         UsageError: As :func:`block_size_of`.
     """
-    return _options(
-        {
-            "method": DFLASH,
-            "num_speculative_tokens": block_size_of(model) - 1,
-            "model": model,
-        },
-        settings,
-    )
+    speculative = {"method": DFLASH, "num_speculative_tokens": block_size_of(model) - 1}
+    return _options(speculative | {"model": model}, settings)
 
 
 def _options(

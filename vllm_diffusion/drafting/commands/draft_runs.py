@@ -6,8 +6,9 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -24,26 +25,16 @@ from vllm_diffusion.cli.client import (
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.commands.processes import (
-    device_bytes,
-    peak_resident_bytes,
-    processor_seconds,
-)
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answers, by_task
+from vllm_diffusion.startup.machine import working_accelerator
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 MODEL_NAME = "target"
-_START_SECONDS = 1800.0
-_COUNTERS_SECONDS = 30.0
 _KEPT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-_OPTIONS = (
-    *("--served-model-name", MODEL_NAME),
-    # Each round asks the same again.
-    "--no-enable-prefix-caching",
-)
-_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
+# Each round asks the same again.
+_OPTIONS = ("--served-model-name", MODEL_NAME, "--no-enable-prefix-caching")
 
 
 @dataclass(frozen=True)
@@ -165,10 +156,7 @@ class Result:
 
 def verifications(rounds: Iterable[Round]) -> Verifications:
     """Sum the verifications of rounds."""
-    total = Verifications()
-    for each in rounds:
-        total += each.counted.verifications
-    return total
+    return sum((each.counted.verifications for each in rounds), Verifications())
 
 
 @dataclass(frozen=True)
@@ -255,8 +243,8 @@ def race(
                 server = Server(
                     vllm_serve(target, *_OPTIONS, *serve_options, *result.contender.options),
                     report=say,
-                    timeout=_START_SECONDS,
-                    environment=_ENVIRONMENT,
+                    timeout=1800.0,
+                    environment={"VLLM_NO_USAGE_STATS": "1"},
                     verbose=verbose,
                 )
                 say(f"Starting a server: {result.contender.name}")
@@ -323,7 +311,7 @@ def _ask(
     used = processor_seconds(server.processes()) - used
     said = tuple(tokens for each in answered for tokens in each)
     expected = totals(before).get(ANSWERED, 0.0) + len(said)
-    growth = Growth.between(before, metrics_after(server.url, expected, _COUNTERS_SECONDS))
+    growth = Growth.between(before, metrics_after(server.url, expected, seconds=30.0))
     if growth.requests < len(said):
         raise ServerError(
             f"The server counts {growth.requests:.0f} of {len(said)} requests on /metrics."
@@ -363,3 +351,48 @@ def refusal(log: str) -> str:
             is_whole = not re.search(r"\d+ validation errors? for \w+$", line)
             return line if is_whole else " ".join(lines[number : number + 3])
     return ""
+
+
+def peak_resident_bytes(process: int) -> int:
+    """Return the most that a process had in memory, shared pages included; 0 where that is not known."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def processor_seconds(processes: Sequence[int]) -> float:
+    """Sum the seconds of all cores that processes have used; those that have ended count nothing."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            times = psutil.Process(process).cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def device_bytes(processes: Sequence[int]) -> int | None:
+    """Sum the memory of processes on GPUs: 0 on a machine without one, ``None`` where it is not known."""
+    if working_accelerator() is None:
+        return 0
+    try:
+        from vllm.utils.import_utils import import_pynvml
+
+        nvml = import_pynvml()
+        nvml.nvmlInit()
+        try:
+            devices = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+            used = [
+                each.usedGpuMemory
+                for device in devices
+                for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+                if each.pid in processes
+            ]
+        finally:
+            nvml.nvmlShutdown()
+    except Exception:
+        # No driver, or one that does not tell.
+        return None
+    return sum(used) if used and None not in used else None

@@ -15,8 +15,6 @@ from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, ver
 Figures = dict[str, Any]
 _MIB = 2**20
 _NOT_KNOWN = "-"
-# Columns that are left out where no server has a figure for them.
-_OPTIONAL = ("same tokens",)
 
 
 def as_json(results: Sequence[Result], plan: Plan) -> list[Figures]:
@@ -64,7 +62,9 @@ def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> Fig
         "tokens_per_second": tokens_per_second(rounds),
         "ratios": ratios(rounds, others) if is_whole else None,
         "processor_ratios": processor_ratios(rounds, others) if is_whole else None,
-        "first_token_seconds": first_token_seconds(rounds),
+        # Of all requests, the mean.
+        "first_token_seconds": sum(each.counted.first_token_seconds for each in rounds)
+        / max(sum(each.counted.requests for each in rounds), 1),
         "same_tokens": result.says_as(baseline) if plan.temperature == 0 and is_whole else None,
         **_acceptance(rounds),
         "tasks": tasks,
@@ -113,12 +113,6 @@ def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list
     return ratios(rounds, baseline, lambda r: r.processor_seconds)
 
 
-def first_token_seconds(rounds: Sequence[Round]) -> float:
-    """Compute the mean time to the first token of all requests."""
-    requests = sum(each.counted.requests for each in rounds)
-    return sum(each.counted.first_token_seconds for each in rounds) / max(requests, 1)
-
-
 def tables(contenders: Sequence[Figures]) -> str:
     """Write all tables, and below them the notes and which draft pays.
 
@@ -153,19 +147,17 @@ def _requests(concurrency: int) -> str:
 
 def _speeds(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> str:
     rows = [_speed(*each) for each in found]
-    head = [
-        name
-        for name in rows[0]
-        if name not in _OPTIONAL or any(row[name] != _NOT_KNOWN for row in rows)
-    ]
+    if all(load["same_tokens"] is None for _, load in found):
+        for row in rows:
+            del row["same tokens"]
     title = f"{_requests(concurrency)} at a time"
-    return _titled(title, [head, *([row[name] for name in head] for row in rows)])
+    return _titled(title, [list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def _speed(contender: Figures, load: Figures) -> dict[str, str]:
     """Return one row, by the heads of its columns."""
     times, used = load["ratios"], load["processor_ratios"]
-    resident = contender["resident_bytes"]
+    resident, on_gpus = contender["resident_bytes"], contender["device_bytes"]
     return {
         "draft": contender["name"],
         "tokens/s": f"{median(load['tokens_per_second']):.1f}",
@@ -174,16 +166,14 @@ def _speed(contender: Figures, load: Figures) -> dict[str, str]:
         "processor": f"{median(used):.2f}" if used else _NOT_KNOWN,
         "first token ms": f"{1000 * load['first_token_seconds']:.1f}",
         "memory MiB": f"{resident / _MIB:.0f}" if resident else _NOT_KNOWN,
-        "GPU MiB": _on_gpus(contender["device_bytes"]),
+        "GPU MiB": _NOT_KNOWN
+        if on_gpus is None
+        else f"{on_gpus / _MIB:.0f}"
+        if on_gpus
+        else "no GPU",
         "tokens/verification": _tokens(load),
         "same tokens": {True: "yes", False: "NO", None: _NOT_KNOWN}[load["same_tokens"]],
     }
-
-
-def _on_gpus(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return _NOT_KNOWN
-    return f"{num_bytes / _MIB:.0f}" if num_bytes else "no GPU"
 
 
 def _tokens(verified: Figures) -> str:

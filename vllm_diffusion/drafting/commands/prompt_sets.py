@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,10 +163,9 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
         UsageError: If the source is not there, or a line of it is no prompt.
     """
     if source in HUB_DATA_SETS:
-        prompts = list(hub_prompts(source))
+        prompts = hub_prompts(source)
     else:
-        path = TINY_TASKS_FILE if source == TINY_TASKS else Path(source)
-        prompts = list(file_prompts(path))
+        prompts = file_prompts(TINY_TASKS_FILE if source == TINY_TASKS else Path(source))
     if not prompts:
         raise UsageError(f"--data {source} holds no prompt.")
     rng = random.Random(seed)
@@ -185,7 +184,7 @@ def by_task(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
     return found
 
 
-def file_prompts(path: Path) -> Iterator[Prompt]:
+def file_prompts(path: Path) -> list[Prompt]:
     """Read the prompt of each line; a file without ``task`` is a task of its own name."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -194,13 +193,14 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
             f"--data {path}: {getattr(error, 'strerror', None) or error}. It must be a file of JSON "
             f"lines, or one of {', '.join(NAMES)}."
         ) from None
+    found = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         try:
-            yield prompt_of(json.loads(line), path.stem)
+            if line.strip():
+                found.append(prompt_of(json.loads(line), path.stem))
         except ValueError as error:
             raise UsageError(f"--data {path}, line {number}: {error}") from None
+    return found
 
 
 def prompt_of(entry: Any, task: str) -> Prompt:
@@ -240,7 +240,7 @@ def prompt_of(entry: Any, task: str) -> Prompt:
     return Prompt(task, turns=(tuple(value),))
 
 
-def hub_prompts(name: str) -> Iterator[Prompt]:
+def hub_prompts(name: str) -> list[Prompt]:
     """Read all prompts of a data set.
 
     Raises:
@@ -249,8 +249,7 @@ def hub_prompts(name: str) -> Iterator[Prompt]:
     known = HUB_DATA_SETS[name]
     remedy = 'give a file of JSON lines with {"prompt": ...} or {"turns": [...]} as --data'
     try:
-        rows = _hub_rows(known)
-        return iter([_conversation(name, known.ask(row)) for row in rows])
+        return [_conversation(name, known.ask(row)) for row in _hub_rows(known)]
     except ImportError:
         raise UsageError(
             f"--data {name} needs the package datasets: pip install datasets, or {remedy}."
@@ -264,7 +263,7 @@ def hub_prompts(name: str) -> Iterator[Prompt]:
         ) from None
 
 
-def _hub_rows(known: HubDataSet) -> Iterable[Any]:
+def _hub_rows(known: HubDataSet) -> Any:
     """Load the rows of a data set, from this machine's cache where no hub answers."""
     from huggingface_hub import constants
 
@@ -278,8 +277,7 @@ def _hub_rows(known: HubDataSet) -> Iterable[Any]:
             constants.HF_HUB_OFFLINE = True
     from datasets import load_dataset
 
-    rows: Iterable[Any] = load_dataset(known.repository, known.configuration, split=known.split)
-    return rows
+    return load_dataset(known.repository, known.configuration, split=known.split)
 
 
 def _conversation(task: str, turns: Iterable[str]) -> Prompt:

@@ -22,16 +22,16 @@ import psutil
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import end_with_signals
-from vllm_diffusion.cli.client import read_metrics
+from vllm_diffusion.cli.client import ServerError, read_metrics
 from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
 from vllm_diffusion.drafting.commands.swap_draft import (
-    DraftClient,
-    SwapError,
     add_server,
     add_verifications,
+    ask_draft,
     describe,
     is_pending,
+    swap,
     wait_until_judged,
 )
 from vllm_diffusion.drafting.commands.train_draft import add_device
@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _POLL_SECONDS, _HALT_SECONDS = 1.0, 0.5
-# Lowest priority: a process takes only the CPU time that others leave.
-_NICENESS = ("nice", "-n", "19")
 _OURS = (sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate")
-_REPLAY = (sys.executable, "-m", "vllm_diffusion.drafting.calibration.replay")
 # Of the time that is left: training ends by itself before it is ended.
 _SHARE_OF_TRAINING = 0.7
 
@@ -69,13 +66,8 @@ class IdleWork:
     is_busy: Callable[[], bool]
     seconds: float
     max_bytes: int
-    report: Callable[[str], None] = lambda line: None
+    report: Callable[[str], None]
     spent: float = field(default=0.0, init=False)
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds that the commands may still run."""
-        return self.seconds - self.spent
 
     def run(self, name: str, command: Sequence[str]) -> str:
         """Run one command to its end.
@@ -95,7 +87,8 @@ class IdleWork:
         """
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             process = subprocess.Popen(
-                [*_NICENESS, *command],
+                # Lowest priority: a process takes only the CPU time that others leave.
+                ["nice", "-n", "19", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -124,7 +117,7 @@ class IdleWork:
             if not is_halted:
                 self.spent += now - then
             then = now
-            if self.seconds_left <= 0:
+            if self.spent >= self.seconds:
                 raise IdleWorkError(f"{name} reached the cap of {self.seconds / 60:g} minutes.")
             if _bytes_of(process.pid) > self.max_bytes:
                 raise IdleWorkError(
@@ -189,24 +182,23 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise values.UsageError(f"--recording: {error}") from None
     end_with_signals()
-    client = DraftClient(arguments.url, arguments.api_key)
-    _served(client)
-    rounds = _Rounds(arguments, client)
+    _served(arguments)
+    rounds = _Rounds(arguments)
     done = 0
-    while arguments.rounds is None or done < arguments.rounds:
+    while done != arguments.rounds:
         rounds.wait()
         rounds.run()
         done += 1
     return 0
 
 
-def _served(client: DraftClient) -> Path:
+def _served(arguments: argparse.Namespace) -> Path:
     """Return the folder of the draft that is served.
 
     Raises:
         CommandError: If it is none on this machine.
     """
-    folder = Path(client.status()["model"])
+    folder = Path(ask_draft(arguments)["model"])
     if not (folder / "config.json").is_file():
         raise CommandError(
             f"The server's draft {folder} is no folder on this machine, where training starts from it; "
@@ -221,12 +213,10 @@ class _Rounds:
 
     Attributes:
         arguments: Of the command.
-        client: Of the server.
         until: When the newest exchange ended that a round has seen.
     """
 
     arguments: argparse.Namespace
-    client: DraftClient
     until: float = 0.0
     _times: list[float] = field(default_factory=list)
     _sizes: list[tuple[str, int]] = field(default_factory=list)
@@ -242,7 +232,7 @@ class _Rounds:
                 idle_since = time.monotonic()
             if is_busy or time.monotonic() - idle_since < arguments.idle_seconds:
                 waits = "the server has work"
-            elif is_pending(self.client.status()):
+            elif is_pending(ask_draft(arguments)):
                 waits = "a swap is pending"
             elif self._num_new() < arguments.exchanges:
                 waits = f"fewer than {arguments.exchanges} new exchanges are recorded"
@@ -280,7 +270,7 @@ class _Rounds:
             int(arguments.gib * 2**30),
             say,
         )
-        old = _served(self.client)
+        old = _served(arguments)
         arguments.drafts.mkdir(parents=True, exist_ok=True)
         new = arguments.drafts.absolute() / datetime.now().strftime("%Y-%m-%d-%H%M%S")
         with tempfile.TemporaryDirectory(dir=arguments.drafts) as folder:
@@ -293,10 +283,10 @@ class _Rounds:
                 shutil.rmtree(new, ignore_errors=True)
                 return
         try:
-            status = self.client.swap(new, arguments.verifications)
+            status = swap(arguments, new)
             say(f"{new} is tried by the server.")
-            print(describe(wait_until_judged(self.client, status)), flush=True)
-        except SwapError as error:
+            print(describe(wait_until_judged(arguments, status)), flush=True)
+        except ServerError as error:
             say(f"{new} was not taken: {error}")
 
     def _train(self, work: IdleWork, samples: Path, old: Path, new: Path) -> bool:
@@ -310,11 +300,11 @@ class _Rounds:
         words = ["train", str(samples), "--out", str(new), "--from", str(old)]
         words += ["--target", arguments.target, "--steps", str(arguments.steps)]
         words += ["--device", arguments.device]
-        words += ["--minutes", str(work.seconds_left / 60 * _SHARE_OF_TRAINING)]
+        words += ["--minutes", str((work.seconds - work.spent) / 60 * _SHARE_OF_TRAINING)]
         say(work.run("training", [*_OURS, *words]).strip().splitlines()[-1])
-        printed = work.run(
-            "comparison", [*_REPLAY, str(samples), arguments.target, str(new), str(old)]
-        )
+        words = ["-m", "vllm_diffusion.drafting.calibration.replay", str(samples)]
+        words = [sys.executable, *words, arguments.target, str(new), str(old)]
+        printed = work.run("comparison", words)
         found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
         say(
             f"On held-out answers: {found['new']:.2f} tokens a verification, and {found['old']:.2f} of the "

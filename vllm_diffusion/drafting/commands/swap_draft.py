@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,75 +16,53 @@ from vllm_diffusion.drafting.accepted import LEAST, MOST
 from vllm_diffusion.drafting.swap import PATH, PENDING, ROLLED_BACK
 
 if TYPE_CHECKING:
-    import httpx
-
     from vllm_diffusion.cli.checkpoint import Subcommands
 
 _SECONDS = 600.0
 _POLL_SECONDS = 1.0
 
 
-class SwapError(ServerError):
-    """A server that is not there or refuses. The message is for the user."""
-
-
-class DraftClient:
-    """Client of the endpoint of a server's draft.
+def ask_draft(
+    arguments: argparse.Namespace, method: str = "GET", body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Ask the endpoint of a server's draft, and return its status.
 
     Args:
-        url: Of the server's root.
-        api_key: What it asks for, if it does.
+        arguments: Values of :func:`add_server`.
+        method: GET, POST to have another draft take its place, or DELETE to have the old one back.
+        body: The new draft, and after how many verifications it is judged.
+
+    Raises:
+        ServerError: With the server's reason; its draft is the old one.
     """
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url + PATH
-        self._api_key = api_key or os.environ.get(KEY_VARIABLE)
-
-    def status(self) -> dict[str, Any]:
-        """Return the served draft, and the last swap."""
-        return self._ask("GET")
-
-    def swap(self, model: Path, verifications: int) -> dict[str, Any]:
-        """Have another draft take its place.
-
-        Raises:
-            SwapError: With the server's reason; its draft is the old one.
-        """
-        return self._ask("POST", {"model": str(model), "verifications": verifications})
-
-    def put_back(self) -> dict[str, Any]:
-        """Have the old draft back.
-
-        Raises:
-            SwapError: With the server's reason.
-        """
-        return self._ask("DELETE")
-
-    def _ask(self, method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            answer = ask(
-                self._url, method=method, body=body, api_key=self._api_key, timeout=_SECONDS
-            )
-            found: dict[str, Any] = answer.json() if answer.is_success else {}
-        except (OSError, ValueError) as error:
-            raise SwapError(f"{self._url} does not answer: {error}") from None
-        if not answer.is_success:
-            raise SwapError(_reason(answer))
-        return found
-
-
-def _reason(answer: httpx.Response) -> str:
+    url = arguments.url + PATH
+    api_key = arguments.api_key or os.environ.get(KEY_VARIABLE)
+    try:
+        answer = ask(url, method=method, body=body, api_key=api_key, timeout=_SECONDS)
+        if answer.is_success:
+            status: dict[str, Any] = answer.json()
+            return status
+    except (OSError, ValueError) as error:
+        raise ServerError(f"{url} does not answer: {error}") from None
+    reason = f"{answer.url}: HTTP {answer.status_code} {answer.reason_phrase}"
     if answer.status_code == 404:
-        return (
+        reason = (
             f"{answer.url} is not there; start the server with VLLM_PLUGINS naming vllm_diffusion_draft "
             "(docs/use/drafts.md)."
         )
-    if answer.status_code == 401:
-        return f"The server asks for its key: --api-key, or {KEY_VARIABLE}."
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.url}: HTTP {answer.status_code} {answer.reason_phrase}"
+    elif answer.status_code == 401:
+        reason = f"The server asks for its key: --api-key, or {KEY_VARIABLE}."
+    else:
+        with suppress(ValueError, KeyError, TypeError):
+            reason = str(answer.json()["error"]["message"])
+    raise ServerError(reason)
+
+
+def swap(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """Have another draft take the served one's place, as :func:`ask_draft`."""
+    return ask_draft(
+        arguments, "POST", {"model": str(model), "verifications": arguments.verifications}
+    )
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -128,25 +107,23 @@ def add_verifications(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    client = DraftClient(arguments.url, arguments.api_key)
     if arguments.roll_back and arguments.draft is not None:
         raise values.UsageError(
             "--roll-back takes no draft: it puts back the one that was replaced."
         )
     if arguments.roll_back:
-        print(describe(client.put_back()))
+        print(describe(ask_draft(arguments, "DELETE")))
         return 0
     if arguments.draft is None:
-        status = client.status()
+        status = ask_draft(arguments)
     else:
-        status = client.swap(arguments.draft.resolve(), arguments.verifications)
+        status = swap(arguments, arguments.draft.resolve())
     if arguments.wait:
-        status = wait_until_judged(client, status)
+        status = wait_until_judged(arguments, status)
     print(describe(status))
     if arguments.draft is None and not arguments.wait:
         return 0
-    swap = status["swap"]
-    return int(swap is not None and swap["state"] == ROLLED_BACK)
+    return int(status["swap"] is not None and status["swap"]["state"] == ROLLED_BACK)
 
 
 def is_pending(status: dict[str, Any]) -> bool:
@@ -154,16 +131,16 @@ def is_pending(status: dict[str, Any]) -> bool:
     return status["swap"] is not None and bool(status["swap"]["state"] == PENDING)
 
 
-def wait_until_judged(client: DraftClient, status: dict[str, Any]) -> dict[str, Any]:
+def wait_until_judged(arguments: argparse.Namespace, status: dict[str, Any]) -> dict[str, Any]:
     """Poll the server until no swap is pending, and return its status.
 
     Args:
-        client: Of the server.
+        arguments: As of :func:`ask_draft`.
         status: As it is now.
     """
     while is_pending(status):
         time.sleep(_POLL_SECONDS)
-        status = client.status()
+        status = ask_draft(arguments)
     return status
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.out,
             settings,
             device=arguments.device,
-            report=_reporter(),
+            report=partial(_report, time.monotonic()),
         )
     except ValueError as error:
         return fail(str(error))
@@ -130,17 +131,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reporter() -> Callable[[Progress], None]:
-    start = time.monotonic()
-
-    def report(progress: Progress) -> None:
-        line = f"step {progress.step}, {(time.monotonic() - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
-        if progress.acceptance_by_position:
-            shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
-            line += (
-                f"; held out: {progress.accepted:.2f} of {len(progress.acceptance_by_position)} "
-                f"accepted, by position {shares}"
-            )
-        say(line)
-
-    return report
+def _report(start: float, progress: Progress) -> None:
+    line = f"step {progress.step}, {(time.monotonic() - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
+    if progress.acceptance_by_position:
+        shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
+        line += (
+            f"; held out: {progress.accepted:.2f} of {len(progress.acceptance_by_position)} "
+            f"accepted, by position {shares}"
+        )
+    say(line)

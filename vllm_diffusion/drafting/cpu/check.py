@@ -1,4 +1,4 @@
-"""What is checked and chosen of drafts where the CPU platform serves."""
+"""Checks and choices for drafts where the CPU platform serves."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Methods whose drafts read the target's hidden states, and targets of which a stage gives none to the next.
-# vLLM finds out when weights are loaded.
-READ_HIDDEN_STATES = ("dflash", "dspark", "eagle3", "extract_hidden_states")
-KEEP_HIDDEN_STATES = ("gemma4", "gemma4_text")
 
-
-def check_verification(vllm_config: VllmConfig) -> None:
-    """Refuse what the CPU's verification of drafts (``verification.py``) does not do.
+def check_drafts(vllm_config: VllmConfig) -> None:
+    """Refuse drafts that the CPU does not run, and choose how hidden states are extracted.
 
     Raises:
         ValueError: Naming the option and the remedy.
     """
-    spec = vllm_config.speculative_config
+    transfer, spec = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    if transfer is not None and transfer.kv_connector == "ExampleHiddenStatesConnector":
+        transfer.kv_connector = "CpuHiddenStatesConnector"
+        transfer.kv_connector_module_path = "vllm_diffusion.drafting.cpu.hidden_states"
     if spec is None:
         return
     if spec.rejection_sample_method == "fly":
@@ -42,8 +40,10 @@ def check_verification(vllm_config: VllmConfig) -> None:
             "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
             '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
         )
+    # vLLM would find out when weights are loaded.
+    reads_states = spec.method in ("dflash", "dspark", "eagle3", "extract_hidden_states")
     model_type = vllm_config.model_config.hf_text_config.model_type
-    if is_staged and spec.method in READ_HIDDEN_STATES and model_type in KEEP_HIDDEN_STATES:
+    if is_staged and reads_states and model_type in ("gemma4", "gemma4_text"):
         raise ValueError(
             f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
             "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
@@ -54,16 +54,3 @@ def check_verification(vllm_config: VllmConfig) -> None:
             "--watermark-config with --speculative-config does not run on the CPU platform of "
             "vllm-diffusion; leave one of them out."
         )
-
-
-def check_drafts(vllm_config: VllmConfig) -> None:
-    """Refuse drafts that the CPU does not run, and choose how hidden states are extracted.
-
-    Raises:
-        ValueError: Naming the option and the remedy.
-    """
-    check_verification(vllm_config)
-    if vllm_config.kv_transfer_config is not None:
-        from vllm_diffusion.drafting.cpu.hidden_states import use_cpu_connector
-
-        use_cpu_connector(vllm_config.kv_transfer_config)

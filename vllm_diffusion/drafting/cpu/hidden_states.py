@@ -16,19 +16,6 @@ from vllm.logger import init_logger
 
 logger = init_logger(f"vllm.{__name__}")
 
-STOCK_CONNECTOR = "ExampleHiddenStatesConnector"
-
-
-def use_cpu_connector(kv_transfer_config: Any) -> None:
-    """Replace vLLM's connector with the class below if the configuration names it.
-
-    Args:
-        kv_transfer_config: Configuration of the engine's KV transfer, changed in place.
-    """
-    if kv_transfer_config.kv_connector == STOCK_CONNECTOR:
-        kv_transfer_config.kv_connector = CpuHiddenStatesConnector.__name__
-        kv_transfer_config.kv_connector_module_path = __name__
-
 
 class _Done:
     """Event of a copy that is complete."""

@@ -20,13 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_diffusion.drafting.accepted import (
-    LEAST,
-    MOST,
-    NUM_ERRORS,
-    Verifications,
-    places_of_both,
-)
+from vllm_diffusion.drafting.accepted import LEAST, MOST, NUM_ERRORS, Verifications, places_of_both
 from vllm_diffusion.drafting.swap import KEPT, PATH, PENDING, ROLLED_BACK
 from vllm_diffusion.drafting.swap.new_draft import check_new_draft, check_replaceable
 from vllm_diffusion.weights.transfer import DROP, RESTORE, WEIGHT_TRANSFER

@@ -18,8 +18,8 @@ from vllm_diffusion.drafting.check import (
     ARCHITECTURE,
     STOCK_ARCHITECTURE,
     check_pair,
+    dflash_fields,
     mask_token_of,
-    resolve_mask_token,
     set_window,
 )
 from vllm_diffusion.drafting.draft_settings import draft_settings
@@ -143,8 +143,7 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
             f"{folder / 'mask_embedding.pt'}: a mask embedding of its own is not replaced while the "
             f"server runs; {_RESTART}."
         )
-    resolve_mask_token(config, folder, spec.target_model_config)
-    check_pair(config, folder, spec.target_model_config, spec.num_speculative_tokens)
+    check_pair(config, folder, spec)
     settings = draft_settings(vllm_config)
     served = spec.draft_model_config
     (served_as,) = served.architectures
@@ -215,12 +214,12 @@ def _check_same(new: Any, served: Any, where: str) -> None:
 
 
 def _make(config: Any) -> dict[str, Any]:
-    options = getattr(config, "dflash_config", None) or {}
+    options = dflash_fields(config)
     make = {name: getattr(config, name, None) for name in _OF_MODEL}
     make |= {f"dflash_config.{name}": options.get(name) for name in _OF_DFLASH}
     make["dflash_config.mask_token_id"] = mask_token_of(config)
     rotation = dict(getattr(config, "rope_parameters", None) or {})
     make["rope_parameters"] = {"rope_theta": _DEFAULT_THETA} | rotation
-    reaches = [reach_of_layer(config, layer) for layer in range(config.num_hidden_layers)]
-    make["layer_types and windows"] = [tuple(reach) for reach in reaches]
+    layers = range(config.num_hidden_layers)
+    make["layer_types and windows"] = [reach_of_layer(config, layer) for layer in layers]
     return make

@@ -1,8 +1,9 @@
-"""Drafts are trained on what they will see, and learn from it."""
+"""What is replayed of a recording, drafts that learn from what they will see, and what they would have kept."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,11 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.drafts import features
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.drafting.accepted import Verifications
+from vllm_diffusion.drafting.calibration.extract import _batches, _choose
 from vllm_diffusion.drafting.calibration.picture import draw_training
+from vllm_diffusion.drafting.calibration.replay import replay
 from vllm_diffusion.drafting.calibration.samples import (
     Sample,
     read_sample,
@@ -30,7 +35,15 @@ from vllm_diffusion.drafting.calibration.train import (
     measure,
     train,
 )
-from vllm_diffusion.drafting.reference import Context, ReferenceDraft, draft_config, propose
+from vllm_diffusion.drafting.recording import Exchange
+from vllm_diffusion.drafting.reference import (
+    Context,
+    ReferenceDraft,
+    draft_config,
+    load_draft,
+    propose,
+    spec_generate,
+)
 
 FIELDS = ("ids", "positions", "anchors", "labels")
 VOCAB, MASK, BLOCK, LAYERS = 24, 23, 5, [0, 2]
@@ -255,3 +268,74 @@ def test_draw_training(target, ends) -> None:
         assert len(panels) == num_panels
         bars = [len(p.findall("{http://www.w3.org/2000/svg}rect")) for p in panels]
         assert bars == [0, BLOCK - 1, BLOCK - 1][:num_panels]
+
+
+IDS = st.lists(st.integers(0, 9), max_size=12)
+
+
+def exchange(prompt: list[int], output: list[int], time: float = 0.0) -> Exchange:
+    return Exchange(array("i", prompt), array("i", output), time)
+
+
+@given(
+    exchanges=st.lists(st.builds(exchange, IDS, IDS.filter(bool))),
+    longest=st.integers(1, 20),
+    max_tokens=st.integers(0, 100),
+)
+def test_choice(exchanges: list[Exchange], longest: int, max_tokens: int) -> None:
+    """Each once or left out for one reason; never more tokens than there is room for, none too long."""
+    chosen, _, left_out = _choose(exchanges, longest, max_tokens)
+    assert len(chosen) + sum(left_out.values()) == len(exchanges)
+    assert sum(len(each.token_ids) for each in chosen) <= max_tokens
+    assert all(2 <= len(each.token_ids) <= longest and each.output_token_ids for each in chosen)
+
+
+def test_newest_first() -> None:
+    """Where there is no room for all; a repeated one is not a second sample; ends are cut."""
+    old, again, long = exchange([1], [2, 3]), exchange([1], [2, 3]), exchange([4], [5, 6, 7, 8])
+    chosen, num_cut, left_out = _choose(
+        [exchange([9], [9, 9]), old, again, long], longest=4, max_tokens=7
+    )
+    assert [list(each.token_ids) for each in chosen] == [[4, 5, 6, 7], [1, 2, 3]]
+    assert (num_cut, list(left_out.values())) == (1, [1, 0, 1])
+
+
+@given(st.lists(st.builds(exchange, IDS, IDS.filter(bool)), min_size=1), st.integers(1, 40))
+def test_batches(exchanges: list[Exchange], max_tokens: int) -> None:
+    """All in order; one at a time where one is larger than a batch."""
+    batches = list(_batches(exchanges, max_tokens))
+    assert [pair for batch in batches for pair in batch] == list(enumerate(exchanges))
+    for batch in batches:
+        assert len(batch) == 1 or sum(len(each.token_ids) for _, each in batch) <= max_tokens
+
+
+PROMPTS = ([2, 9, 33, 80, 81, 12], [2, 50, 60, 70])
+
+
+def sample_of(target: Any, draft: ReferenceDraft, tokens: list[int], start: int) -> Sample:
+    rows = features(target, tokens, draft.target_layer_ids)
+    return Sample(torch.tensor(tokens), rows.unflatten(1, (len(draft.target_layer_ids), -1)), start)
+
+
+def test_replay() -> None:
+    """The shipped pair: the same verifications, but for the last one, which may pass the end."""
+    target = Qwen3ForCausalLM.from_pretrained(shipped_checkpoint("qwen3"), dtype=torch.float32)
+    trained = load_draft(shipped_draft())
+    random = ReferenceDraft(
+        draft_config(target.config, num_layers=1, block_size=8, mask_token_id=trained.mask_token_id)
+    ).eval()
+    parts = target.get_input_embeddings(), target.get_output_embeddings()
+    found = {}
+    for draft in (trained, random):
+        samples, expected = [], []
+        for prompt in PROMPTS:
+            said = spec_generate(target.eval(), draft, torch.tensor([prompt]), 40)
+            samples.append(sample_of(target, draft, prompt + said.tokens, len(prompt)))
+            # Every verification stands at the sum of those before it.
+            *whole, last = said.accepted
+            expected += whole
+            expected.append(min(last, 39 - sum(kept + 1 for kept in whole)))
+        found[draft] = replay(draft, *parts, samples)
+        assert found[draft] == Verifications.of(expected, draft.block_size - 1)
+    assert found[trained].is_better_than(found[random])
+    assert not found[random].is_better_than(found[trained])

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import status_of
+from vllm_diffusion.cli.client import ServerError
 from vllm_diffusion.drafting.commands import recalibrate
 from vllm_diffusion.drafting.commands.recalibrate import IdleWork, IdleWorkError
-from vllm_diffusion.drafting.commands.swap_draft import DraftClient, SwapError
 
 URL = "http://127.0.0.1:9"
 
@@ -49,12 +49,9 @@ class Surroundings:
         self.commands: dict[str, list[str]] = {}
         self.is_better = True
 
-    def status(self) -> dict[str, Any]:
-        return {"model": str(self.draft), "swap": None}
-
-    def swap(self, model: Path, _: int) -> dict[str, Any]:
+    def swap(self, _: object, model: Path) -> dict[str, Any]:
         if self.refusal:
-            raise SwapError(self.refusal)
+            raise ServerError(self.refusal)
         assert (model / "config.json").is_file()
         self.swapped.append(model)
         swap = {"model": str(model), "replaced": str(self.draft), "state": "kept", "reason": "why"}
@@ -82,8 +79,8 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setattr(recalibrate, "_is_busy", lambda _: bool(made.busy and made.busy.pop(0)))
     monkeypatch.setattr(recalibrate, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(recalibrate, "end_with_signals", lambda: None)
-    monkeypatch.setattr(DraftClient, "status", lambda _: made.status())
-    monkeypatch.setattr(DraftClient, "swap", lambda _, *arguments: made.swap(*arguments))
+    monkeypatch.setattr(recalibrate, "ask_draft", lambda _: {"model": made.draft, "swap": None})
+    monkeypatch.setattr(recalibrate, "swap", made.swap)
     monkeypatch.setattr(IdleWork, "run", lambda _, *arguments: made.run(*arguments))
     return made
 
@@ -140,7 +137,7 @@ def test_rounds_need_new_traffic(around: Surroundings, monkeypatch: pytest.Monke
     write_recording(4)
     recording = Path("recording")
     arguments: Any = SimpleNamespace(url=URL, recording=recording, exchanges=3, idle_seconds=0.0)
-    rounds = recalibrate._Rounds(arguments, DraftClient(URL))
+    rounds = recalibrate._Rounds(arguments)
     around.busy = [True, True, False]
     rounds.wait()
     assert not around.busy
@@ -158,7 +155,6 @@ def test_rounds_need_new_traffic(around: Surroundings, monkeypatch: pytest.Monke
     [
         (0, "old", (), 2, "record"),
         (3, "old", ("--minutes", "0"), 2, "--minutes"),
-        (3, "old", ("--gib", "-1"), 2, "--gib"),
         # Training starts from files.
         (3, "z-lab/a-draft", (), 1, "start the server with the path of its draft"),
     ],
