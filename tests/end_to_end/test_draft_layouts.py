@@ -104,9 +104,6 @@ def test_tokens(
             id="stages in step",
         ),
         pytest.param(
-            SAME, {}, PIPELINE, "leave --pipeline-parallel-size out", id="a smaller model in stages"
-        ),
-        pytest.param(
             DFLASH, {"steps": 9}, (), "set steps to 1..7", id="more passes than positions"
         ),
     ],
@@ -118,11 +115,7 @@ def test_refused(
     remedy: str,
     tmp_path: Path,
 ) -> None:
-    """Said before anything is loaded.
-
-    vLLM's synchronous scheduler hands stages no drafts in time, and a draft that is a model of its own
-    is cut into stages too.
-    """
+    """Said before anything is loaded: vLLM's synchronous scheduler hands stages no drafts in time."""
     with pytest.raises(RuntimeError) as refused, serving(tmp_path, spec, drafting, options):
         pass
     log = str(refused.value)

@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.draft_engine import (
-    OPTIONS,
-    PROMPTS,
-    assert_greedy,
-    draft_spec,
-    generate,
-    metric,
-    saved_target,
-    serving,
-)
+from tests.support.draft_engine import PROMPTS, assert_greedy, draft_spec, generate, metric, serving
 from tests.support.engine import TracedEngine
 from vllm_diffusion.drafting.adaptive import Costs
 
@@ -98,23 +89,3 @@ def test_draft_that_is_always_right(
         assert_greedy(engine, models["qwen3"])
         drafted, verified = grown(engine)
         assert drafted > 2.5 * verified
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({}, "adaptive=true needs a draft"),
-        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "a scheduler of its own"),
-    ],
-    ids=["no draft", "another scheduler"],
-)
-def test_refused(options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    if options:
-        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
-    settings = {"additional_config": {"drafting": ADAPTIVE}}
-    with pytest.raises(ValueError, match=sentence):
-        EngineArgs(
-            model=str(saved_target(tmp_path)), **OPTIONS, **settings, **options
-        ).create_engine_config()

@@ -55,12 +55,13 @@ def test_records_its_answers(
 
 
 def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    """Of a folder that others may read, of another scheduler, of a diffusion model."""
+    """Of a folder that others may read, of another scheduler, of a diffusion model; or without a draft to adapt."""
     from vllm.engine.arg_utils import EngineArgs
 
     def configure(model: Path, record: Any, **options: Any) -> None:
+        drafting = {"record": record} if record else {"adaptive": True}
         EngineArgs(
-            model=str(model), additional_config={"drafting": {"record": record}}, **options
+            model=str(model), additional_config={"drafting": drafting}, **options
         ).create_engine_config()
 
     target = saved_target(tmp_path)
@@ -73,3 +74,5 @@ def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="record is of autoregressive targets"):
         configure(SHIPPED, ours)
     assert not (tmp_path / "recording").exists()
+    with pytest.raises(ValueError, match="adaptive=true needs a draft"):
+        configure(target, None)

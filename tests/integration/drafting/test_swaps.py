@@ -14,14 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import drafts
-from tests.support.draft_engine import (
-    NUM_DRAFTS,
-    PROMPTS,
-    assert_greedy,
-    generate,
-    metric,
-    serving,
-)
+from tests.support.draft_engine import NUM_DRAFTS, PROMPTS, assert_greedy, generate, metric, serving
 from tests.support.engine import TracedEngine
 
 pytestmark = pytest.mark.engine

@@ -33,14 +33,6 @@ def test_counters(lengths: list[int]) -> None:
     assert found.by_position == pytest.approx(expected)
 
 
-@given(LENGTHS, LENGTHS)
-def test_sum(first: list[int], second: list[int]) -> None:
-    """Two add up to both, and nothing is added by none."""
-    both = Verifications.of(first, 9) + Verifications.of(second, 9)
-    assert both == Verifications.of(first + second, 9)
-    assert both + Verifications() == both == Verifications() + both
-
-
 @pytest.mark.parametrize(
     ("verifications", "kept"),
     [(3, {0: 4.0}), (3, {0: 1.0, 1: 2.0}), (3, {0: 2.0, 2: 1.0}), (3, {1: 2.0})],

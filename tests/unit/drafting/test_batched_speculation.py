@@ -15,13 +15,7 @@ from tests.support.drafts import greedy_tokens
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "drafting"))
 
-from batched_speculation import (
-    REMEDIES,
-    accept,
-    per_sequence,
-    positions_of,
-    synchronised,
-)
+from batched_speculation import REMEDIES, per_sequence, synchronised
 
 VOCAB = 24
 PROMPTS = [[3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [1], [20, 21, 5, 5, 6]]
@@ -64,12 +58,6 @@ def draft(target):
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-def test_positions_of() -> None:
-    """A gap takes no positions."""
-    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1, 0]])
-    assert positions_of(mask).tolist() == [[0, 1, 2, 2, 2, 3, 4], [0, 0, 0, 1, 1, 2, 2]]
 
 
 @ways
@@ -133,18 +121,3 @@ def test_law(way) -> None:
                     expected = N / 2 * float(laws[0, a] * laws[1, b] * laws[2, c])
                     statistic += (counts[a, b, c] - expected) ** 2 / expected
         assert statistic < 54.1  # 26 degrees of freedom, 99.9 %
-
-
-def test_accept_residual() -> None:
-    """A rejected token is drawn anew from what p has above q; where all are kept, from p."""
-    p = torch.tensor([[[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]]).double().expand(20_000, 2, 3)
-    q = torch.tensor([[[0.2, 0.5, 0.3]]]).double().expand(20_000, 1, 3)
-    generator = torch.Generator().manual_seed(0)
-    proposals = torch.multinomial(q[:, 0], 1, generator=generator)
-    kept, following = accept(p, q, proposals, generator)
-    first = torch.where(kept == 1, proposals[:, 0], following)
-    shares = first.bincount(minlength=3) / 20_000
-    torch.testing.assert_close(shares.double(), p[0, 0], atol=0.012, rtol=0)
-    assert set(following[kept == 0].tolist()) == {0}
-    behind = following[kept == 1].bincount(minlength=3) / (kept == 1).sum()
-    torch.testing.assert_close(behind.double(), p[0, 1], atol=0.02, rtol=0)

@@ -18,7 +18,6 @@ from functools import cache
 import pytest
 import torch
 
-from vllm_diffusion.drafting.draft_settings import DraftSettings
 from vllm_diffusion.drafting.reveal import (
     CONFIDENCE,
     ORDERS,
@@ -243,10 +242,3 @@ def test_sampled_reveals_by_confidence_are_not(verification: str) -> None:
     # One of these pairs is surest from left to right.
     assert sorted(distances)[1] > Fraction(1, 50)
     assert max(distances) > Fraction(3, 40)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_sampled_reveals_are_refused(order: str) -> None:
-    """Also where they would be exact: what draws proposals is vLLM, from rows that are kept."""
-    with pytest.raises(ValueError, match='reveals="sampled" is not served'):
-        DraftSettings(reveals="sampled", order=order)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from vllm_diffusion.drafting.reference import (
     propose,
     save_draft,
     spec_generate,
-    verify,
 )
 from vllm_diffusion.drafting.reference_draft import (
     build_target_layer_ids,
@@ -85,57 +83,37 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCAB - 1, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def causal_pair(
-    num_layers: int, window: int | None, block_size: int
-) -> tuple[ReferenceDraft, Qwen3Model]:
-    """A causal draft, and transformers' Qwen3 of the same configuration."""
-    kind = "full_attention" if window is None else "sliding_attention"
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("known", [0, 9])
+def test_causal_draft_is_qwen3(known: int, window: int | None) -> None:
+    """One causal layer whose features are the embeddings reads a context as Qwen3 reads a prefix."""
     config = Qwen3Config(
-        **SIZES | {"num_hidden_layers": num_layers},
+        **SIZES | {"num_hidden_layers": 1},
         head_dim=16,
-        layer_types=[kind] * num_layers,
+        layer_types=["full_attention" if window is None else "sliding_attention"],
         sliding_window=window,
         use_sliding_window=window is not None,
         is_causal=True,
-        block_size=block_size,
+        block_size=BLOCK,
         dflash_config={"mask_token_id": MASK, "target_layer_ids": [1]},
     )
-    return ReferenceDraft(config), Qwen3Model(config)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_block_is_qwen3(window: int | None) -> None:
-    """Without a context, and causal, a draft is transformers' Qwen3 with the same tensors."""
-    draft, oracle = causal_pair(2, window, 12)
-    loud(draft, 3)
-    missing, unexpected = oracle.load_state_dict(draft.state_dict(), strict=False)
-    assert missing == ["embed_tokens.weight"]
-    assert sorted(unexpected) == ["fc.weight", "hidden_norm.weight"]
-    rows = torch.randn(2, 12, 32)
-    at = torch.arange(12).expand(2, 12)
-    empty = draft.context(torch.zeros(2, 0, 32), at[:, :0])
-    found = draft(rows, at, torch.zeros_like(at), empty, at[:, :0])
-    expected = oracle(inputs_embeds=rows, use_cache=False).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_context_is_qwen3(window: int | None) -> None:
-    """One causal layer whose features are the embeddings reads a context as Qwen3 reads a prefix."""
-    draft, oracle = causal_pair(1, window, BLOCK)
+    draft, oracle = ReferenceDraft(config), Qwen3Model(config)
     loud(draft, 4)
     with torch.no_grad():
         draft.fc.weight.copy_(torch.eye(32))
         draft.layers[0].input_layernorm.weight.uniform_(0.5, 1.5)
         draft.hidden_norm.weight.copy_(draft.layers[0].input_layernorm.weight)
-    oracle.load_state_dict(draft.state_dict(), strict=False)
-    rows = torch.randn(1, 9 + BLOCK, 32)
-    at = torch.arange(9 + BLOCK)[None]
-    anchors = torch.full((1, BLOCK), 9)
+    missing, unexpected = oracle.load_state_dict(draft.state_dict(), strict=False)
+    assert missing == ["embed_tokens.weight"]
+    assert sorted(unexpected) == ["fc.weight", "hidden_norm.weight"]
+    rows = torch.randn(2, known + BLOCK, 32)
+    at = torch.arange(known + BLOCK).expand(2, -1)
     # Two positions of the context are not before the anchor, and must not be seen.
-    context = draft.context(torch.cat([rows[:, :9], torch.randn(1, 2, 32)], 1), at[:, :11])
-    found = draft(rows[:, 9:], at[:, 9:], anchors, context, at[:, :11])
-    expected = oracle(inputs_embeds=rows, use_cache=False).last_hidden_state[:, 9:]
+    seen = torch.cat([rows[:, :known], torch.randn(2, 2, 32)], 1)
+    context = draft.context(seen, at[:, : known + 2])
+    anchors = torch.full((2, BLOCK), known)
+    found = draft(rows[:, known:], at[:, known:], anchors, context, at[:, : known + 2])
+    expected = oracle(inputs_embeds=rows, use_cache=False).last_hidden_state[:, known:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -225,7 +203,8 @@ def test_checkpoint(target, tmp_path: Path) -> None:
     [
         ({"mask_token_id": VOCAB}, "mask_token_id"),
         ({"block_size": 1}, "block_size"),
-        ({"target_layer_ids": [4]}, "target_layer_ids"),
+        # The last layer's output is not the same in transformers and vLLM, and none is read twice.
+        *(({"target_layer_ids": ids}, "target_layer_ids") for ids in ([], [4], [-1], [1, 1])),
         ({"num_layers": 9}, "num_draft_layers"),
     ],
 )
@@ -265,7 +244,9 @@ def test_spec_generate_greedy(target, steps: int, schedule: str, order: str) -> 
             target, draft, prompt, 30, steps=steps, schedule=schedule, order=order
         )
         assert found.tokens == greedy_tokens(target, prompt[0].tolist(), 30)
-        assert sum(found.accepted) + len(found.accepted) >= 29
+        said = sum(found.accepted) + len(found.accepted)
+        assert said >= 29
+        assert found.tokens_per_verification == pytest.approx(said / len(found.accepted))
 
 
 def test_spec_generate_stops(target) -> None:
@@ -276,35 +257,6 @@ def test_spec_generate_stops(target) -> None:
     for stop in set(whole):
         found = spec_generate(target, draft, prompt, 40, stop_token_ids=[stop])
         assert found.tokens == whole[: whole.index(stop) + 1]
-
-
-class _Copyist(ReferenceDraft):
-    """Knows the answer: every proposal is right."""
-
-    def __init__(self, config, answer: list[int], head) -> None:
-        super().__init__(config)
-        self.answer, self.head = answer, head
-
-    def forward(self, embeddings, positions, anchors, context, context_positions):
-        # The rows whose logits are largest at the answer's tokens.
-        weight = self.head.weight
-        right = torch.linalg.pinv(weight) @ torch.eye(VOCAB)
-        return right.T[[self.answer[p] for p in positions[0].tolist()]][None] * 100
-
-
-def test_spec_generate_accepts_all(target) -> None:
-    """A draft that is always right has its whole block kept, and the target's token after it."""
-    config = draft_config(target.config, num_layers=2, block_size=BLOCK, mask_token_id=MASK)
-    prompt = prompt_of(8)
-    said = prompt[0].tolist()
-    said += greedy_tokens(target, said, 60)
-    # No draft may propose it.
-    assert MASK not in said
-    draft = _Copyist(config, said + [0] * BLOCK, target.lm_head)
-    found = spec_generate(target, draft, prompt, 1 + 4 * BLOCK)
-    assert found.tokens == said[8 : 9 + 4 * BLOCK]
-    assert found.accepted == [BLOCK - 1] * 4
-    assert found.tokens_per_verification == BLOCK
 
 
 def test_no_trace_of_rejected(target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,25 +282,6 @@ def test_no_trace_of_rejected(target, monkeypatch: pytest.MonkeyPatch) -> None:
         for kept, (expected, _) in zip(keys, fresh.keys_values, strict=True):
             torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logits, propose(fresh, target, anchor)[1], rtol=1e-3, atol=1e-3)
-
-
-def test_mask_token_is_not_proposed(target) -> None:
-    """Not even where the head likes it best."""
-    draft = make_draft(target)
-    context = Context(draft)
-    context.append(torch.randn(5, 2 * 32))
-    rows = torch.nn.Linear(32, VOCAB, bias=True)
-    with torch.no_grad():
-        rows.bias[MASK] = 1e6
-
-    class Fond:
-        get_input_embeddings = staticmethod(target.get_input_embeddings)
-        get_output_embeddings = staticmethod(lambda: rows)
-
-    for steps in (1, 2, 5):
-        proposals, logits = propose(context, Fond(), 3, steps=steps)
-        assert MASK not in proposals.tolist()
-        assert logits[:, MASK].tolist() == [-math.inf] * (BLOCK - 1)
 
 
 @pytest.mark.parametrize("num_draws", [300, pytest.param(600, marks=pytest.mark.slow)])
@@ -392,21 +325,6 @@ def test_verified_law(sampled: bool, steps: int, num_draws: int) -> None:
     assert statistic < 37.7  # 15 degrees of freedom
 
 
-def test_verify_residual() -> None:
-    """Behind a rejection comes what the target says more often than the draft, and only that."""
-    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]).double()
-    q = torch.tensor([[0.2, 0.5, 0.3]]).double()
-    generator = torch.Generator().manual_seed(0)
-    N = 20_000
-    out = Counter()
-    for token in torch.multinomial(q[0], N, replacement=True, generator=generator):
-        kept, following = verify(p, token[None], q, generator)
-        out[int(token) if kept else following] += 1
-        assert kept or following == 0
-    for token, expected in enumerate((0.6, 0.3, 0.1)):
-        assert out[token] / N == pytest.approx(expected, abs=0.012)
-
-
 @pytest.mark.parametrize(
     ("num_target_layers", "num_draft_layers", "expected"),
     [
@@ -435,17 +353,3 @@ def test_build_target_layer_ids_fit(num_target_layers: int, num_draft_layers: in
     assert ids == sorted(set(ids))
     assert len(ids) == num_draft_layers
     check_target_layer_ids(ids, num_target_layers)
-
-
-@pytest.mark.parametrize("layer_ids", [[], [3], [-1], [1, 1], [0, 7]])
-def test_check_target_layer_ids(layer_ids: list[int]) -> None:
-    """The last layer's output is not the same in transformers and vLLM, and none is read twice."""
-    with pytest.raises(ValueError, match="target_layer_ids"):
-        check_target_layer_ids(layer_ids, 4)
-
-
-def test_context_rows() -> None:
-    """Layer 0's output is the entry behind the embeddings."""
-    states = [torch.full((2, 3), float(i)) for i in range(5)]
-    rows = context_rows(states, [0, 2])
-    assert rows.tolist() == [[1.0] * 3 + [3.0] * 3] * 2

@@ -19,16 +19,11 @@ pytestmark = pytest.mark.engine
 OLD, NEW = "/drafts/old", "/drafts/new"
 GOOD, BAD = [5, 6, 7, 4, 6], [0, 1, 0, 0, 2]
 # Methods of vLLM's engine; an update is noted by what it brings.
-CALLS = {
-    "start_draft_weight_update": "start",
-    "finish_weight_update": "finish",
-    "init_weight_transfer_engine": "forget",
-    "pause_generation": "pause",
-    "resume_generation": "resume",
-}
-LOADED = ["start", NEW, "pause", "finish", "resume"]
-RESTORED = ["start", "restore", "pause", "finish", "resume"]
-KEPT = ["start", "drop", "finish"]
+START, FINISH = "start_draft_weight_update", "finish_weight_update"
+PAUSE, RESUME, FORGET = "pause_generation", "resume_generation", "init_weight_transfer_engine"
+LOADED = [START, NEW, PAUSE, FINISH, RESUME]
+RESTORED = [START, "restore", PAUSE, FINISH, RESUME]
+KEPT = [START, "drop", FINISH]
 
 
 class Engine:
@@ -59,7 +54,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         async def noted(request: Any = None, *, mode: str = "keep") -> None:
             assert mode == "keep"
-            self._note(CALLS[name])
+            self._note(name)
 
         return noted
 
@@ -196,21 +191,21 @@ def test_refusals(serve: Any) -> None:
     server.engine.paused = True
     assert server.swap().status_code == 409
     server.engine.paused = False
-    for failing, status in (("start", 409), (NEW, 400)):
+    for failing, status in ((START, 409), (NEW, 400)):
         server.engine.failing = failing
         assert server.swap().status_code == status
-    assert "pause" not in server.engine.calls
+    assert PAUSE not in server.engine.calls
     assert server.status() == {"model": OLD, "swap": None}
 
 
-@pytest.mark.parametrize("failing", ["pause", "finish"])
+@pytest.mark.parametrize("failing", [PAUSE, FINISH])
 def test_failed_load(failing: str, serve: Any) -> None:
     """Ranks that had loaded it put the old one back, and the server goes on."""
     server = serve()
     server.engine.failing = failing
     assert server.swap().status_code == 500
-    loaded = [call for call in LOADED if failing == "finish" or call != "finish"]
-    assert server.engine.calls == [*loaded, "forget", "finish", *RESTORED]
+    loaded = [call for call in LOADED if failing == FINISH or call != FINISH]
+    assert server.engine.calls == [*loaded, FORGET, FINISH, *RESTORED]
     assert server.status() == {"model": OLD, "swap": None}
     assert server.swap().status_code == 200
 
