@@ -33,7 +33,7 @@ def test_random_draft(tmp_path: Path) -> None:
         command += ["--target", str(shipped_checkpoint("qwen3"))]
         command += ["--drafts", str(tmp_path / "drafts"), "--rounds", "1"]
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert refused.returncode == 1
+        assert refused.returncode == 2
         assert "holds no exchange" in refused.stderr
 
         expected = {question: ask(server, question) for question in QUESTIONS}
