@@ -169,12 +169,11 @@ class PassCounters:
         if rows.num_emitted:
             totals.canvases += 1
             if finished := self._open.pop(request_id, None):
-                self._finish(finished, rows.num_emitted, max_steps)
-
-    def _finish(self, canvas: _OpenCanvas, num_emitted: int, max_steps: int) -> None:
-        self._totals.canvases_at_step_cap += canvas.steps >= max_steps
-        microseconds = int((time.monotonic() - canvas.begun) * 1e6)
-        self._finished.append(CanvasTotals(canvas.steps, canvas.passes, num_emitted, microseconds))
+                totals.canvases_at_step_cap += finished.steps >= max_steps
+                microseconds = int((time.monotonic() - finished.begun) * 1e6)
+                self._finished.append(
+                    CanvasTotals(finished.steps, finished.passes, rows.num_emitted, microseconds)
+                )
 
     def forget(self, request_id: str) -> None:
         """Discard the open canvas of a request that has ended or was preempted."""
@@ -227,35 +226,23 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-class Instruments:
-    """Counters and histograms on ``/metrics``."""
-
-    def __init__(self) -> None:
-        labels = ["model_name", "engine"]
-        self.counters = {
-            name: Counter(f"vllm_diffusion:{name}", text, labels) for name, text in _HELP.items()
-        }
-        self.passes_by_kind = Counter(
-            "vllm_diffusion:passes_by_kind",
-            "Forward passes of requests, by what they had in them: encode (causal rows), denoise "
-            "(a canvas), fused (both).",
-            [*labels, "kind"],
-        )
-        self.histograms = {
-            name: Histogram(f"vllm_diffusion:{name}", text, labels, buckets=buckets)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
-
-    @property
-    def all(self) -> list[Counter | Histogram]:
-        """All counters and histograms."""
-        return [*self.counters.values(), self.passes_by_kind, *self.histograms.values()]
-
-
 @cache
-def instruments() -> Instruments:
-    """Return this process's instruments: one set, since there is one registry for all engines."""
-    return Instruments()
+def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
+    """Return this process's counters and histograms: one set, as there is one registry for all engines."""
+    labels = ["model_name", "engine"]
+    counters = {
+        name: Counter(f"vllm_diffusion:{name}", text, labels) for name, text in _HELP.items()
+    }
+    counters["passes_by_kind"] = Counter(
+        "vllm_diffusion:passes_by_kind",
+        "Forward passes of requests, by what they had in them: encode (causal rows), denoise "
+        "(a canvas), fused (both).",
+        [*labels, "kind"],
+    )
+    return counters, {
+        name: Histogram(f"vllm_diffusion:{name}", text, labels, buckets=buckets)
+        for name, (text, buckets) in _HISTOGRAMS.items()
+    }
 
 
 class DiffusionStatLogger(StatLoggerBase):
@@ -267,7 +254,7 @@ class DiffusionStatLogger(StatLoggerBase):
         self._is_diffusion = hasattr(model_config, "canvas_spec")
         if not self._is_diffusion:
             return
-        self._instruments = instruments()
+        self._counters, self._histograms = instruments()
         self._labels = (model_config.served_model_name, str(engine_index))
 
     def record(
@@ -286,9 +273,10 @@ class DiffusionStatLogger(StatLoggerBase):
         numbers = stats.num_draft_tokens_per_pos
         for name, value in zip(names, numbers, strict=False):
             if name in _KINDS:
-                self._instruments.passes_by_kind.labels(*self._labels, _KINDS[name]).inc(value)
+                labels = (*self._labels, _KINDS[name])
+                self._counters["passes_by_kind"].labels(*labels).inc(value)
             else:
-                self._instruments.counters[name].labels(*self._labels).inc(value)
+                self._counters[name].labels(*self._labels).inc(value)
         width = len(CanvasTotals._fields)
         for start in range(len(names), len(numbers), width):
             canvas = CanvasTotals(*numbers[start : start + width])
@@ -298,7 +286,7 @@ class DiffusionStatLogger(StatLoggerBase):
                 "seconds_per_canvas": canvas.microseconds / 1e6,
             }
             for name, value in observed.items():
-                self._instruments.histograms[name].labels(*self._labels).observe(value)
+                self._histograms[name].labels(*self._labels).observe(value)
 
     def log_engine_initialized(self) -> None:
         """Log nothing, since vLLM's own loggers do."""

@@ -18,7 +18,7 @@ import pytest
 from tests.support.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import Tokens, answers_alone, answers_together
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import MODEL, Server, start_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -57,7 +57,7 @@ def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     for repository, name in (("someone/two", "two"), ("someone/misfit", "other model")):
         put_into_hub_cache(cache, repository, folders[name])
     in_hub = {"name": "in hub", "path": "someone/two", "base_model_name": MODEL}
-    running = start_server(
+    with start_server(
         SHIPPED,
         tmp_path_factory.mktemp("adapted") / "server.log",
         *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
@@ -65,11 +65,8 @@ def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         HF_HUB_CACHE=str(cache),
         HF_HUB_OFFLINE="1",
-    )
-    try:
+    ) as running:
         yield running
-    finally:
-        stop_server(running)
 
 
 def ask(server: Server, model: str, **changes: Any) -> httpx.Response:
@@ -231,13 +228,10 @@ def test_engines_that_share_experts(
     }
     assert unload(adapted, "two").status_code == 200
     modules = [f"{name}={folders[name]}" for name in ("one", "two")]
-    running = start_server(
+    with start_server(
         SHIPPED, tmp_path / "server.log", *TWO_ENGINES, *LORA, "--lora-modules", *modules
-    )
-    try:
+    ) as running:
         check_engines(running, expected, seeds)
-    finally:
-        stop_server(running)
 
 
 def test_engines_of_a_dense_model(tmp_path: Path) -> None:
@@ -249,14 +243,13 @@ def test_engines_of_a_dense_model(tmp_path: Path) -> None:
     adapt(model, tmp_path / "one", size=1.0, target_modules=r".*\.(self_attn|mlp)\..*_proj")
     names, seeds, expected = (MODEL, "one"), range(2), {}
     for kind, options in (("one", ()), ("two", (*TWO_ENGINES, "--api-server-count", "1"))):
-        running = start_server(
+        with start_server(
             sdar,
             tmp_path / f"{kind}.log",
             *options,
             *LORA,
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
-        )
-        try:
+        ) as running:
             assert load(running, "one", tmp_path / "one").status_code == 200
             if kind == "one":
                 for name in names:
@@ -264,8 +257,6 @@ def test_engines_of_a_dense_model(tmp_path: Path) -> None:
                 assert expected[MODEL] != expected["one"]
             else:
                 check_engines(running, expected, seeds)
-        finally:
-            stop_server(running)
 
 
 def test_taken_away(adapted: Server, folders: dict[str, Path], tmp_path: Path) -> None:

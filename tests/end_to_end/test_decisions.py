@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import LOGS_PASSES, Server, start_server, stop_server
+from tests.support.server import LOGS_PASSES, Server, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -75,17 +75,12 @@ def peers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     """Ours, with stock's sliding window, and stock's own class on the same platform."""
     folder = tmp_path_factory.mktemp("peers")
     settings = ("--additional-config", '{"diffusion": {"window_anchor": "query"}}')
-    ours = start_server(SHIPPED, folder / "ours.log", LOGS_PASSES, *settings)
-    try:
-        stock = start_server(
-            SHIPPED, folder / "stock.log", LOGS_PASSES, VLLM_PLUGINS="vllm_diffusion_cpu"
-        )
-    except BaseException:
-        stop_server(ours)
-        raise
-    yield ours, stock
-    stop_server(ours)
-    stop_server(stock)
+    only_platform = {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
+    with (
+        start_server(SHIPPED, folder / "ours.log", LOGS_PASSES, *settings) as ours,
+        start_server(SHIPPED, folder / "stock.log", LOGS_PASSES, **only_platform) as stock,
+    ):
+        yield ours, stock
 
 
 def numbers(answer: Any) -> list[float]:

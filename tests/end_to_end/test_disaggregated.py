@@ -119,13 +119,10 @@ def wait_for(server: Server) -> None:
 def expected(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Tokens]:
     """What one server answers."""
     options = PARSERS if pair.denoise.checkpoint == SHIPPED else ()
-    plain = start_server(
+    with start_server(
         pair.denoise.checkpoint, tmp_path_factory.mktemp("plain") / "server.log", *options
-    )
-    try:
+    ) as plain:
         return answers_alone(plain)
-    finally:
-        stop_server(plain)
 
 
 def count(server: Server, name: str) -> float:

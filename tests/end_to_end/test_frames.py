@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, PARSERS, Server, start_server, stop_server
+from tests.support.server import MODEL, PARSERS, Server, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -309,12 +309,11 @@ def test_other_servers(options: tuple[str, ...], server: Server, tmp_path: Path)
     xargs = {"diffusion_frames": 1, "diffusion_frame_fields": ["token_ids"]}
     asked = [{"seed": seed, "extra_body": {"vllm_xargs": xargs}} for seed in range(6)]
     usual = [ask(server, "chat", **one) for one in asked]
-    other = start_server(SHIPPED, tmp_path / "server.log", *PARSERS, *options)
-    try:
-        with ThreadPoolExecutor(6) as pool:
-            streams = list(pool.map(lambda one: ask(other, "chat", **one), asked))
-    finally:
-        stop_server(other)
+    with (
+        start_server(SHIPPED, tmp_path / "server.log", *PARSERS, *options) as other,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        streams = list(pool.map(lambda one: ask(other, "chat", **one), asked))
     for stream, expected in zip(streams, usual, strict=True):
         assert stream.text == expected.text
         for index in expected.text:

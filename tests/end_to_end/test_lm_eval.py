@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import MODEL, Server, start_server
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "checkpoints"))
 from tiny_tasks import evaluation_set
@@ -103,11 +103,8 @@ def test_lm_eval(kind: str, scores: dict[str, float]) -> None:
 def test_over_replicas(tasks: Path, tmp_path: Path) -> None:
     """The same of two engines behind two API servers."""
     options = ("--data-parallel-size", "2", "--api-server-count", "2")
-    replicas = start_server(SHIPPED, tmp_path / "server.log", *options)
-    try:
+    with start_server(SHIPPED, tmp_path / "server.log", *options) as replicas:
         assert min(_scores(replicas, tasks, tmp_path).values()) >= LEAST_SCORE
-    finally:
-        stop_server(replicas)
 
 
 def _scores(server: Server, tasks: Path, folder: Path) -> dict[str, float]:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.test_tools import RECORD, ask
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import MODEL, Server, start_server
 from tests.support.streams import OrderedStream
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -39,11 +39,10 @@ def masked_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copytree(shipped_checkpoint("sdar"), checkpoint)
     say_thoughts(checkpoint)
     options = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
-    running = start_server(
+    with start_server(
         checkpoint, folder / "server.log", *options, "--reasoning-parser", "qwen3"
-    )
-    yield running
-    stop_server(running)
+    ) as running:
+        yield running
 
 
 def say_thoughts(checkpoint: Path) -> None:

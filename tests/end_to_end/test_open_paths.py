@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.routes import MIDDLEWARE, open_paths
-from tests.support.server import Server, start_server, stop_server
+from tests.support.server import Server, start_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -67,11 +67,10 @@ def documented(*rows: str) -> set[str]:
 @contextmanager
 def serving(folder: Path, mode: Mode, checkpoint: Path = SHIPPED) -> Iterator[Server]:
     variables = {"VLLM_API_KEY": KEY, "PYTHONPATH": str(ROOT), **dict(mode.variables)}
-    server = start_server(checkpoint, folder / "log", *MIDDLEWARE, *mode.options, **variables)
-    try:
+    with start_server(
+        checkpoint, folder / "log", *MIDDLEWARE, *mode.options, **variables
+    ) as server:
         yield server
-    finally:
-        stop_server(server)
 
 
 def test_everything_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.quantized import quantized_checkpoint
-from tests.support.server import MODEL, start_server, stop_server
+from tests.support.server import MODEL, start_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -36,13 +36,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_served(scheme: str, lines: list[str], tmp_path: Path) -> None:
     """It answers over HTTP, and the log says once how its layers run."""
     checkpoint = quantized_checkpoint(tmp_path / scheme, scheme)
-    server = start_server(checkpoint, tmp_path / "server.log")
-    try:
+    with start_server(checkpoint, tmp_path / "server.log") as server:
         answer = server.client().chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "Add 7 and 8."}], max_tokens=32
         )
-    finally:
-        stop_server(server)
     assert answer.choices[0].message.content == "15"
     log = server.log.read_text(errors="replace")
     assert [log.count(line) for line in lines] == [1] * len(lines)

@@ -47,11 +47,8 @@ def expected(server: Server) -> list[Tokens]:
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two engines behind two API servers."""
     log = tmp_path_factory.mktemp("replicas") / "server.log"
-    running = start_server(SHIPPED, log, *TWO_ENGINES, "--api-server-count", "2")
-    try:
+    with start_server(SHIPPED, log, *TWO_ENGINES, "--api-server-count", "2") as running:
         yield running
-    finally:
-        stop_server(running)
 
 
 def test_tokens(replicas: Server, expected: list[Tokens]) -> None:
@@ -97,7 +94,7 @@ def _canvases(server: Server, engine: str) -> float:
 def test_frames(replicas: Server) -> None:
     """Each stream has its own frames, and the last one of a canvas is what is committed."""
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        streams = list(pool.map(lambda seed: _stream(replicas, seed), range(NUM_STREAMS)))
+        streams = list(pool.map(lambda seed: [*shown_stream(replicas, seed)], range(NUM_STREAMS)))
     for chunks in streams:
         frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
         text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
@@ -106,17 +103,15 @@ def test_frames(replicas: Server) -> None:
         assert not any("error" in chunk for chunk in chunks)
 
 
-def _stream(server: Server, seed: int, max_tokens: int = 70) -> list[dict]:
+def shown_stream(server: Server, seed: int, max_tokens: int = 70) -> Iterator[dict]:
     """The chunks of a completion that shows its canvas."""
     body = {"model": MODEL, "prompt": "Red", "max_tokens": max_tokens, "seed": seed}
     body |= {"ignore_eos": True, "stream": True, "diffusing": True}
-    chunks = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                chunks.append(json.loads(line.removeprefix("data: ")))
-    return chunks
+                yield json.loads(line.removeprefix("data: "))
 
 
 def test_dead_engine(replicas: Server) -> None:
@@ -124,7 +119,10 @@ def test_dead_engine(replicas: Server) -> None:
     processes = psutil.Process(replicas.process.pid).children(recursive=True)
     (engine,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        waiting = [pool.submit(_stream, replicas, seed, 900) for seed in range(NUM_STREAMS)]
+        waiting = [
+            pool.submit(lambda seed: [*shown_stream(replicas, seed, 900)], seed)
+            for seed in range(NUM_STREAMS)
+        ]
         deadline = time.monotonic() + 60
         while replicas.metric("vllm:num_requests_running") < NUM_STREAMS:
             assert time.monotonic() < deadline
@@ -197,12 +195,9 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         options = ("--max-model-len", "256")
     else:
         checkpoint = quantized_checkpoint(folder / name, name)
-    running = start_server(checkpoint, folder / "one.log", *options)
-    try:
+    with start_server(checkpoint, folder / "one.log", *options) as running:
         taken = [i for i in ALL if running.post(*seeded_request(i)).status_code == 200]
         return Experts(checkpoint, options, taken, answers_alone(running, taken))
-    finally:
-        stop_server(running)
 
 
 @pytest.mark.slow
@@ -230,7 +225,7 @@ def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> Non
 def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> None:
     """vLLM's supervisor starts a server for each engine, and ends all of them with one."""
     supervisor = free_port()
-    first = start_server(
+    with start_server(
         SHIPPED,
         tmp_path / "server.log",
         *(
@@ -240,8 +235,7 @@ def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> Non
         ),
         *("--data-parallel-size", "2", "--data-parallel-size-local", "2"),
         *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
-    )
-    try:
+    ) as first:
         address, _, port = first.url.rpartition(":")
         servers = [first, replace(first, url=f"{address}:{int(port) + 1}")]
         _wait_for(f"{address}:{supervisor}/health")
@@ -258,8 +252,6 @@ def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> Non
         first.process.wait(120)
         _, left = psutil.wait_procs(processes, timeout=30)
         assert not left
-    finally:
-        stop_server(first)
 
 
 def _wait_for(url: str, seconds: float = 60) -> None:

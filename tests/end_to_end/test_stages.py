@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import torch
 from PIL import Image
 
+from tests.end_to_end.test_decisions import numbers
+from tests.end_to_end.test_scaling import shown_stream
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.seeded_requests import (
     ALL,
@@ -22,7 +21,7 @@ from tests.support.seeded_requests import (
     answers_together,
     check_answers,
 )
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import Server, start_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -36,11 +35,8 @@ SOME = (1, 3, 6, 8, 9, 10, 11)
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two stages, in the order that a CPU chooses."""
     log = tmp_path_factory.mktemp("stages") / "server.log"
-    running = start_server(SHIPPED, log, *TWO_STAGES)
-    try:
+    with start_server(SHIPPED, log, *TWO_STAGES) as running:
         yield running
-    finally:
-        stop_server(running)
 
 
 def test_tokens(staged: Server, server: Server) -> None:
@@ -58,23 +54,14 @@ def test_log_probabilities(staged: Server, server: Server) -> None:
     choices = [one.post("/v1/completions", body).json()["choices"][0] for one in (staged, server)]
     assert choices[0]["logprobs"]["tokens"] == choices[1]["logprobs"]["tokens"]
     for key in ("logprobs", "prompt_logprobs"):
-        mine, theirs = (_numbers(choice[key]) for choice in choices)
+        mine, theirs = (numbers(choice[key]) for choice in choices)
         assert mine == pytest.approx(theirs, abs=1e-4)
     assert len(choices[0]["prompt_logprobs"]) > 4
 
 
-def _numbers(found: Any) -> list[float]:
-    """Every number of a JSON value, in order."""
-    if isinstance(found, dict):
-        found = list(found.values())
-    if isinstance(found, list):
-        return [number for one in found for number in _numbers(one)]
-    return [found] if isinstance(found, int | float) else []
-
-
 def test_frames(staged: Server) -> None:
     """What is shown of a canvas comes from the last stage; the last frame is what is committed."""
-    chunks = list(_stream(staged, max_tokens=70))
+    chunks = list(shown_stream(staged, 7))
     frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
     text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
@@ -83,7 +70,7 @@ def test_frames(staged: Server) -> None:
 def test_whoever_leaves_or_fails(staged: Server) -> None:
     """Clients go while their canvases are between stages, others are refused: the next get theirs."""
     for num_chunks in (1, 3, 8):
-        stream = _stream(staged, max_tokens=900)
+        stream = shown_stream(staged, 7, 900)
         for _ in range(num_chunks):
             next(stream)
         stream.close()
@@ -94,17 +81,6 @@ def test_whoever_leaves_or_fails(staged: Server) -> None:
     staged.wait_until_idle()
     staged.assert_alive()
     assert "Traceback" not in staged.log.read_text(errors="replace")
-
-
-def _stream(server: Server, *, max_tokens: int) -> Iterator[dict]:
-    """The chunks of a completion that shows its canvas."""
-    body = {"model": MODEL, "prompt": "Red", "max_tokens": max_tokens, "seed": 7}
-    body |= {"ignore_eos": True, "stream": True, "diffusing": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
 
 
 @pytest.mark.slow
@@ -142,11 +118,8 @@ def test_tokens_of_images(tmp_path: Path) -> None:
     limits = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
     answers = []
     for name, options in (("one", ()), ("two", TWO_STAGES)):
-        running = start_server(checkpoint, tmp_path / f"{name}.log", *limits, *options)
-        try:
+        with start_server(checkpoint, tmp_path / f"{name}.log", *limits, *options) as running:
             answers.append([_described(running, seed) for seed in (1, 2)])
-        finally:
-            stop_server(running)
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][1]
 

@@ -1,20 +1,15 @@
-"""Tool calls that a request demands, from models that were never trained on one.
-
-With a parser whose format is JSON, which vLLM itself holds a model to, and with Gemma's own.
-"""
+"""Tool calls in Gemma's own format that a request demands, from a model that was never trained on one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 
@@ -26,14 +21,6 @@ RECORD = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
-    running = start_server(SHIPPED, tmp_path_factory.mktemp("tools") / "server.log", *options)
-    yield running
-    stop_server(running)
 
 
 def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, list[tuple[str, str]]]:
@@ -53,40 +40,6 @@ def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, lis
                 name_and_arguments[0] += call.function.name or ""
                 name_and_arguments[1] += call.function.arguments or ""
     return reason, [(name, arguments) for name, arguments in parts.values()]
-
-
-# A server for these alone; its parser is that of test_masked_tools.py, and its model, held to a schema
-# over HTTP, that of test_server.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_tool_choice(named: bool, stream: bool, tool_server: Server) -> None:
-    """A call whose arguments satisfy the tool's schema, though no tool was ever trained on."""
-    request: dict[str, Any] = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
-        "max_tokens": 192,
-        "seed": 1,
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "store",
-                    "description": "Store it.",
-                    "parameters": RECORD,
-                    "strict": True,
-                },
-            }
-        ],
-        "tool_choice": (
-            {"type": "function", "function": {"name": "store"}} if named else "required"
-        ),
-    }
-    _, ((name, arguments),) = ask(tool_server, request, stream)
-    assert name == "store"
-    record = json.loads(arguments)
-    assert record["name"] in ("ada", "bob")
-    assert isinstance(record["age"], int)
 
 
 def gemma_request(**fields: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import SHIPPED, copy_checkpoint
-from tests.support.server import Server, start_server, stop_server
+from tests.support.server import Server, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -126,11 +126,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
         checkpoint = copy_checkpoint(folder / name)
         if name == "changed":
             save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-        running = start_server(checkpoint, folder / f"{name}.log")
-        try:
+        with start_server(checkpoint, folder / f"{name}.log") as running:
             found[name] = answers(running)
-        finally:
-            stop_server(running)
     return found
 
 
@@ -140,17 +137,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
 def live(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    running = start_server(
+    with start_server(
         SHIPPED,
         tmp_path_factory.mktemp("live") / "server.log",
         *OPTIONS,
         *((f"--{request.param}-parallel-size", "2") if request.param else ()),
         VLLM_SERVER_DEV_MODE="1",
-    )
-    try:
+    ) as running:
         yield running
-    finally:
-        stop_server(running)
 
 
 @pytest.mark.slow

@@ -13,88 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import command_server
 from tests.support.commands import refusal_of, status_of
 from vllm_diffusion.cli import checkpoint, demo, server
 from vllm_diffusion.cli.main import main
-
-# Behaves as its first argument says: see the tests.
-FAKE_SERVER = '''
-import http.server, json, os, signal, subprocess, sys, time
-behaviour, port = sys.argv[1], int(sys.argv[2])
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("pid", os.getpid(), "child", child.pid, flush=True)
-if behaviour == "dies":
-    print("ValueError: no such thing", flush=True)
-    sys.exit(3)
-if behaviour == "stubborn":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if behaviour == "never-ready":
-    print("Resolved architecture: Fake", flush=True)
-    time.sleep(600)
-PIECES = [] if behaviour == "empty" else ["1", "5\\x1b[2J"]
-METRICS = """
-vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0
-vllm_diffusion:passes_total{model_name="m"} 6.0
-vllm_diffusion:denoise_steps_total{model_name="m"} 4.0
-vllm_diffusion:canvases_total{model_name="m"} 1.0
-vllm:diffusion_num_denoising_steps_total{model_name="m"} 5.0
-"""
-if behaviour.startswith("drafts"):
-    METRICS = """
-vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0
-vllm:spec_decode_num_drafts_total{model_name="m"} 2.0
-vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 11.0
-vllm:spec_decode_num_draft_tokens_total{model_name="m"} 14.0
-"""
-if behaviour == "drafts-otherwise":
-    PIECES = ["16"]
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply(200, METRICS.encode() if self.path == "/metrics" else b"")
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
-        if self.headers["authorization"] != "Bearer " + os.environ["VLLM_API_KEY"]:
-            return self.reply(401, b"{}")
-        if behaviour == "refuses":
-            return self.reply(400, json.dumps({"error": {"message": "too long"}}).encode())
-        chunks = [{"choices": [{"index": 0, "delta": {"content": p}}]} for p in PIECES]
-        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        chunks.append({"choices": [], "usage": {"completion_tokens": 3}})
-        lines = ["data: " + json.dumps(chunk) for chunk in chunks] + ["data: [DONE]", ""]
-        if behaviour == "breaks-off":
-            self.reply(200, ("\\n\\n".join(lines[:1]) + "\\n\\n").encode(), length=10_000)
-            os._exit(1)
-        self.reply(200, "\\n\\n".join(lines).encode())
-
-    def reply(self, status, body, length=None):
-        self.send_response(status)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("content-length", str(length or len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-        self.wfile.flush()
-
-    def log_message(self, *args):
-        pass
-
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-'''
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes a fake server's command line; its log and its key are in a folder of the test."""
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
-    script = tmp_path / "fake_server.py"
-    script.write_text(FAKE_SERVER, encoding="utf-8")
-
-    def make(behaviour: str) -> list[str]:
-        return [sys.executable, str(script), behaviour, "{port}"]
-
-    return make
+    return command_server.command
 
 
 @pytest.fixture
@@ -361,7 +290,7 @@ def test_server_timeout(command, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     assert said
     assert said[-1].endswith("starting the engine's process")
-    assert_gone(processes_of(started.log_tail()))
+    assert_gone(processes_of(started.log_end()))
 
 
 def test_server_stubborn(command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +298,7 @@ def test_server_stubborn(command, monkeypatch: pytest.MonkeyPatch) -> None:
     patience = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
     monkeypatch.setattr(server, "_STOP_SECONDS", patience)
     with server.Server(command("stubborn"), report=print, timeout=60.0) as started:
-        pids = processes_of(started.log_tail())
+        pids = processes_of(started.log_end())
     assert_gone(pids)
 
 
@@ -377,7 +306,7 @@ def test_server_interrupted_stop(command) -> None:
     """A second Ctrl-C, while the server is taking its time to stop, kills it at once."""
     started = server.Server(command("stubborn"), report=print, timeout=60.0)
     started.__enter__()
-    pids = processes_of(started.log_tail())
+    pids = processes_of(started.log_end())
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         started.__exit__(None)

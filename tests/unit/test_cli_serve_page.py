@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.command_server import command as fake_command
 from tests.support.commands import status_of
 from vllm_diffusion.cli import checkpoint, serve_page, server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -21,44 +22,10 @@ from vllm_diffusion.cli.values import UsageError
 
 SHIPPED = str(shipped_checkpoint())
 LOCAL = ["--host", "127.0.0.1"]
-# Listens on its second argument, prints lines, and ends as its first argument says.
-FAKE_SERVER = """
-import http.server, os, sys, threading, time
-behaviour, port = sys.argv[1], int(sys.argv[2])
-print("a line of the server's", flush=True)
-if behaviour == "dies":
-    print("ValueError: no such thing", flush=True)
-    sys.exit(3)
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-def end():
-    time.sleep(1)
-    print("the last line", flush=True)
-    os._exit({"ends": 0, "dies later": 4}[behaviour])
-
-if behaviour != "stays":
-    threading.Thread(target=end).start()
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "fake_server.py"
-    path.write_text(FAKE_SERVER, encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def serve(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs the command with a fake server; what its process was started with is its attribute."""
     started: list[tuple[list[str], dict[str, str]]] = []
     begin = subprocess.Popen
@@ -68,7 +35,8 @@ def serve(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if "webbrowser" in command:
             return begin([sys.executable, "-c", ""], **options)
         port = command[command.index("--port") + 1]
-        return begin([sys.executable, str(script), serve_with.behaviour, port], env=env, **options)
+        fake = [part.replace("{port}", port) for part in fake_command(serve_with.behaviour)]
+        return begin(fake, env=env, **options)
 
     def serve_with(*arguments: str) -> int:
         return status_of("serve-page", *arguments, "--port", str(free_port()))
@@ -166,18 +134,17 @@ def test_server_fails(behaviour: str, status: int, serve, tmp_path: Path, capsys
     assert str(log) in said
 
 
-def test_log_is_bounded(script: Path, tmp_path: Path, monkeypatch) -> None:
+def test_log_is_bounded(monkeypatch) -> None:
     """What is served for weeks keeps the end of its log."""
     monkeypatch.setattr(server, "_MAX_LOG_BYTES", 8)
     monkeypatch.setattr(server, "_KEPT_LOG_BYTES", 5)
     monkeypatch.setattr(server, "_POLL_SECONDS", 0.05)
-    command = [sys.executable, str(script), "ends", "{port}"]
-    with Server(command, report=print, timeout=60.0) as running:
+    with Server(fake_command("ends"), report=print, timeout=60.0) as running:
         running.wait()
         # Cut before the last line came, or behind it too.
-        log = running.log_tail()
+        log = running.log_end()
         assert "a line of the" not in log
-        assert log.endswith("line")
+        assert log.endswith("line\n")
 
 
 @pytest.mark.parametrize(
@@ -230,13 +197,13 @@ def test_no_port(option: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_end(kind: signal.Signals, script: Path, tmp_path: Path) -> None:
+def test_end(kind: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C ends a server that has served, with status 0; if the command is killed, it ends too."""
     code = (
         "import sys, tempfile; from vllm_diffusion.cli import main, serve_page; "
-        f"tempfile.tempdir = {str(tmp_path)!r}; port = {free_port()}; "
-        f"serve_page.VLLM_SERVE = [{sys.executable!r}, {str(script)!r}, 'stays', str(port)]; "
-        "sys.exit(main.main(['serve-page', '--port', str(port)]))"
+        f"tempfile.tempdir = {str(tmp_path)!r}; port = '{free_port()}'; "
+        f"serve_page.VLLM_SERVE = [*{fake_command('stays')[:-1]!r}, port]; "
+        "sys.exit(main.main(['serve-page', '--port', port]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

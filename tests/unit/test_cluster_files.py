@@ -1,4 +1,4 @@
-"""The container and the Kubernetes files say what vLLM, Kubernetes and this package know.
+"""The container, the Kubernetes files and those of small GPUs say what vLLM, Kubernetes and this package know.
 
 No cluster runs here: what only the charts and controllers of others can say is not checked.
 """
@@ -120,3 +120,19 @@ def test_pods() -> None:
     for spec in ({"containers": [container]}, predictor):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "examples/small-gpus").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_small_gpu_files_are_understood(file):
+    """vLLM's own parser takes them, for a checkpoint and with parsers that the documentation serves."""
+    parsed = serve_parser().parse_args(["--config", str(file)])
+    assert f"vllm serve {parsed.model} " in (ROOT / "docs/use/serving.md").read_text("utf-8")
+    assert parsed.reasoning_parser == parsed.tool_call_parser == "gemma4"
+    assert parsed.enable_auto_tool_choice
+    assert parsed.limit_mm_per_prompt == {"image": 0, "video": 0}
+    # Else vLLM's own number for the GPU counts, which differs between ways to start.
+    assert parsed.max_num_batched_tokens == 2048
+    assert str(file.relative_to(ROOT)) in file.read_text("utf-8")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_diffusion.cli.client import ANSWER_SECONDS
 from vllm_diffusion.cli.console import CommandError
@@ -43,27 +43,13 @@ class Answer:
     finish_reason: str | None = None
 
 
-class Display(Protocol):
-    """Shows one answer. The answer arrives while the display is open as a context."""
-
-    draws_canvases: bool
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def committed(self, piece: str, answer: Answer) -> None:
-        """Show text that will not change any more; ``answer`` holds it already."""
-
-    def frame(self, frame: Any, answer: Answer) -> None:
-        """Show a canvas as it stands after a step, from a chunk of the server."""
-
-
 class AnswerError(CommandError):
     """Failure of a server that is there to answer. The message is for the user."""
 
 
-def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) -> Answer:
+def stream_answer(
+    client: OpenAI, request: Mapping[str, Any], display: PlainDisplay | LiveDisplay
+) -> Answer:
     """Show an answer as it arrives.
 
     Args:
@@ -102,7 +88,7 @@ def stream_answer(client: OpenAI, request: Mapping[str, Any], display: Display) 
     return answer
 
 
-def _take(chunk: Any, answer: Answer, display: Display) -> None:
+def _take(chunk: Any, answer: Answer, display: PlainDisplay | LiveDisplay) -> None:
     if chunk.usage is not None:
         answer.num_tokens = chunk.usage.completion_tokens
     if getattr(chunk, "type", None) == "diffusion_frame":
@@ -167,14 +153,17 @@ def _message(error: Any) -> str:
     return printable(str(body.get("message") or error.message))
 
 
-def display_for(out: TextIO, *, plain: bool = False) -> Display:
+def display_for(out: TextIO, *, plain: bool = False) -> PlainDisplay | LiveDisplay:
     """Choose canvases for a terminal that can draw them, and plain text for anything else."""
     can_draw = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return LiveDisplay(out) if can_draw and not plain else PlainDisplay(out)
 
 
 class PlainDisplay:
-    """Text as it is committed, and nothing else."""
+    """Text as it is committed, and nothing else.
+
+    The answer arrives while a display is open as a context.
+    """
 
     draws_canvases = False
 
@@ -191,6 +180,7 @@ class PlainDisplay:
             self._out.flush()
 
     def committed(self, piece: str, answer: Answer) -> None:
+        """Show text that will not change any more; ``answer`` holds it already."""
         self._out.write(piece)
         self._out.flush()
         self._ends_line = piece.endswith("\n")
@@ -228,6 +218,7 @@ class LiveDisplay:
         self._draw()
 
     def frame(self, frame: Any, answer: Answer) -> None:
+        """Show a canvas as it stands after a step, from a chunk of the server."""
         self._answer, self._canvas = answer, frame
         self._draw()
 
@@ -251,18 +242,14 @@ class LiveDisplay:
                 rest = rest[len(token) :]
         drawing.append(printable(rest), style="dim")
         again = ", begun anew" if frame.begins_anew else ""
+        # A constraint may take a step past the cap.
+        past = frame.step - frame.total
+        cap = f", {past} past the cap of" if past > 0 else " of at most"
         drawing.append(
-            f"\ncanvas {frame.block + 1}, {_step_in_words(frame.step, frame.total)}{again}",
+            f"\ncanvas {frame.block + 1}, step {frame.step}{cap} {frame.total}{again}",
             style="italic dim",
         )
         return drawing
-
-
-def _step_in_words(step: int, total: int) -> str:
-    """Describe a step, which a constraint may take past the cap."""
-    if step > total:
-        return f"step {step}, {step - total} past the cap of {total}"
-    return f"step {step} of at most {total}"
 
 
 def figures(answer: Answer) -> str:

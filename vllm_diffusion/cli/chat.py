@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import (
-    Answer,
     AnswerError,
     display_for,
     figures,
@@ -144,7 +143,9 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """Show the answer to a message, and remember both."""
-        message = {"role": "user", "content": self._content(text)}
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        content = [*images, {"type": "text", "text": text}] if images else text
+        message = {"role": "user", "content": content}
         request = {
             "model": self.model,
             "messages": [*self.messages, message],
@@ -159,21 +160,12 @@ class Conversation:
         except KeyboardInterrupt:
             say("Stopped; the question and what was said are forgotten.")
             return
-        self._remember(message, answer)
-
-    def _remember(self, message: dict[str, Any], answer: Answer) -> None:
         self.images.clear()
         self.messages += [message, {"role": "assistant", "content": answer.text}]
         if took := figures(answer):
             say(f"  {took}")
         if answer.finish_reason == "length":
             say("  cut at --max-tokens or at the model's length")
-
-    def _content(self, text: str) -> Any:
-        if not self.images:
-            return text
-        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
-        return [*parts, {"type": "text", "text": text}]
 
     def command(self, line: str) -> str:
         """Do what a line that begins with a slash says.

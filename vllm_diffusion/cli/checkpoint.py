@@ -16,7 +16,7 @@ from vllm_diffusion.cli.client import ServerError
 from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, vllm_serve
 from vllm_diffusion.cli.values import UsageError
-from vllm_diffusion.startup.environment import environment_flags
+from vllm_diffusion.startup.environment import is_disabled
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.values import Parser
@@ -146,7 +146,7 @@ def begin_serving() -> None:
     Raises:
         CommandError: If this package is turned off, so that stock vLLM would serve.
     """
-    if environment_flags().disabled:
+    if is_disabled():
         raise CommandError("VLLM_DIFFUSION_DISABLE=1 turns vllm-diffusion off; unset it.")
     end_with_signals()
 

@@ -23,7 +23,7 @@ from vllm_diffusion.cli.console import one_line, quieten, say, table
 from vllm_diffusion.cli.values import UsageError, model, new_file
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import machine as detection
-from vllm_diffusion.startup.environment import cache_folder, environment_flags, is_compiled
+from vllm_diffusion.startup.environment import cache_folder, forces_cpu, is_compiled
 from vllm_diffusion.startup.machine import has_cpp_compiler
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def accelerator_facts() -> Iterator[Fact]:
         yield Fact("NVIDIA driver", f"{driver.driver_version}{cuda}")
     if problem is not None:
         remedy = "update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU"
-        mark = Mark.WARNING if environment_flags().force_cpu else Mark.PROBLEM
+        mark = Mark.WARNING if forces_cpu() else Mark.PROBLEM
         yield Fact("accelerator", problem, mark, remedy)
         return
     found = detection.working_accelerator() or "none; the CPU serves"

@@ -8,7 +8,6 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.console import fail, one_line, say, table
@@ -65,7 +64,10 @@ def run(model: str, report: Path | None) -> int:
         print(line)
     if report is not None:
         content = {"facts": facts, "system": platform.system(), "problems": problems}
-        content["cases"] = {title: list(map(_row, found)) for title, found in checked.items()}
+        content["cases"] = {
+            title: [{"case": case.name, **outcome.to_json()} for case, outcome in found]
+            for title, found in checked.items()
+        }
         report.write_text(without_names(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
         say(f"Wrote {report}: no prompts, host names or paths. Please attach it to an issue.")
     return int(bool(problems))
@@ -112,11 +114,6 @@ def lines(found: list[tuple[KernelCase, Outcome]]) -> str:
     # Behind the table, whose columns they would widen.
     reasons = [f"{case.name}: {outcome.why}" for case, outcome in found if outcome.why]
     return "\n  ".join([table(rows, indent="  "), *reasons])
-
-
-def _row(case_and_outcome: tuple[KernelCase, Outcome]) -> dict[str, Any]:
-    case, outcome = case_and_outcome
-    return {"case": case.name, **outcome.to_json()}
 
 
 def without_names(text: str) -> str:

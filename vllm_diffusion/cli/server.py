@@ -164,7 +164,8 @@ class Server:
             now = time.monotonic()
             if now - start > self._timeout:
                 raise ServerError(f"The server was not ready after {self._timeout:.0f} s.")
-            stage = self._stage()
+            log = self.log_path.read_text(encoding="utf-8", errors="replace")
+            stage = next(stage for marker, stage in _STAGES if marker in log)
             if stage != reported or now - last_report >= _REPORT_SECONDS:
                 last_report, reported = now, stage
                 self._report(f"{now - start:5.0f} s  {stage}")
@@ -176,20 +177,13 @@ class Server:
         except OSError:
             return False
 
-    def _stage(self) -> str:
-        log = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return next(stage for marker, stage in _STAGES if marker in log)
-
-    def log_tail(self) -> str:
-        """Return the last lines of the server's log."""
-        log = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
-
     def log_end(self) -> str:
         """Name the log of a server that failed, with its last lines where they were not printed."""
         if self._verbose:
             return f"The server's log: {self.log_path}"
-        return f"The end of the server's log, {self.log_path}:\n{self.log_tail()}\n"
+        log = self.log_path.read_text(encoding="utf-8", errors="replace")
+        tail = "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
+        return f"The end of the server's log, {self.log_path}:\n{tail}\n"
 
     def wait(self) -> None:
         """Return when the server has ended by itself. Meanwhile its log is kept small.

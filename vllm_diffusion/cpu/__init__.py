@@ -17,17 +17,16 @@ def cpu_platform_plugin() -> str | None:
     ``None`` when disabled (``VLLM_DIFFUSION_DISABLE=1``), when vLLM is itself a CPU build, and when
     any accelerator works. ``VLLM_DIFFUSION_CPU=1`` chooses the CPU whatever is there.
     """
-    from vllm_diffusion.startup.environment import environment_flags
+    from vllm_diffusion.startup.environment import forces_cpu, is_disabled
 
-    flags = environment_flags()
-    if flags.disabled:
+    if is_disabled():
         return None
 
     from vllm_diffusion.startup import machine as detection
 
     if detection.is_vllm_cpu_build():
         return None
-    if not flags.force_cpu and detection.working_accelerator() is not None:
+    if not forces_cpu() and detection.working_accelerator() is not None:
         return None
 
     # The runner's small Triton kernels run under Triton's interpreter. An empty

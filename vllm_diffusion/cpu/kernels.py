@@ -14,12 +14,11 @@ import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from importlib.metadata import distribution
 from typing import Any, get_type_hints
 
 import numpy as np
 from torch import Tensor
-
-from vllm_diffusion.hooks.own_entry_points import own_entry_points
 
 # Functions that run in the place of one kernel, one after the other.
 Functions = tuple[Callable[..., None], ...]
@@ -71,7 +70,9 @@ def register() -> None:
     from vllm_diffusion.cpu import sampling_kernels
 
     functions = OVERRIDES | sampling_kernels.OVERRIDES
-    for entry in own_entry_points("vllm_diffusion.cpu_kernels"):
+    for entry in distribution("vllm-diffusion").entry_points.select(
+        group="vllm_diffusion.cpu_kernels"
+    ):
         functions |= entry.load()
     new = {name: each for name, each in functions.items() if name not in dispatcher._registry}
     if new:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,6 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.machine import kv_cache_bytes
 from vllm_diffusion.startup.passes import choose_worker
 
@@ -132,9 +132,9 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm_diffusion.startup import machine as detection
-        from vllm_diffusion.startup.environment import environment_flags
+        from vllm_diffusion.startup.environment import forces_cpu
 
-        problem = None if environment_flags().force_cpu else detection.nvidia_problem()
+        problem = None if forces_cpu() else detection.nvidia_problem()
         if problem is not None:
             raise ValueError(
                 f"{problem}. Update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU."
@@ -146,7 +146,9 @@ class DiffusionCpuPlatform(CpuPlatform):
 
             check_checkpoint_fits(model_config)
 
-        for entry in own_entry_points("vllm_diffusion.cpu_checks"):
+        for entry in distribution("vllm-diffusion").entry_points.select(
+            group="vllm_diffusion.cpu_checks"
+        ):
             entry.load()(vllm_config)
         if vllm_config.diffusion_config is None:
             check_cache(vllm_config)

@@ -119,6 +119,8 @@ def frame_of(
     kept = np.frombuffer(reported.kept, np.uint8)
     entropy = np.frombuffer(reported.entropy, np.float32)
     addition = added_by(state.detokenizer, tokens[: reported.num_shown], reported.is_stopped)
+    # The end of its text that waits for more tokens.
+    length: int = getattr(state.detokenizer, "stop_buffer_length", 0)
     return StreamedFrame(
         index=state.request_index,
         prompt_index=prompt_index,
@@ -127,7 +129,7 @@ def frame_of(
         total=reported.max_steps,
         offset=len(_text_of(state.detokenizer)),
         text=addition.text,
-        withheld=_withheld(state.detokenizer),
+        withheld=_text_of(state.detokenizer)[-length:] if length else "",
         answer_token_ids=tuple(tokens[: addition.num_tokens]),
         ends_answer=reported.is_ended or addition.is_stopped,
         is_last=reported.is_last,
@@ -179,12 +181,6 @@ def _texts(state: Any, token_ids: list[int]) -> tuple[str, ...] | None:
 
     tokenizer = state.logprobs_processor.tokenizer
     return None if tokenizer is None else tuple(convert_ids_list_to_tokens(tokenizer, token_ids))
-
-
-def _withheld(detokenizer: Any) -> str:
-    """Return the end of its text that waits for more tokens."""
-    length: int = getattr(detokenizer, "stop_buffer_length", 0)
-    return _text_of(detokenizer)[-length:] if length else ""
 
 
 def _text_of(detokenizer: Any) -> str:
@@ -264,7 +260,12 @@ class ParsedAnswers:
             "offset": self._offsets[frame.index],
             "text": delta.get("content") or "",
             "reasoning": delta.get("reasoning"),
-            "tool_calls": [_without_id(call) for call in delta.get("tool_calls") or ()] or None,
+            # Without the name of a call, which is drawn when the call is committed.
+            "tool_calls": [
+                {name: value for name, value in call.items() if name != "id"}
+                for call in delta.get("tool_calls") or ()
+            ]
+            or None,
         }
 
     def _delta(self, answer: Any, *chunk: Any) -> dict[str, Any]:
@@ -277,8 +278,3 @@ class ParsedAnswers:
             logger.debug("A parser failed on a canvas.", exc_info=True)
             return {}
         return {} if delta is None else delta.model_dump(exclude_unset=True, exclude_none=True)
-
-
-def _without_id(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call without its name, which is drawn when the call is committed."""
-    return {name: value for name, value in call.items() if name != "id"}

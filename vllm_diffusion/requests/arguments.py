@@ -225,6 +225,10 @@ def parse_arguments(
         if (value := _value(args, PREFIX + name, setting)) is not None:
             settings[name] = value
     max_steps = _value(args, "diffusion_max_steps", REQUESTED_STEPS)
+    group = None
+    match args.get(READ_GROUP):
+        case [str(name), int(count)]:
+            group = ReadGroup(name, int(count))
     return RequestArguments(
         # Stock lowers a cap above the server's to the server's; so do we.
         max_steps=None if max_steps is None else min(max_steps, spec.max_denoising_steps),
@@ -235,7 +239,7 @@ def parse_arguments(
         allowed_ids=tuple(logprob_token_ids) if constrained and logprob_token_ids else None,
         shown=shown,
         settings=settings,
-        read_group=_read_group(args),
+        read_group=group,
     )
 
 
@@ -301,14 +305,6 @@ def _flag(args: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value, (bool, int)) or value not in (0, 1):
         refuse(name, f"must be true or false (or 1 or 0); got {reprlib.repr(value)}.")
     return bool(value)
-
-
-def _read_group(args: Mapping[str, Any]) -> ReadGroup | None:
-    """Return the group of a read; ``None`` for what names no group in the form of ``READ_GROUP``."""
-    match args.get(READ_GROUP):
-        case [str(name), int(count)]:
-            return ReadGroup(name, int(count))
-    return None
 
 
 def constraining_fields(params: Any) -> list[str]:

@@ -39,7 +39,7 @@ _COUNTS_CONSTRAINTS = (
 
 
 def install() -> None:
-    """Name the field of refusals in which vLLM only begins its sentence with it.
+    """Name the field of refusals in which vLLM only begins its sentence with it, and shorten its log.
 
     vLLM checks sampling parameters where they are made, before it is known which model they are
     for. So this is put in place in a process that configures a diffusion model, and in no other.
@@ -47,7 +47,10 @@ def install() -> None:
     """
     _naming_fields.install()
     _refusing_what_is_no_mapping.install()
-    _shorten_logs()
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, OneLineRefusals) for each in logger.filters):
+            logger.addFilter(OneLineRefusals())
 
 
 @replaces_call(
@@ -59,19 +62,13 @@ def _refusing_what_is_no_mapping(stock: Any, error: Any, *args: Any, **kwargs: A
     """Answer an exception as vLLM does; with a 400 where ``structured_outputs`` is asked for its keys."""
     from vllm.exceptions import VLLMValidationError
 
-    if isinstance(error, AttributeError) and _is_raised_in(
-        error, _COUNTS_CONSTRAINTS.rpartition(".")[2]
-    ):
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, AttributeError) and _COUNTS_CONSTRAINTS.rpartition(".")[2] in functions:
         error = VLLMValidationError(
             'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
             parameter="structured_outputs",
         )
     return stock(error, *args, **kwargs)
-
-
-def _is_raised_in(error: BaseException, function: str) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(frame.f_code.co_name == function for frame in frames)
 
 
 @replaces_call(
@@ -136,14 +133,6 @@ def _quote(message: str) -> str:
     shortener = reprlib.Repr()
     shortener.maxstring = 300
     return shortener.repr(message)
-
-
-def _shorten_logs() -> None:
-    """Shorten vLLM's log of refused streams in this process. Safe to call twice."""
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, OneLineRefusals) for each in logger.filters):
-            logger.addFilter(OneLineRefusals())
 
 
 async def ending_with_refusal(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

@@ -116,8 +116,6 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
     Raises:
         VLLMValidationError: Naming the field; the server answers 400.
     """
-    if not model_config.is_diffusion:
-        return
     ignored = {
         "watermarking": bool(params.watermarking),
         "trace_decode_token_ids": params.trace_decode_token_ids is not None,
@@ -150,12 +148,19 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         refuse(field, reason)
     for field, reason, value in bounds.sampling_problems(params):
         refuse(field, reason, value)
-    if params.structured_outputs is not None:
-        _check_constraint(params)
+    for field in ("min_tokens", "ignore_eos"):
+        if params.structured_outputs is not None and getattr(params, field):
+            refuse(
+                field,
+                "cannot be combined with a structured output, which decides where the answer ends; "
+                "leave one of them out.",
+                getattr(params, field),
+            )
     spec: CanvasSpec = model_config.canvas_spec
     for field, reason in spec.refused_fields().items():
-        if _is_set(params, field):
-            refuse(field, reason, getattr(params, field))
+        value = getattr(params, field)
+        if value not in (None, [], _NEUTRAL.get(field)):
+            refuse(field, reason, value)
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
 
 
@@ -169,20 +174,6 @@ def _check_transfers(params: Any, model_config: Any) -> None:
     transfer_config = getattr(model_config, "kv_transfer_config", None)
     if value is not None and (problem := bounds.form_problem(value, params.n, transfer_config)):
         refuse(*problem)
-
-
-def _is_set(params: Any, field: str) -> bool:
-    """Return true if a request sets a field to another value than the neutral one."""
-    value = getattr(params, field)
-    return bool(value not in (None, [], _NEUTRAL.get(field)))
-
-
-def _check_constraint(params: Any) -> None:
-    reason = "cannot be combined with a structured output, which decides where the answer ends"
-    if params.min_tokens > 0:
-        refuse("min_tokens", f"{reason}; leave one of them out.", params.min_tokens)
-    if params.ignore_eos:
-        refuse("ignore_eos", f"{reason}; leave one of them out.", params.ignore_eos)
 
 
 def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:
@@ -205,7 +196,11 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         vocab_size=vocab_size,
         logprob_token_ids=params.logprob_token_ids,
     )
-    _check_settings(arguments, spec)
+    if problem := spec.rule.contradiction({**spec.settings, **arguments.settings}):
+        # Its settings contradict one another, or the server's for those that are left out.
+        names, reason = problem
+        name = next(name for name in names if name in arguments.settings)
+        refuse(PREFIX + name, f"does not go with the rest: {reason}.")
     _check_combination(params, arguments)
     for name, reason in spec.layout.refused_arguments.items():
         if value := (params.extra_args or {}).get(PREFIX + name):
@@ -231,15 +226,6 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     ):
         arguments = msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
     attach_arguments(params, arguments)
-
-
-def _check_settings(arguments: RequestArguments, spec: CanvasSpec) -> None:
-    """Refuse settings that contradict one another, or the server's for those that are left out."""
-    if not (problem := spec.rule.contradiction({**spec.settings, **arguments.settings})):
-        return
-    names, reason = problem
-    name = next(name for name in names if name in arguments.settings)
-    refuse(PREFIX + name, f"does not go with the rest: {reason}.")
 
 
 def _check_combination(params: Any, arguments: RequestArguments) -> None:

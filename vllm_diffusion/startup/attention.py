@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.startup.options import refusal
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
@@ -54,7 +53,13 @@ def choose_attention(vllm_config: VllmConfig) -> None:
             )
         )
     if chosen == AttentionBackendEnum.CUSTOM:
-        _check_slot()
+        # The back end of another plugin does not support canvases.
+        if (path := AttentionBackendEnum.CUSTOM.get_path()) != _BACKEND:
+            raise ValueError(
+                f"Another plugin registered its attention ({path}) under vLLM's CUSTOM, where "
+                "vllm-diffusion registers its own, and vLLM has no second place; leave that plugin out "
+                "of VLLM_PLUGINS."
+            )
     else:
         if plugin_settings(vllm_config).attention != "auto":
             raise ValueError(
@@ -69,46 +74,12 @@ def choose_attention(vllm_config: VllmConfig) -> None:
         )
     vllm_config.attention_config.backend = chosen
     if plugin_settings(vllm_config).attention == "cute":
-        _check_cute()
+        from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS
 
-
-def _check_slot() -> None:
-    """Refuse the back end of another plugin, which does not support canvases."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    path = AttentionBackendEnum.CUSTOM.get_path()
-    if path != _BACKEND:
-        raise ValueError(
-            f"Another plugin registered its attention ({path}) under vLLM's CUSTOM, where "
-            "vllm-diffusion registers its own, and vLLM has no second place; leave that plugin out "
-            "of VLLM_PLUGINS."
-        )
-
-
-def _check_cute() -> None:
-    """Refuse ``attention="cute"`` on a GPU for which FlashAttention-4 has no kernel at all.
-
-    On supported GPUs, layers without such a kernel run Triton.
-    """
-    from vllm.platforms import current_platform
-
-    from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS
-
-    capability = current_platform.get_device_capability()
-    if capability is None or capability.major not in HEAD_DIMS:
-        raise ValueError(
-            'The setting attention="cute" needs a GPU of compute capability 9.x or 10.x; set '
-            'attention to "triton", or leave it out.'
-        )
-
-
-def check_layout(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
-    """Refuse attention that cannot do what the layout of canvases needs.
-
-    Raises:
-        ValueError: Naming the back end or the setting.
-    """
-    backend = vllm_config.attention_config.backend.name
-    problem = spec.layout.attention_problem(backend, plugin_settings(vllm_config).attention)
-    if problem is not None:
-        raise ValueError(problem)
+        # Of a GPU that FlashAttention-4 has kernels for, layers without one run Triton.
+        capability = current_platform.get_device_capability()
+        if capability is None or capability.major not in HEAD_DIMS:
+            raise ValueError(
+                'The setting attention="cute" needs a GPU of compute capability 9.x or 10.x; set '
+                'attention to "triton", or leave it out.'
+            )

@@ -18,7 +18,7 @@ from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.startup import engine_process, passes
-from vllm_diffusion.startup.attention import check_layout, choose_attention
+from vllm_diffusion.startup.attention import choose_attention
 from vllm_diffusion.startup.denoising_settings import (
     Published,
     denoising_settings,
@@ -208,7 +208,12 @@ class BlockDiffusionEngineConfig:
         vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
         _check_mask(vllm_config.model_config, spec)
         _check_blocks(vllm_config, spec)
-        check_layout(vllm_config, spec)
+        backend, own = (
+            vllm_config.attention_config.backend.name,
+            plugin_settings(vllm_config).attention,
+        )
+        if (problem := spec.layout.attention_problem(backend, own)) is not None:
+            raise ValueError(problem)
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         passes.choose_media(vllm_config)
@@ -364,12 +369,8 @@ def _check_upstream(failure: Exception | None) -> None:
 
 
 def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
-    vocab_size = model_config.get_vocab_size()
-    mask = spec.mask_token_id
-    if mask is None:
-        return
-    is_id = isinstance(mask, int) and not isinstance(mask, bool)
-    if not is_id or not 0 <= mask < vocab_size:
+    mask, vocab_size = spec.mask_token_id, model_config.get_vocab_size()
+    if mask is not None and not (type(mask) is int and 0 <= mask < vocab_size):
         raise ValueError(
             f"mask_token_id={mask!r} of the checkpoint must be an integer of at least 0 and below "
             f"vocab_size={vocab_size}; correct it in config.json."

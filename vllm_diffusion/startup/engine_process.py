@@ -110,18 +110,14 @@ def refusal_in(error: BaseException) -> str | None:
         details = error.errors(include_url=False, include_input=False)
         found = [detail.get("ctx", {}).get("error") for detail in details]
     for one in found:
-        if type(one) is ValueError and _raised_by_us(one.__traceback__):
-            return str(one)
+        if type(one) is ValueError:
+            modules = [
+                str(frame.f_globals.get("__name__", ""))
+                for frame, _ in traceback.walk_tb(one.__traceback__)
+            ]
+            if modules and modules[-1].partition(".")[0] == _PACKAGE:
+                return str(one)
     return None
-
-
-def _raised_by_us(trace: TracebackType | None) -> bool:
-    """Return true if the innermost frame is this package's."""
-    if trace is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
 
 
 def prepare_engine(model_config: ModelConfig) -> None:

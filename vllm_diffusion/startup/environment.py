@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -15,25 +14,14 @@ MOST_ANSWERS = 128
 _LIMIT = "VLLM_MAX_N_SEQUENCES"
 
 
-@dataclass(frozen=True)
-class EnvironmentFlags:
-    """The package's environment variables.
-
-    Attributes:
-        disabled: ``VLLM_DIFFUSION_DISABLE=1``: both entry points do nothing; stock vLLM serves.
-        force_cpu: ``VLLM_DIFFUSION_CPU=1``: use the CPU even where there is a GPU.
-    """
-
-    disabled: bool
-    force_cpu: bool
+def is_disabled() -> bool:
+    """Return true with ``VLLM_DIFFUSION_DISABLE=1``: both entry points do nothing; stock vLLM serves."""
+    return os.environ.get("VLLM_DIFFUSION_DISABLE") == "1"
 
 
-def environment_flags() -> EnvironmentFlags:
-    """Read the environment now; child processes inherit it, so every process sees the same."""
-    return EnvironmentFlags(
-        disabled=os.environ.get("VLLM_DIFFUSION_DISABLE", "") == "1",
-        force_cpu=os.environ.get("VLLM_DIFFUSION_CPU", "") == "1",
-    )
+def forces_cpu() -> bool:
+    """Return true with ``VLLM_DIFFUSION_CPU=1``: the CPU is used even where there is a GPU."""
+    return os.environ.get("VLLM_DIFFUSION_CPU") == "1"
 
 
 def await_engine_at_shutdown() -> None:

@@ -54,13 +54,20 @@ def check_kv_connectors(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: Naming the connector and the remedy.
     """
-    if _takes_embeddings(vllm_config):
+    transfer = vllm_config.kv_transfer_config
+    loads = transfer is not None and transfer.is_kv_consumer
+    multimodal = vllm_config.model_config.multimodal_config
+    # vLLM sets --enable-mm-embeds by itself then, after our check of options.
+    if (
+        (loads or vllm_config.cache_config.kv_offloading_size is not None)
+        and multimodal is not None
+        and not multimodal.language_model_only
+    ):
         _refuse(
             "a server that loads keys and values (with --kv-offloading-size too) lets clients send "
             "embeddings in place of images, which DiffusionGemma does not take; add "
             "--language-model-only, or leave it out"
         )
-    transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
     _check(vars(transfer), vllm_config.parallel_config.pipeline_parallel_size)
@@ -103,13 +110,3 @@ def _check(settings: Mapping[str, Any], num_stages: int) -> None:
 
 def _refuse(sentence: str) -> NoReturn:
     raise ValueError(refusal("--kv-transfer-config", sentence=sentence))
-
-
-def _takes_embeddings(vllm_config: VllmConfig) -> bool:
-    """Return true if vLLM will set ``--enable-mm-embeds`` by itself, after our check of options."""
-    transfer = vllm_config.kv_transfer_config
-    offloads = vllm_config.cache_config.kv_offloading_size is not None
-    if not offloads and (transfer is None or not transfer.is_kv_consumer):
-        return False
-    multimodal = vllm_config.model_config.multimodal_config
-    return multimodal is not None and not multimodal.language_model_only

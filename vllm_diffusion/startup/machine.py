@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,11 +43,6 @@ def is_vllm_cpu_build() -> bool:
     return False
 
 
-def nvidia_device_node() -> str | None:
-    """Return the device file of an NVIDIA GPU, ``/dev/dxg`` under WSL, else ``None``."""
-    return next((node for node in ("/dev/nvidia0", "/dev/dxg") if Path(node).exists()), None)
-
-
 @functools.cache
 def nvidia_driver() -> NvidiaDriver:
     """Ask NVML for the driver's version and the CUDA version it can run."""
@@ -69,30 +64,22 @@ def nvidia_driver() -> NvidiaDriver:
     return NvidiaDriver(num_devices, driver_version, (packed // 1000, packed % 1000 // 10), None)
 
 
-def needed_cuda() -> tuple[int, int] | None:
-    """Return the CUDA version that the installed torch was built with, ``None`` without CUDA."""
-    import torch
-
-    if torch.version.cuda is None:
-        return None
-    major, minor = torch.version.cuda.split(".")[:2]
-    return int(major), int(minor)
-
-
 def nvidia_problem() -> str | None:
     """Return why a present NVIDIA GPU cannot be used; ``None`` if it can or there is none.
 
     A driver runs every CUDA release of its own major version and of the ones before, so the test
     is on the major version.
     """
-    node = nvidia_device_node()
+    # The second one is WSL's.
+    node = next((node for node in ("/dev/nvidia0", "/dev/dxg") if Path(node).exists()), None)
     driver = nvidia_driver()
-    needed = needed_cuda()
     if node is None and driver.num_devices == 0:
         return None
-    if needed is None:
+    import torch
+
+    if torch.version.cuda is None:
         return f"an NVIDIA device ({node}) is present, but this torch was built without CUDA"
-    needed_text = f"{needed[0]}.{needed[1]}"
+    major, minor = torch.version.cuda.split(".")[:2]
     if driver.num_devices == 0:
         if node == "/dev/dxg" and not Path("/usr/lib/wsl/lib/libcuda.so.1").exists():
             # WSL always has /dev/dxg; without NVIDIA's library the Windows side has no NVIDIA GPU.
@@ -100,14 +87,14 @@ def nvidia_problem() -> str | None:
         reason = driver.problem or "it reports no device"
         return (
             f"an NVIDIA device ({node}) is present, but its driver does not start: {reason}. "
-            f"A driver that runs CUDA {needed_text} is needed"
+            f"A driver that runs CUDA {major}.{minor} is needed"
         )
     assert driver.cuda_version is not None
-    if driver.cuda_version[0] < needed[0]:
+    if driver.cuda_version[0] < int(major):
         have = f"{driver.cuda_version[0]}.{driver.cuda_version[1]}"
         return (
             f"the NVIDIA driver {driver.driver_version} runs CUDA up to {have}, but this torch "
-            f"needs CUDA {needed_text}"
+            f"needs CUDA {major}.{minor}"
         )
     return None
 
@@ -132,13 +119,9 @@ def working_accelerator() -> str | None:
         is_allowed = allowed is None or plugin.name in allowed.split(",")
         if plugin.name == "vllm_diffusion_cpu" or not is_allowed:
             continue
-        if _finds_device(functools.partial(_probe, plugin)):
+        if _finds_device(functools.partial(lambda entry: entry.load()(), plugin)):
             return plugin.name
     return None
-
-
-def _probe(plugin: EntryPoint) -> object:
-    return plugin.load()()
 
 
 def _finds_device(probe: Callable[[], object]) -> bool:

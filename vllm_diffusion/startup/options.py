@@ -95,17 +95,15 @@ def unknown_architecture(
     )
 
 
-def _is_changed(settings: Any) -> bool:
-    """Return true if a dataclass of settings differs from its defaults."""
-    return bool(settings != type(settings)())
-
-
 EARLY_CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
     "--enable-eplb": lambda arguments, model: arguments.enable_eplb,
     # vLLM's workers refuse it with a stack trace, and its command line drops settings without the
     # flag.
     "--enable-fault-tolerance": lambda arguments, model: (
-        (arguments.enable_fault_tolerance or _is_changed(arguments.fault_tolerance_config))
+        (
+            arguments.enable_fault_tolerance
+            or arguments.fault_tolerance_config != type(arguments.fault_tolerance_config)()
+        )
         and arguments.all2all_backend not in ("deepep_low_latency", "nixl_ep")
     ),
     "--model-impl": lambda arguments, model: arguments.model_impl not in ("auto", "vllm"),
@@ -172,7 +170,14 @@ def check_options(vllm_config: VllmConfig) -> None:
             raise ValueError(refusal(name))
     for name, is_set in CONDITIONS.items():
         if is_set(vllm_config):
-            raise ValueError(refusal(name, **vars(vllm_config), **_values(vllm_config)))
+            values = vars(vllm_config) | {
+                "num_layers": _num_layers(vllm_config),
+                "two_canvases": 2 * _canvas_length(vllm_config),
+                "logits_processors": ", ".join(_logits_processors(vllm_config)),
+                "lora_target_modules": ", ".join(_targets_out_of_reach(vllm_config)),
+                "kv_cache_dtypes": " or ".join(_cache_dtypes(vllm_config)),
+            }
+            raise ValueError(refusal(name, **values))
 
 
 def _field(config: Any, path: str) -> Any:
@@ -180,17 +185,6 @@ def _field(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = None if config is None else getattr(config, name)
     return config
-
-
-def _values(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return values for the sentences' placeholders that are no fields of the configuration."""
-    return {
-        "num_layers": _num_layers(vllm_config),
-        "two_canvases": 2 * _canvas_length(vllm_config),
-        "logits_processors": ", ".join(_logits_processors(vllm_config)),
-        "lora_target_modules": ", ".join(_targets_out_of_reach(vllm_config)),
-        "kv_cache_dtypes": " or ".join(_cache_dtypes(vllm_config)),
-    }
 
 
 def _canvas_length(vllm_config: VllmConfig) -> int:
@@ -221,10 +215,6 @@ def _quantises_while_loading(vllm_config: VllmConfig) -> bool:
     model_config = vllm_config.model_config
     is_quantised = model_config.model_arch_config.quantization_config is not None
     return model_config.quantization is not None and not is_quantised
-
-
-def _is_foreign_cache(vllm_config: VllmConfig) -> bool:
-    return vllm_config.cache_config.cache_dtype not in _cache_dtypes(vllm_config)
 
 
 def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
@@ -314,7 +304,9 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
     ),
     "--weight-transfer-config": lambda config: _transfers_between_gpus(config) and _is_cpu(),
-    "--kv-cache-dtype": _is_foreign_cache,
+    "--kv-cache-dtype": (
+        lambda config: config.cache_config.cache_dtype not in _cache_dtypes(config)
+    ),
     "--scheduler-cls": _is_foreign_scheduler,
     "--max-num-scheduled-tokens": _schedules_too_little,
     "--long-prefill-token-threshold": _cuts_canvases,

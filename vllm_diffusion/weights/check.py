@@ -62,7 +62,16 @@ def check_checkpoint(
     if not files:
         return None
     shapes = rules.shapes(config)
-    stored = _by_canonical_name(stored_tensors(files), rules)
+    stored: dict[str, StoredTensor] = {}
+    for tensor in stored_tensors(files):
+        name = rules.canonical_name(tensor.name)
+        if name in stored:
+            other = stored[name]
+            raise ValueError(
+                f"{tensor.name} in {tensor.file} and {other.name} in {other.file} are the same "
+                "tensor of the model; keep one of them."
+            )
+        stored[name] = tensor
     if has_split_experts(stored):
         shapes = split_experts(shapes)
     quantized = None
@@ -114,20 +123,6 @@ def check_new_weights(config: Any, rules: TensorRules, quantization: dict[str, A
             "server (compressed-tensors FP8 with static activations); serve a checkpoint with dynamic "
             "activation scales, or leave it out."
         )
-
-
-def _by_canonical_name(tensors: list[StoredTensor], rules: TensorRules) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
-    for tensor in tensors:
-        name = rules.canonical_name(tensor.name)
-        if name in found:
-            other = found[name]
-            raise ValueError(
-                f"{tensor.name} in {tensor.file} and {other.name} in {other.file} are the same "
-                "tensor of the model; keep one of them."
-            )
-        found[name] = tensor
-    return found
 
 
 def _check_tensors(
@@ -207,14 +202,11 @@ def _check_groups(quantized: Format, shapes: dict[str, Shape], rules: TensorRule
             ranks = 1
         if in_size % (GROUP_SIZE * ranks) != 0:
             on_ranks = f" over {ranks} ranks" if ranks > 1 else ""
+            is_cut = in_size % GROUP_SIZE == 0
+            remedy = "lower --tensor-parallel-size" if is_cut else "leave the module unquantised"
             raise ValueError(
                 f"{name} reads {in_size} numbers{on_ranks}, which NVFP4's groups of {GROUP_SIZE} "
-                "do not divide; "
-                + (
-                    "lower --tensor-parallel-size."
-                    if in_size % GROUP_SIZE == 0
-                    else "leave the module unquantised."
-                )
+                f"do not divide; {remedy}."
             )
 
 
@@ -230,7 +222,8 @@ def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
     from vllm.platforms import current_platform
 
     # Every NVIDIA GPU that this torch runs on (7.5 and above) has a kernel of vLLM's for it.
-    if current_platform.is_cuda() or current_platform.is_rocm() or _is_ours(current_platform):
+    is_ours = type(current_platform).__name__ == "DiffusionCpuPlatform"
+    if current_platform.is_cuda() or current_platform.is_rocm() or is_ours:
         return
     platform = current_platform.device_name or "this platform"
     raise ValueError(
@@ -238,10 +231,6 @@ def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
         f"nor emulate: vLLM has no kernel for it on {platform}. Serve the FP8 or BF16 checkpoint "
         "here, or use the ordinary vLLM wheel without an accelerator, where FP4 is emulated."
     )
-
-
-def _is_ours(platform: Any) -> bool:
-    return type(platform).__name__ == "DiffusionCpuPlatform"
 
 
 # Tensor cores for bfloat16, which every kernel here is compiled for.

@@ -73,38 +73,22 @@ def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict
     return tensors | ({} if input_scale is None else {input_scale: _ONE_NUMBER})
 
 
-def matches_compressed_tensors(entry: str, names: tuple[str, ...]) -> bool:
-    """Return true if an entry of ``ignore`` or ``targets`` matches any of a module's names."""
+def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
+    """Return true if an entry of the lists of ``method`` matches any of a module's names, as in vLLM.
+
+    Modelopt's are wildcards or parts of a name.
+    """
+    if method != "compressed-tensors":
+        return any(fnmatch.fnmatch(one, entry) or entry.strip("*") in one for one in names)
     if entry.startswith("re:"):
         return any(re.match(entry.removeprefix("re:"), one) for one in names)
     return entry in names
-
-
-def matches_modelopt(entry: str, names: tuple[str, ...]) -> bool:
-    """Return true if an entry, a wildcard or a part of a name, matches a module, as in vLLM."""
-    return any(fnmatch.fnmatch(one, entry) or entry.strip("*") in one for one in names)
-
-
-def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
-    """Return true if an entry of the ignore list of ``method`` matches any of a module's names."""
-    if method == "compressed-tensors":
-        return matches_compressed_tensors(entry, names)
-    return matches_modelopt(entry, names)
 
 
 def ignored_entries(settings: dict[str, Any]) -> list[str]:
     """Return the list of modules that a quantization config leaves unquantised."""
     inner = settings.get("quantization", settings)
     return list(inner.get("ignore") or inner.get("exclude_modules") or [])
-
-
-_COMPRESSED_NVFP4 = (
-    "weight_packed",
-    "weight_scale",
-    "weight_global_scale",
-    "input_global_scale",
-)
-_MODELOPT_NVFP4 = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
 def read_format(settings: dict[str, Any]) -> Format | None:
@@ -148,14 +132,15 @@ def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
     ignored, targets = ignored_entries(settings), group.get("targets") or []
 
     def quantizes(names: tuple[str, ...]) -> bool:
-        return not any(matches_compressed_tensors(entry, names) for entry in ignored) and any(
-            target == "Linear" or matches_compressed_tensors(target, names) for target in targets
+        return not any(matches("compressed-tensors", entry, names) for entry in ignored) and any(
+            target == "Linear" or matches("compressed-tensors", target, names) for target in targets
         )
 
     if weights.get("type") != "float":
         return None
     if name == "nvfp4-pack-quantized" and weights.get("group_size") == GROUP_SIZE:
-        names = _COMPRESSED_NVFP4[:3] + ((_COMPRESSED_NVFP4[3] if inputs else None),)
+        input_scale = "input_global_scale" if inputs else None
+        names = ("weight_packed", "weight_scale", "weight_global_scale", input_scale)
         return Format(name, True, quantizes, partial(nvfp4_tensors, names=names))
     if name in ("float-quantized", "naive-quantized") and weights.get("num_bits") == 8:
         return Format(
@@ -203,21 +188,19 @@ def _read_modelopt(settings: dict[str, Any]) -> Format | None:
         )
 
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        names: tuple[str, str, str, str | None] = _MODELOPT_NVFP4
-        if algorithm == "W4A16_NVFP4" or _weights_only(inner):
-            names = (*_MODELOPT_NVFP4[:3], None)
+        groups = (inner.get("config_groups") or {}).values()
+        is_weights_only = groups and all(one.get("input_activations") is None for one in groups)
+        input_scale = None if algorithm == "W4A16_NVFP4" or is_weights_only else "input_scale"
+        names = ("weight", "weight_scale", "weight_scale_2", input_scale)
         return Format(algorithm, True, quantizes, partial(nvfp4_tensors, names=names))
     if algorithm == "FP8":
-        tensors: Callable[..., Any] = partial(
-            fp8_tensors, strategy="tensor", block=None, static_input=True
+        return Format(
+            algorithm,
+            False,
+            quantizes,
+            partial(fp8_tensors, strategy="tensor", block=None, static_input=True),
         )
-        return Format(algorithm, False, quantizes, tensors)
     return None
-
-
-def _weights_only(settings: dict[str, Any]) -> bool:
-    groups = (settings.get("config_groups") or {}).values()
-    return bool(groups) and all(group.get("input_activations") is None for group in groups)
 
 
 # Attributes in which vLLM's schemes and methods keep the kernel that they chose.

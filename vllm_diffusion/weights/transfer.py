@@ -122,7 +122,8 @@ class _CheckedTransfer:
         if not is_ours or self.model is not self._default_model:
             return
         engine = self.vllm_config.instance_id
-        name = _not_finite(self.model)
+        # The first parameter that holds NaN or infinity.
+        name = next((n for n, p in self.model.named_parameters() if not _is_finite(p.data)), None)
         if name is None:
             _bad.pop(engine, None)
             return
@@ -134,14 +135,10 @@ class _CheckedTransfer:
         )
 
 
-@torch.no_grad()
-def _not_finite(model: nn.Module) -> str | None:
-    """Return the name of a parameter that holds NaN or infinity, if there is one."""
-    for name, parameter in model.named_parameters():
-        values = parameter.data
-        if values.is_floating_point() and values.numel() and not largest_of(values).isfinite():
-            return name
-    return None
+def _is_finite(values: torch.Tensor) -> bool:
+    if not values.is_floating_point() or not values.numel():
+        return True
+    return bool(largest_of(values).isfinite())
 
 
 def collect_all_answers() -> None:
@@ -152,12 +149,6 @@ def collect_all_answers() -> None:
     ranks.
     """
     _collecting_all.install()
-
-
-def _loads_ours(vllm_config: Any) -> bool:
-    """Return true if the model is ours, or its draft is updated by our weight transfer."""
-    backend = getattr(vllm_config.weight_transfer_config, "backend", None)
-    return vllm_config.diffusion_config is not None or backend == WEIGHT_TRANSFER
 
 
 class _NotingQueue:
@@ -181,7 +172,10 @@ class _NotingQueue:
 def _collecting_all(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     # A call without waiting is a pass of the model: its refusal ends the engine.
     is_waited_for = not kwargs.get("non_block")
-    if not _loads_ours(self.vllm_config) or not is_waited_for:
+    # Our model, or a draft that our weight transfer updates.
+    backend = getattr(self.vllm_config.weight_transfer_config, "backend", None)
+    is_ours = self.vllm_config.diffusion_config is not None or backend == WEIGHT_TRANSFER
+    if not is_ours or not is_waited_for:
         return stock(self, method, *args, **kwargs)
     queues = self.response_mqs
     noting = [_NotingQueue(queue) for queue in queues]

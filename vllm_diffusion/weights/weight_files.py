@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Iterable[Path]) -> list[StoredTensor]:
-    """List the tensors of these files, from headers that :func:`check_weight_file` accepted."""
+    """List the tensors of these files, from headers that :func:`file_problem` accepted."""
     tensors = []
     for path in files:
         with path.open("rb") as file:
@@ -137,11 +137,16 @@ def check_weight_files(model: str) -> None:
         return
     index = directory / INDEX
     if index.is_file():
-        for name in sorted(_shards(index)):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
+        for name in sorted(shards):
             if not (directory / name).is_file():
                 raise ValueError(f"{index} names {name}, which is not there; {_ADVICE}")
     for path in sorted(directory.glob("*.safetensors")):
-        check_weight_file(path)
+        if problem := file_problem(path):
+            raise ValueError(f"{path} {problem}; {_ADVICE}")
 
 
 def check_regular_files(directory: Path) -> None:
@@ -152,24 +157,6 @@ def check_regular_files(directory: Path) -> None:
     """
     if directory.is_dir() and (problem := why_not_folder(directory)):
         raise ValueError(f"{directory} {problem}; {_ADVICE}")
-
-
-def check_weight_file(path: Path) -> None:
-    """Check the header of a safetensors file.
-
-    Raises:
-        ValueError: Naming the file, what is wrong with it and what to do.
-    """
-    problem = file_problem(path)
-    if problem is not None:
-        raise ValueError(f"{path} {problem}; {_ADVICE}")
-
-
-def _shards(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
 
 
 def file_problem(path: Path) -> str | None:

@@ -160,9 +160,18 @@ class WeightUpdate:
             key = self._expected.tensor_of(tensor.name)
             other = sent.get(key)
             if other is not None and other.name != tensor.name:
-                _check_equal(other, tensor)
+                if not torch.equal(read_tensor(other).float(), read_tensor(tensor).float()):
+                    raise ValueError(
+                        f"{tensor.name} in {tensor.file} and {other.name} in {other.file} are the same tensor "
+                        "of the served model, but differ; send one of them, or both alike. "
+                        f"{UNHARMED.capitalize()}."
+                    )
                 continue
-            _check_finite(tensor)
+            if not math.isfinite(largest_magnitude(tensor)):
+                raise ValueError(
+                    f"{tensor.name} in {tensor.file} holds numbers that are not finite; train or write it "
+                    f"again. {UNHARMED.capitalize()}."
+                )
             sent[key] = tensor
         self._sent = sent
         self._stamps |= stamps
@@ -212,22 +221,6 @@ def _files(path: Path) -> list[Path]:
                 f"{UNHARMED.capitalize()}."
             )
     return files
-
-
-def _check_finite(tensor: StoredTensor) -> None:
-    if not math.isfinite(largest_magnitude(tensor)):
-        raise ValueError(
-            f"{tensor.name} in {tensor.file} holds numbers that are not finite; train or write it again. "
-            f"{UNHARMED.capitalize()}."
-        )
-
-
-def _check_equal(one: StoredTensor, other: StoredTensor) -> None:
-    if not torch.equal(read_tensor(one).float(), read_tensor(other).float()):
-        raise ValueError(
-            f"{other.name} in {other.file} and {one.name} in {one.file} are the same tensor of the "
-            f"served model, but differ; send one of them, or both alike. {UNHARMED.capitalize()}."
-        )
 
 
 logger = init_logger(f"vllm.{__name__}")

@@ -37,7 +37,7 @@ from vllm_diffusion.drafting.commands.prompt_sets import (
     add_prompts,
     given_prompts,
 )
-from vllm_diffusion.startup.environment import environment_flags
+from vllm_diffusion.startup.environment import forces_cpu
 from vllm_diffusion.startup.machine import working_accelerator
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def compare(
         conclude: What is printed below the tables.
     """
     begin_serving()
-    accelerator = None if environment_flags().force_cpu else working_accelerator()
+    accelerator = None if forces_cpu() else working_accelerator()
     if arguments.one_at_a_time is None:
         arguments.one_at_a_time = accelerator is not None and not any(each.url for each in entrants)
     plan = Plan(

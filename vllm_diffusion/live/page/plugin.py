@@ -51,15 +51,37 @@ class LiveCanvasPage:
         self._end_tokens = end_tokens_of(self._model_config, tokenizer)
 
     async def model(self) -> dict[str, Any]:
-        """Describe the served model, as :func:`describe` does.
+        """Describe the served model.
+
+        Returns:
+            JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` and
+            ``max_model_len`` in tokens, its ``end_tokens``; ``settings``, what a request may set in
+            ``vllm_xargs``, as :func:`offered_settings` describes it; and ``presets``: settings that go
+            together, by the preset's name.
 
         Raises:
             HTTPException: 404 if it is not a diffusion model, or not ours.
         """
-        try:
-            return describe(self._model_config, self._end_tokens)
-        except ValueError as error:
-            raise HTTPException(404, str(error)) from None
+        model_config = self._model_config
+        spec = getattr(model_config, "canvas_spec", None)
+        if spec is None:
+            raise HTTPException(
+                404,
+                f"{model_config.served_model_name} is not served by vllm-diffusion, so it has no canvas; "
+                "see `vllm-diffusion doctor`.",
+            )
+        return {
+            "model": model_config.served_model_name,
+            "architecture": model_config.architecture,
+            "canvas_length": spec.length,
+            "max_model_len": model_config.max_model_len,
+            "end_tokens": self._end_tokens,
+            "settings": offered_settings(spec),
+            "presets": {
+                name: {PREFIX + setting: value for setting, value in values.items()}
+                for name, values in spec.rule.presets.items()
+            },
+        }
 
 
 def _sender(name: str) -> Any:
@@ -70,42 +92,6 @@ def _sender(name: str) -> Any:
         return Response(content, media_type=media_type, headers=_HEADERS)
 
     return send
-
-
-def describe(model_config: Any, end_tokens: list[str]) -> dict[str, Any]:
-    """Describe a served model for ``GET /v1/diffusion/model``.
-
-    Args:
-        model_config: vLLM's ``ModelConfig``.
-        end_tokens: Result of :func:`end_tokens_of`.
-
-    Returns:
-        JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` and
-        ``max_model_len`` in tokens, its ``end_tokens``; ``settings``, what a request may set in
-        ``vllm_xargs``, as :func:`offered_settings` describes it; and ``presets``: settings that go
-        together, by the preset's name.
-
-    Raises:
-        ValueError: If this package does not serve the model.
-    """
-    spec = getattr(model_config, "canvas_spec", None)
-    if spec is None:
-        raise ValueError(
-            f"{model_config.served_model_name} is not served by vllm-diffusion, so it has no canvas; "
-            "see `vllm-diffusion doctor`."
-        )
-    return {
-        "model": model_config.served_model_name,
-        "architecture": model_config.architecture,
-        "canvas_length": spec.length,
-        "max_model_len": model_config.max_model_len,
-        "end_tokens": end_tokens,
-        "settings": offered_settings(spec),
-        "presets": {
-            name: {PREFIX + setting: value for setting, value in values.items()}
-            for name, values in spec.rule.presets.items()
-        },
-    }
 
 
 def end_tokens_of(model_config: Any, tokenizer: Any) -> list[str]:

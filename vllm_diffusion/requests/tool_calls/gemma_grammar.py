@@ -169,7 +169,10 @@ class _Rules:
         first_required = next((i for i, (_, required) in enumerate(pairs) if required), None)
         if first_required is not None:
             before = [f'({pair} ",")?' for pair, _ in pairs[:first_required]]
-            behind = [self._further(*pair) for pair in pairs[first_required + 1 :]]
+            behind = [
+                f'"," {pair}' if required else f'("," {pair})?'
+                for pair, required in pairs[first_required + 1 :]
+            ]
             return " ".join([*before, pairs[first_required][0], *behind])
         alternatives = ['""']
         rest = '""'
@@ -177,10 +180,6 @@ class _Rules:
             alternatives.append(f"{pair} {rest}")
             rest = self._rule(f'("," {pair})? {rest}')
         return f"({' | '.join(alternatives)})"
-
-    @staticmethod
-    def _further(pair: str, required: bool) -> str:
-        return f'"," {pair}' if required else f'("," {pair})?'
 
 
 def _quoted(text: str) -> str:

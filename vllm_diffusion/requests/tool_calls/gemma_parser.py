@@ -9,7 +9,6 @@ vLLM's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.parser.gemma4 import Gemma4Parser
@@ -84,6 +83,9 @@ class GemmaToolParser(Gemma4EngineToolParser):
         Raises:
             VLLMValidationError: If a tool's schema cannot be enforced; the server answers 400.
         """
+        from xgrammar import StructuralTag
+        from xgrammar.structural_tag import TagsWithSeparatorFormat, TokenTriggeredTagsFormat
+
         markers = Markers.of(self.model_tokenizer, self.vocab)
         if self.structural_tag_model is None or markers is None or not request.tools:
             return None
@@ -94,7 +96,19 @@ class GemmaToolParser(Gemma4EngineToolParser):
         named = _named(request.tool_choice)
         called = [tool for tool in strict_tools if named in (None, _function(tool).name)]
         tags = [_tag(_function(tool), markers) for tool in called]
-        return _structural_tag(tags, request.tool_choice, markers)
+        if request.tool_choice in (None, "auto"):
+            return StructuralTag(
+                format=TokenTriggeredTagsFormat(
+                    trigger_tokens=[markers.call_start],
+                    tags=tags,
+                    exclude_tokens=[markers.call_end, markers.quote],
+                )
+            )
+        return StructuralTag(
+            format=TagsWithSeparatorFormat(
+                tags=tags, separator="", at_least_one=True, stop_after_first=named is not None
+            )
+        )
 
 
 def _function(tool: Any) -> Any:
@@ -129,28 +143,6 @@ def _tag(function: Any, markers: Markers) -> Any:
         begin=TokenFormat(token=markers.call_start),
         content=GrammarFormat(grammar=grammar),
         end=TokenFormat(token=markers.call_end),
-    )
-
-
-def _structural_tag(tags: Sequence[Any], tool_choice: Any, markers: Markers) -> Any:
-    from xgrammar import StructuralTag
-    from xgrammar.structural_tag import TagsWithSeparatorFormat, TokenTriggeredTagsFormat
-
-    if tool_choice in (None, "auto"):
-        return StructuralTag(
-            format=TokenTriggeredTagsFormat(
-                trigger_tokens=[markers.call_start],
-                tags=list(tags),
-                exclude_tokens=[markers.call_end, markers.quote],
-            )
-        )
-    return StructuralTag(
-        format=TagsWithSeparatorFormat(
-            tags=list(tags),
-            separator="",
-            at_least_one=True,
-            stop_after_first=_named(tool_choice) is not None,
-        )
     )
 
 

@@ -165,34 +165,26 @@ class AdapterRules:
         Raises:
             ValueError: Naming the folder, what is wrong with it and what to do.
         """
-        folder = self._folder(path)
+        folder = self._fetched.get(path)
+        # A repository is fetched once, since its content may change; these rules may have come here from
+        # another machine.
+        if folder is None or not os.path.exists(folder):
+            folder = self._fetched[path] = local_folder(path)
         now = [file_stamp(folder / name) for name in (CONFIG, WEIGHTS)]
         then, problem = self._seen.get(folder, (None, None))
         if then != now:
-            problem = self._problem(folder)
+            problem = None
+            try:
+                config, pairs = read_config(folder), read_pairs(folder)
+                self._check_names(pairs)
+                for name, pair in pairs.items():
+                    self._check_pair(name, pair, config)
+            except _MisfitError as error:
+                problem = str(error)
             self._seen[folder] = (now, problem)
         if problem is not None:
             raise ValueError(f"LoRA adapter {folder}: {problem}.")
         return folder
-
-    def _folder(self, path: str) -> Path:
-        """Find the adapter's folder; a repository is fetched once, since its content may change."""
-        folder = self._fetched.get(path)
-        # These rules may have come here from another machine.
-        if folder is None or not os.path.exists(folder):
-            folder = self._fetched[path] = local_folder(path)
-        return folder
-
-    def _problem(self, folder: Path) -> str | None:
-        try:
-            config = read_config(folder)
-            pairs = read_pairs(folder)
-            self._check_names(pairs)
-            for name, pair in pairs.items():
-                self._check_pair(name, pair, config)
-        except _MisfitError as error:
-            return str(error)
-        return None
 
     def _check_names(self, names: Iterable[str]) -> None:
         for name in names:
@@ -334,23 +326,19 @@ def read_config(folder: Path) -> Any:
         try:
             msgspec.convert(config.get(key) or None, kind)
         except msgspec.ValidationError:
-            raise _wrong(config, key, what) from None
+            raise _MisfitError(f"{CONFIG}: {key}={config.get(key)!r} must be {what}") from None
     for key in _UNSUPPORTED:
         if config.get(key):
-            raise _wrong(config, key, "left out, false or empty: it is not served")
+            raise _MisfitError(
+                f"{CONFIG}: {key}={config[key]!r} must be left out, false or empty: it is not served"
+            )
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        raise _wrong(
-            config,
-            "init_lora_weights",
-            "one that leaves the model's own weights as they are; convert the adapter with PEFT's "
-            "path_initial_model_for_weight_conversion",
+        raise _MisfitError(
+            f"{CONFIG}: init_lora_weights={start!r} must be one that leaves the model's own weights as they "
+            "are; convert the adapter with PEFT's path_initial_model_for_weight_conversion"
         )
     return PEFTHelper.from_dict({"target_modules": [], **config})
-
-
-def _wrong(config: Mapping[str, Any], key: str, what: str) -> _MisfitError:
-    return _MisfitError(f"{CONFIG}: {key}={config.get(key)!r} must be {what}")
 
 
 def read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
@@ -67,7 +66,12 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         manager = self._adapter_manager
         # vLLM refuses what this stage has no module for; that another one has it is known from the rules.
         manager.supported_lora_modules += self._rules.endings
-        _route_by_adapters(adapted, manager.modules)
+        # Experts that call a router themselves (SDAR-MoE's) get the one with adapters: vLLM looks for the
+        # second name of a layer among what it has put in place of the experts meanwhile.
+        layer_of = {id(layer.base_layer): layer for layer in manager.modules.values()}
+        for module in adapted.modules():
+            if isinstance(module, MoERunner) and id(module.gate) in layer_of:
+                module.gate = layer_of[id(module.gate)]
         return adapted
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
@@ -79,15 +83,3 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         checked = copy(lora_request)
         checked.lora_path = str(self._rules.check(lora_request.lora_path))
         return super()._load_adapter(checked)
-
-
-def _route_by_adapters(model: nn.Module, adapted: dict[str, BaseLayerWithLoRA]) -> None:
-    """Replace the router that experts call themselves (SDAR-MoE's) by the one with adapters.
-
-    vLLM looks for the second name of a layer among what it has put in place of the experts meanwhile, and
-    leaves them the layer without adapters.
-    """
-    layer_of = {id(layer.base_layer): layer for layer in adapted.values()}
-    for module in model.modules():
-        if isinstance(module, MoERunner) and id(module.gate) in layer_of:
-            module.gate = layer_of[id(module.gate)]

@@ -1,4 +1,4 @@
-"""Bytecode where Python was told to write none."""
+"""Variables that the start sets: Python's bytecode, and how a server of ours ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
+pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[3]
 # Imports a module that was never compiled, here and in a child; says what the doctor says of it.
@@ -78,3 +82,22 @@ def test_a_folder_of_the_user(packages: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(mine))
     assert {"torch", "vllm"} <= set(compiled(mine))
+
+
+VARIABLE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+
+
+@pytest.mark.parametrize(("family", "awaited"), [("sdar", 5), ("qwen3", 0)])
+def test_engine_is_awaited(family: str, awaited: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own means, where its server would kill the engine at once; ordinary models are vLLM's."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.utils import get_engine_process_shutdown_timeout
+
+    monkeypatch.setenv(VARIABLE, "9")
+    config = EngineArgs(str(shipped_checkpoint(family)), max_model_len=256).create_engine_config()
+    limit = config.shutdown_timeout
+    assert limit == 0
+    assert get_engine_process_shutdown_timeout(limit, limit) == 9
+    monkeypatch.delenv(VARIABLE)
+    EngineArgs(str(shipped_checkpoint(family)), max_model_len=256).create_engine_config()
+    assert get_engine_process_shutdown_timeout(limit, limit) == awaited

@@ -1,18 +1,26 @@
-"""Frames on their way to whoever watches: in order, bounded, and nobody else's."""
+"""Frames, step maps and outputs in order, and the tokens of a frame."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_diffusion.canvas.messages import ReportedFrame
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
+from vllm_diffusion.live.frame import frame_of
 from vllm_diffusion.live.http import _Chunks, _with_events
 from vllm_diffusion.live.watch import (
     MOST_WAITING_FRAMES,
@@ -248,3 +256,30 @@ def test_an_error_is_raised(has_stream: bool) -> None:
 
     with pytest.raises(ValueError, match="gone"):
         asyncio.run(run())
+
+
+def frame_of_tokens(
+    token_ids: list[int], fields: tuple[str, ...], tokenizer: object
+) -> CanvasFrame:
+    tokens = np.array(token_ids, np.int32).tobytes()
+    reported = ReportedFrame(0, 1, 4, False, False, 0, False, False, tokens)
+    state = SimpleNamespace(
+        request_index=0,
+        detokenizer=IncrementalDetokenizer(),
+        logprobs_processor=SimpleNamespace(tokenizer=tokenizer),
+    )
+    return frame_of(reported, fields, state, 0)
+
+
+def test_tokens() -> None:
+    """One text a position, special tokens spelled; none unless they are asked for, or cannot be."""
+    folder = shipped_checkpoint()
+    file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = list(range(file.get_vocab_size()))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = frame_of_tokens(ids, ("tokens",), tokenizer).tokens
+    assert texts is not None
+    assert list(texts) == [file.decode([i], skip_special_tokens=False) for i in ids]
+    assert {"<eos>", "<mask>", "<|turn>", "7", " "} <= set(texts)
+    assert frame_of_tokens(ids, ("token_ids", "kept"), tokenizer).tokens is None
+    assert frame_of_tokens(ids, ("tokens",), None).tokens is None

@@ -1,10 +1,13 @@
-"""Which order of passes is chosen where the operator says nothing."""
+"""The size and order of passes where the operator says nothing, and the class of the workers."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
@@ -12,6 +15,7 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
 from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.startup import passes
+from vllm_diffusion.startup.passes import FEWEST, PROMPTS_SHARE, choose_max_num_seqs, choose_worker
 
 pytestmark = pytest.mark.engine
 
@@ -78,3 +82,49 @@ def test_choice(monkeypatch, is_cpu, weights, max_steps, given, fused, chosen):
     )
     passes.choose_order(config)  # type: ignore[arg-type]
     assert config.scheduler_config.async_scheduling is chosen
+
+
+counts = st.integers(1, 2048)
+
+
+@given(canvases=counts, most=counts)
+def test_choose_max_num_seqs(canvases: int, most: int) -> None:
+    """The number is in range, and leaves prompts their share, unless stock's is the larger one."""
+    chosen = choose_max_num_seqs(canvases, most)
+    assert 1 <= chosen <= min(canvases, most)
+    assert chosen >= min(canvases, most, FEWEST)
+    if chosen > FEWEST:
+        # So much of a pass is left to prompts, however many run.
+        assert canvases - chosen >= canvases // PROMPTS_SHARE
+    assert choose_max_num_seqs(canvases + 1, most) >= chosen
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(2048, 8), (8192, 24), (16384, 48)], ids=["small", "server", "offline"]
+)
+def test_default_of_known_passes(budget: int, expected: int) -> None:
+    """Canvases of 256, with vLLM's sizes of a pass."""
+    assert choose_max_num_seqs(budget // 256, 1024) == expected
+
+
+OURS = "builtins.dict"
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [("auto", OURS), (OURS, OURS), ("collections.OrderedDict", "collections.OrderedDict")],
+)
+def test_worker_class(given: str, chosen: str) -> None:
+    """Ours where the operator names none; a class that derives from ours stays."""
+    config: Any = SimpleNamespace(worker_cls=given)
+    choose_worker(config, OURS)
+    assert config.worker_cls == chosen
+
+
+def test_another_class() -> None:
+    """Its model runner would sample logits: refused, with what to derive it from."""
+    config: Any = SimpleNamespace(worker_cls="builtins.list")
+    with pytest.raises(
+        ValueError, match="--worker-cls builtins.list .* derive it from builtins.dict"
+    ):
+        choose_worker(config, OURS)

@@ -1,0 +1,279 @@
+"""Whatever of a request passes the door fits the tensor, the message, or the engine that it goes to."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_diffusion.requests.bounds import (
+    MOST_ITEMS,
+    SAMPLING_PARAMS,
+    agreement_problem,
+    form_problem,
+    sampling_problems,
+    schema_problem,
+    text_problems,
+)
+
+pytestmark = pytest.mark.engine
+
+INTEGERS = ("top_k", "max_tokens", "stream_interval", "min_tokens")
+FLOATS = tuple(field for field in SAMPLING_PARAMS if field not in INTEGERS)
+# Around every edge, and far beyond.
+EDGES = [
+    sign * 2**bits + near for sign in (1, -1) for bits in (30, 31, 63, 64) for near in (-1, 0, 1)
+]
+integers = st.one_of(st.sampled_from(EDGES), st.integers(), st.integers(-5, 5))
+floats = st.one_of(st.floats(), st.floats(-2, 2), st.sampled_from([1e-46, 1e39, -1e39]))
+
+
+def a_request(**fields: Any) -> SimpleNamespace:
+    """What a request's ``SamplingParams`` hold, without vLLM's checks of them."""
+    plain: dict[str, Any] = dict.fromkeys(INTEGERS, 1) | dict.fromkeys(FLOATS, 1.0)
+    others = {"seed": None, "n": 1, "logit_bias": None, "repetition_detection": None}
+    return SimpleNamespace(**(plain | others | fields))
+
+
+def problem_fields(**fields: Any) -> list[str]:
+    return [field for field, _, _ in sampling_problems(a_request(**fields))]
+
+
+@given(st.sampled_from(INTEGERS), integers)
+def test_integers_that_pass_fit(field: str, value: int) -> None:
+    """The message to the engine, and where the worker takes them as they are, int32."""
+    if problem_fields(**{field: value}):
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value)) == value
+    if field == "min_tokens":
+        longest_prompt = np.int64(2**30)
+        assert longest_prompt + value <= np.iinfo(np.int32).max
+
+
+@given(integers, st.integers(1, 16384))
+def test_seeds_that_pass_fit(seed: int, n: int) -> None:
+    """Every answer's, which vLLM counts up from the request's."""
+    if problem_fields(seed=seed, n=n):
+        return
+    for own in (seed, seed + n - 1):
+        np.zeros(1, dtype=np.int64)[0] = own
+
+
+@given(st.sampled_from(FLOATS), floats)
+def test_floats_that_pass_stay_finite(field: str, value: float) -> None:
+    """In float32, and with a capped logit of 30 and a bias in the place of the penalised one."""
+    if problem_fields(**{field: value}):
+        return
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        held = np.float32(value)
+        if field == "repetition_penalty":
+            for logit in np.array([30, -30, 1e4, -1e4], dtype=np.float32):
+                assert np.isfinite(logit / held)
+                assert np.isfinite(logit * held)
+
+
+@given(floats)
+def test_biases_that_pass_stay_finite(bias: float) -> None:
+    """In float32, where the worker adds them."""
+    if not problem_fields(logit_bias={5: bias}):
+        assert np.isfinite(np.float32(bias))
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("top_k", {"top_k": 10**30}),
+        ("stream_interval", {"stream_interval": 2**64}),
+        ("max_tokens", {"max_tokens": 2**63}),
+        ("min_tokens", {"min_tokens": 2**31}),
+        ("seed", {"seed": 2**63}),
+        ("seed", {"seed": 2**63 - 1, "n": 2}),
+        ("logit_bias", {"logit_bias": {5: 1e39}}),
+        ("logit_bias", {"logit_bias": {5: float("nan")}}),
+        *(
+            (field, {field: value})
+            for field in FLOATS
+            for value in (float("nan"), float("inf"), float("-inf"), 1e39)
+        ),
+        ("repetition_penalty", {"repetition_penalty": 1e-45}),
+    ],
+    ids=str,
+)
+def test_problem(field: str, fields: dict[str, Any]) -> None:
+    """Each is named, with what is allowed and what came."""
+    ((name, reason, value),) = sampling_problems(a_request(**fields))
+    assert name == field
+    assert "must be between" in reason
+    assert "got " in reason
+    assert reason.endswith(".")
+    assert value is not None
+
+
+def test_repetition_detection() -> None:
+    """Its numbers go to the engine in the same message."""
+    detection = SimpleNamespace(max_pattern_size=4, min_pattern_size=1, min_count=2)
+    assert not problem_fields(repetition_detection=detection)
+    for name in vars(detection):
+        beyond = SimpleNamespace(**(vars(detection) | {name: 10**30}))
+        ((field, reason, _),) = sampling_problems(a_request(repetition_detection=beyond))
+        assert field == "repetition_detection"
+        assert reason.startswith(f"{name} must be between")
+
+
+@pytest.mark.parametrize("value", [0.01, 0.5, 1.1, 2.0, 100.0])
+def test_penalties_in_use_pass(value: float) -> None:
+    """Bounds are for what the device cannot hold, and for nothing that anybody asks for."""
+    assert not problem_fields(repetition_penalty=value, seed=2**63 - 1, top_k=2**40)
+
+
+def within(schema: Any, depth: int) -> Any:
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": {"anyOf": [schema]}}}
+    return schema
+
+
+@given(st.integers(0, 2 * MOST_ITEMS), st.integers(0, 10**30), st.integers(0, 200), st.booleans())
+def test_items(least: int, most: int, depth: int, as_text: bool) -> None:
+    """Refused if and only if the counts add up to more than are compiled, wherever they stand."""
+    schema = within({"type": "array", "minItems": least, "maxItems": most}, depth)
+    constraint = StructuredOutputsParams(json=json.dumps(schema) if as_text else schema)
+    problem = schema_problem(constraint)
+    assert (problem is not None) == (least + most > MOST_ITEMS)
+    assert problem is None or "minItems" in problem
+
+
+def test_tools_are_looked_at_too() -> None:
+    """Their schemas come within a structural tag."""
+    tag = {"format": {"content": {"json_schema": {"type": "array", "minItems": 10**9}}}}
+    assert schema_problem(StructuredOutputsParams(structural_tag=json.dumps(tag))) is not None
+
+
+@given(st.text())
+def test_text(text: str) -> None:
+    """Every text passes."""
+    params = SamplingParams(stop=[text or "x"], extra_args={text: [text]})
+    assert not list(text_problems(params))
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("stop", {"stop": ["\ud800"]}),
+        ("bad_words", {"bad_words": ["a\udfff"]}),
+        ("vllm_xargs", {"extra_args": {"\ud800": 1}}),
+        ("vllm_xargs", {"extra_args": {"a": ["\ud800"]}}),
+    ],
+)
+def test_half_of_a_pair(field: str, options: dict[str, Any]) -> None:
+    """What JSON can spell and UTF-8 cannot is named."""
+    ((named, _),) = text_problems(SamplingParams(**options))
+    assert named == field
+
+
+NIXL = SimpleNamespace(has_connector=lambda name: name == "NixlConnector")
+OTHER = SimpleNamespace(has_connector=lambda name: name == "MooncakeConnector")
+# What a prefilling server of vLLM 0.33 answers with.
+LOADS: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[0, 8, 9], [10, 11, 12]],
+    "remote_engine_id": "b1ff",
+    "remote_request_id": "cmpl-1-0",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_num_tokens": 41,
+    "remote_blocks_expiry_time": None,
+    "remote_registration_generation": 1,
+    "transfer_mode": "pull",
+    "remote_prefill_cached_tokens": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        LOADS,
+        {"do_remote_decode": True},
+        {},
+        {"do_remote_decode": True, **LOADS, "do_remote_prefill": False},
+    ],
+)
+def test_taken(params: dict[str, Any]) -> None:
+    assert form_problem(params, 1, NIXL) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"do_remote_prefill": "yes"}, "do_remote_prefill"),
+        ({"do_remote_decode": True}, "do_remote_decode"),
+        ({"remote_engine_id": 7}, "remote_engine_id"),
+        ({"remote_host": ""}, "remote_host"),
+        ({"remote_port": "5600"}, "remote_port"),
+        ({"remote_port": 70000}, "remote_port"),
+        ({"remote_block_ids": "0"}, "remote_block_ids"),
+        ({"remote_block_ids": [0, 1]}, "remote_block_ids"),
+        ({"remote_block_ids": [[-1]]}, "remote_block_ids"),
+        ({"remote_block_ids": []}, "remote_block_ids"),
+        ({"tp_size": 0}, "tp_size"),
+        ({"remote_num_tokens": 1.5}, "remote_num_tokens"),
+        *(({name: None}, name) for name in ("remote_port", "remote_block_ids", "tp_size")),
+    ],
+)
+def test_field_is_named(changes: dict[str, Any], field: str) -> None:
+    """Of wrong types, missing, and contradicting ones."""
+    problem = form_problem(LOADS | changes, 1, NIXL)
+    assert problem is not None
+    assert problem[0] == f"kv_transfer_params.{field}"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(list(LOADS)),
+        st.none() | st.integers() | st.text() | st.lists(st.lists(st.integers())),
+    )
+)
+def test_any_value(changes: dict[str, Any]) -> None:
+    """Whatever a client sends, it is taken or a field is named."""
+    problem = form_problem(LOADS | changes, 1, NIXL)
+    assert problem is None or problem[0].removeprefix("kv_transfer_params.") in LOADS
+
+
+def test_one_answer() -> None:
+    """Parameters are of one request, and the blocks are given back when it has them."""
+    for params in (LOADS, {"do_remote_decode": True}):
+        problem = form_problem(params, 2, NIXL)
+        assert problem is not None
+        assert problem[0] == "n"
+    assert form_problem({}, 2, NIXL) is None
+
+
+def test_other_connectors() -> None:
+    """Theirs are not known here; what is no mapping is none of theirs either."""
+    assert form_problem({"remote_port": "x"}, 2, OTHER) is None
+    assert form_problem({"remote_port": "x"}, 2, None) is None
+    assert form_problem([1], 1, None) is not None
+
+
+def test_agreement() -> None:
+    """With the prompt, the model, and what is being answered."""
+
+    def problem(**changes: Any) -> str:
+        mine: dict[str, Any] = {"num_prefilled": 41, "num_groups": 2, "loading": [None, "x"]}
+        return agreement_problem(LOADS, **(mine | changes)) or ""
+
+    assert problem() == ""
+    assert "remote_num_tokens is 41" in problem(num_prefilled=40)
+    assert "remote_block_ids has 2 lists" in problem(num_groups=1)
+    assert "remote_request_id" in problem(loading=["cmpl-1-0"])
