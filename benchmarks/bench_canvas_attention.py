@@ -10,15 +10,13 @@ where it computes the same mask, and its output is compared with ours before it 
 """
 
 import argparse
-import importlib.metadata
-import sys
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from data_file import DataFile
-from timing import copy_rate, device, device_name, milliseconds, product_rate
+from records import Rows, parser_of
+from timing import copy_rate, device, milliseconds, place, product_rate
 from torch import Tensor
 
 from attention_kernels.canvas_attention import (
@@ -162,36 +160,41 @@ def causal_flags(shape: Shape) -> Tensor:
     return torch.tensor([int(c > 0) for _, c in shape.rows], dtype=torch.int32, device=DEVICE)
 
 
+def paged(shape: Shape, kernel: Callable[..., object], **options: object) -> Callable[[], Tensor]:
+    """A kernel that takes the cache and the sequences as vLLM's own ones do."""
+    batch, out = shape.batch, torch.empty_like(shape.batch.query)
+    arguments = {
+        "q": batch.query,
+        "k": batch.key_cache,
+        "v": batch.value_cache,
+        "out": out,
+        "cu_seqlens_q": batch.query_start_loc,
+        "max_seqlen_q": shape.max_query_len,
+        "seqused_k": batch.seq_lens,
+        "max_seqlen_k": shape.max_seq_len,
+        "softmax_scale": shape.layer.head_dim**-0.5,
+        "block_table": batch.block_table,
+    }
+
+    def call() -> Tensor:
+        kernel(**arguments, **options)
+        return out
+
+    return call
+
+
 def stock_triton(shape: Shape) -> Callable[[], Tensor] | None:
     """Stock vLLM's Triton kernel with its flag per sequence."""
     if not shape.has_stock_mask:
         return None
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    batch, out, causal = shape.batch, torch.empty_like(shape.batch.query), causal_flags(shape)
-
-    def call() -> Tensor:
-        unified_attention(
-            q=batch.query,
-            k=batch.key_cache,
-            v=batch.value_cache,
-            out=out,
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=shape.max_query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=shape.max_seq_len,
-            softmax_scale=shape.layer.head_dim**-0.5,
-            causal=causal,
-            window_size=(shape.layer.window, 0) if shape.layer.window >= 0 else (-1, -1),
-            block_table=batch.block_table,
-            softcap=0.0,
-            q_descale=None,
-            k_descale=None,
-            v_descale=None,
-        )
-        return out
-
-    return call
+    window = (shape.layer.window, 0) if shape.layer.window >= 0 else (-1, -1)
+    unscaled = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+    flags = causal_flags(shape)
+    return paged(
+        shape, unified_attention, causal=flags, window_size=window, softcap=0.0, **unscaled
+    )
 
 
 def flash_attention(shape: Shape, version: int) -> Callable[[], Tensor] | None:
@@ -201,7 +204,7 @@ def flash_attention(shape: Shape, version: int) -> Callable[[], Tensor] | None:
         return None
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-    batch, out, window = shape.batch, torch.empty_like(shape.batch.query), shape.layer.window
+    window = shape.layer.window
     options: dict[str, object] = {"window_size": [window, window] if window >= 0 else None}
     if version == 4:
         # As in vLLM's back end: with a window, the flags alone decide what is causal.
@@ -210,60 +213,7 @@ def flash_attention(shape: Shape, version: int) -> Callable[[], Tensor] | None:
         options["causal"] = flags == {1}
         if window >= 0 and options["causal"]:
             options["window_size"] = [window, 0]
-
-    def call() -> Tensor:
-        flash_attn_varlen_func(
-            q=batch.query,
-            k=batch.key_cache,
-            v=batch.value_cache,
-            out=out,
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=shape.max_query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=shape.max_seq_len,
-            softmax_scale=shape.layer.head_dim**-0.5,
-            block_table=batch.block_table,
-            fa_version=version,
-            **options,
-        )
-        return out
-
-    return call
-
-
-def flex_attention(shape: Shape) -> Callable[[], Tensor] | None:
-    """FlexAttention on contiguous copies of the keys, made outside the time: uniform batches."""
-    if len({length for length, _ in shape.rows}) > 1 or shape.max_seq_len > 32768:
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask
-    from torch.nn.attention.flex_attention import flex_attention as flex
-
-    batch, num_requests = shape.batch, len(shape.rows)
-    query_len, seq_len = shape.max_query_len, shape.max_seq_len
-    bounds = [
-        row_bounds(query_len, seq_len, causal, shape.window, DEVICE) for _, causal in shape.rows
-    ]
-    lower, upper = (torch.stack(side) for side in zip(*bounds, strict=True))
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k >= lower[b, q]) & (k < upper[b, q])
-
-    def contiguous(cache: Tensor) -> Tensor:
-        used = -(-seq_len // cache.shape[1])
-        blocks = cache[batch.block_table[:, :used].long()].flatten(1, 2)
-        return blocks[:, :seq_len].transpose(1, 2).contiguous()
-
-    key, value = contiguous(batch.key_cache), contiguous(batch.value_cache)
-    query = batch.query.unflatten(0, (num_requests, query_len)).transpose(1, 2).contiguous()
-    mask = create_block_mask(visible, num_requests, None, query_len, seq_len, device=DEVICE)
-    compiled = torch.compile(flex, dynamic=False)
-    scale = shape.layer.head_dim**-0.5
-
-    def call() -> Tensor:
-        out = compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    return call
+    return paged(shape, flash_attn_varlen_func, fa_version=version, **options)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
@@ -280,51 +230,41 @@ IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
     "stock-triton": stock_triton,
     "stock-fa4": lambda shape: flash_attention(shape, 4),
     "stock-fa3": lambda shape: flash_attention(shape, 3),
-    "flex": flex_attention,
 }
 
 
 def shapes(options: argparse.Namespace) -> Iterator[Shape]:
     """Every batch that was asked for and fits the device."""
-    for layer in LAYERS:
-        for num_requests in options.requests:
-            for context in options.contexts:
-                for phase in options.phases:
-                    rows = PHASES[phase](num_requests)
-                    longest = context + max(length for length, _ in rows)
-                    row_bytes = 2 * 2 * layer.num_kv_heads * layer.head_dim
-                    needed = num_requests * longest * row_bytes
-                    if ON_GPU and 2 * needed > torch.cuda.mem_get_info()[0]:
-                        print(
-                            f"# {layer.name} {num_requests} x {context} {phase}: no memory for it"
-                        )
-                        continue
-                    batch = make_canvas_batch(
-                        [length for length, _ in rows],
-                        [context + length for length, _ in rows],
-                        [causal for _, causal in rows],
-                        num_heads=layer.num_heads,
-                        num_kv_heads=layer.num_kv_heads,
-                        head_dim=layer.head_dim,
-                        block_size=options.block_size,
-                        dtype=torch.bfloat16 if ON_GPU else torch.float32,
-                        device=str(DEVICE),
-                    )
-                    anchors = ["canvas", "query"] if layer.window >= 0 else ["canvas"]
-                    for anchor in anchors:
-                        yield Shape(layer, phase, anchor, rows, batch, context)
+    asked = itertools.product(LAYERS, options.requests, options.contexts, options.phases)
+    for layer, num_requests, context, phase in asked:
+        rows = PHASES[phase](num_requests)
+        longest = context + max(length for length, _ in rows)
+        needed = num_requests * longest * 2 * 2 * layer.num_kv_heads * layer.head_dim
+        if ON_GPU and 2 * needed > torch.cuda.mem_get_info()[0]:
+            print(f"# {layer.name} {num_requests} x {context} {phase}: no memory for it")
+            continue
+        batch = make_canvas_batch(
+            [length for length, _ in rows],
+            [context + length for length, _ in rows],
+            [causal for _, causal in rows],
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            block_size=options.block_size,
+            dtype=torch.bfloat16 if ON_GPU else torch.float32,
+            device=str(DEVICE),
+        )
+        for anchor in ["canvas", "query"] if layer.window >= 0 else ["canvas"]:
+            yield Shape(layer, phase, anchor, rows, batch, context)
 
 
 def report(
-    shape: Shape, limits: tuple[float, float], peers: list[str], repeats: int, data: DataFile
+    shape: Shape, limits: tuple[float, float], peers: list[str], repeats: int, data: Rows
 ) -> None:
-    """One line per implementation of a shape."""
+    """One row for each implementation of a shape."""
     num_bytes, operations = shape.work()
     # Below the limit line of the roofline: the larger of the two times is what could be reached.
     best_ms = max(num_bytes / limits[0], operations / limits[1]) * 1e3
-    title = (
-        f"{shape.layer.name:8}{len(shape.rows):4}{shape.context:8} {shape.phase:8}{shape.anchor:7}"
-    )
     columns = {
         "layer": shape.layer.name,
         "requests": len(shape.rows),
@@ -345,16 +285,9 @@ def report(
             if name == "ours":
                 raise
             reason = str(error).splitlines()[0][:90]
-            print(f"{title} {name:13} cannot run: {reason}")
             data.add("attention that cannot run", **columns, which=name, reason=reason)
             continue
         ours_ms = ours_ms or median
-        print(
-            f"{title} {name:13}{median:9.3f} ms ({low:.3f}-{high:.3f}) {median / ours_ms:6.2f}x ours "
-            f"{num_bytes / median / 1e6:8.0f} GB/s {operations / median / 1e9:7.1f} TFLOP/s "
-            f"{best_ms / median:5.0%} of limit, differs {difference:.1e}",
-            flush=True,
-        )
         data.add(
             "attention",
             **columns,
@@ -362,42 +295,34 @@ def report(
             ms=round(median, 4),
             quartiles=f"{low:.4f} to {high:.4f}",
             of_ours=round(median / ours_ms, 3),
+            gigabytes_a_second=round(num_bytes / median / 1e6),
+            teraflops=round(operations / median / 1e9, 1),
             of_limit=round(best_ms / median, 3),
             differs=difference,
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536, 131072]
     )
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    parser.add_argument(
-        "--peers", nargs="*", choices=list(IMPLEMENTATIONS)[1:], default=list(IMPLEMENTATIONS)[1:]
-    )
+    others = list(IMPLEMENTATIONS)[1:]
+    parser.add_argument("--peers", nargs="*", choices=others, default=others)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=30 if ON_GPU else 1)
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
-    data = DataFile(options.data)
-    versions = {}
-    for package in ("torch", "triton", "vllm", "flash-attn-4"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+    data = Rows(options.data)
     limits = (copy_rate(), product_rate()) if ON_GPU else (copy_rate(2**20), product_rate(64))
-    print(f"# {device_name()}, {versions}, block size {options.block_size}")
     print(
-        f"# measured limits: {limits[0] / 1e9:.0f} GB/s copied, {limits[1] / 1e12:.0f} TFLOP/s bf16"
+        f"{place('flash-attn-4')}; block size {options.block_size}; measured limits: "
+        f"{limits[0] / 1e9:.0f} GB/s copied, {limits[1] / 1e12:.0f} TFLOP/s bf16"
     )
-    print("# layer, requests, context, phase, anchor, implementation, median (quartiles)")
     for shape in shapes(options):
         report(shape, limits, options.peers, options.repeats, data)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

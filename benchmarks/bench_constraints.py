@@ -8,20 +8,15 @@ answers are no records, so that every token is the schema's doing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-ROOT = Path(__file__).resolve().parents[1]
-# First: a package of the same name as one of the examples may be installed.
-sys.path.insert(0, str(ROOT / "examples" / "checkpoints"))
 
-from tiny_tasks import evaluation_set  # noqa: E402
+from records import Rows, parser_of
+from tiny_tasks import evaluation_set
 
 SCHEMA = {
     "type": "object",
@@ -45,7 +40,7 @@ def is_record(text: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--num-prompts", type=int, default=100)
     args = parser.parse_args()
 
@@ -56,18 +51,12 @@ def main() -> None:
     from vllm_diffusion.metrics import request_metrics
 
     llm = LLM(
-        str(shipped_checkpoint()),
-        max_model_len=1024,
-        max_num_seqs=8,
-        limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
+        str(shipped_checkpoint()), max_model_len=1024, max_num_seqs=8, language_model_only=True
     )
-    print(f"{'prompts':10} {'schema':8} steps/canvas  most  JSON objects  ended with stop")
+    data = Rows(args.data)
     for family in ("json", "sums"):
-        examples = [
-            example
-            for example in evaluation_set(family, 5 * args.num_prompts)
-            if not example.answer.startswith("[")
-        ][: args.num_prompts]
+        drawn = evaluation_set(family, 5 * args.num_prompts)
+        examples = [e for e in drawn if not e.answer.startswith("[")][: args.num_prompts]
         for schema in (None, SCHEMA):
             constraint: Any = None if schema is None else StructuredOutputsParams(json=schema)
             outputs = llm.chat(
@@ -82,12 +71,14 @@ def main() -> None:
             steps = [
                 n for answer in answers for n in request_metrics(answer).denoise_steps_per_canvas
             ]
-            stopped = [answer for answer in answers if answer.finish_reason == "stop"]
-            print(
-                f"{family:10} {'yes' if schema else 'no':8} {sum(steps) / len(steps):12.2f} "
-                f"{max(steps):5}  {sum(is_record(answer.text) for answer in answers):12}  "
-                f"{len(stopped):15}",
-                flush=True,
+            data.add(
+                "constraints",
+                prompts=family,
+                schema=schema is not None,
+                steps_a_canvas=round(sum(steps) / len(steps), 2),
+                most=max(steps),
+                json_objects=sum(is_record(answer.text) for answer in answers),
+                ended_with_stop=sum(answer.finish_reason == "stop" for answer in answers),
             )
 
 

@@ -10,53 +10,26 @@ all on one. A pass is counted by vLLM's own log of its iterations.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from data_file import DataFile
+from records import Rows, parser_of
+from timing import STOCK
 
+from tests.support.server import Server, start_server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.support.server import Server, start_server, stop_server
-
-ITERATION = "Iteration("
-WORDS = [
-    "red",
-    "green",
-    "blue",
-    "sky",
-    "rose",
-    "grass",
-    "stone",
-    "water",
-    "light",
-    "dark",
-    "cold",
-    "warm",
-    "near",
-    "far",
-    "old",
-    "new",
-]
-
-
-def environment(side: str) -> dict[str, str]:
-    """What has stock's own class serve: on a CPU it needs our platform."""
-    if side == "ours":
-        return {}
-    import torch
-
-    gpu = torch.cuda.is_available()
-    return {"VLLM_DIFFUSION_DISABLE": "1"} if gpu else {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
+WORDS = (
+    *("red", "green", "blue", "sky", "rose", "grass", "stone", "water"),
+    *("light", "dark", "cold", "warm", "near", "far", "old", "new"),
+)
 
 
 def question(number: int) -> dict[str, Any]:
@@ -82,20 +55,18 @@ def question(number: int) -> dict[str, Any]:
 def passes(server: Server) -> int:
     """Passes that ran so far: vLLM logs a line for each that had rows."""
     server.wait_until_idle()
-    return server.log.read_text(errors="replace").count(ITERATION)
+    return server.log.read_text(errors="replace").count("Iteration(")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--checkpoint", type=Path)
+    parser = parser_of(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=shipped_checkpoint())
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 8], help="about a text")
     parser.add_argument("--words", type=int, default=80, help="of a text")
     parser.add_argument("--texts", type=int, default=6, help="in a round")
     parser.add_argument("--rounds", type=int, default=4, help="of each side, in turn")
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     args = parser.parse_args()
-    checkpoint = args.checkpoint or Path(shipped_checkpoint())
-    data, chosen = DataFile(args.data), random.Random(0)
+    data, chosen = Rows(args.data), random.Random(0)
 
     def ask(server: Server, count: int, joint: bool) -> float:
         """Seconds of a round."""
@@ -108,43 +79,35 @@ def main() -> None:
         return time.perf_counter() - start
 
     servers: dict[str, Server] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for side in ("ours", "stock"):
-                print(f"starting: {side}", file=sys.stderr, flush=True)
-                log = Path(folder) / f"{side}.log"
-                servers[side] = start_server(
-                    checkpoint, log, "--enable-logging-iteration-details", **environment(side)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for side, variables in (("ours", {}), ("stock", STOCK)):
+            print(f"starting: {side}", file=sys.stderr, flush=True)
+            options = "--enable-logging-iteration-details"
+            server = start_server(args.checkpoint, folder / f"{side}.log", options, **variables)
+            servers[side] = stack.enter_context(server)
+        asked = [
+            (n, joint) for n in args.questions for joint in (False, True) if n > 1 or not joint
+        ]
+        for count, joint in asked:
+            seconds: dict[str, list[float]] = {side: [] for side in servers}
+            counted: dict[str, list[float]] = {side: [] for side in servers}
+            for _ in range(args.rounds + 1):
+                for side, server in servers.items():
+                    before = passes(server)
+                    seconds[side].append(ask(server, count, joint))
+                    counted[side].append((passes(server) - before) / args.texts)
+            for side in servers:
+                # The first round compiled what it needed.
+                median = statistics.median(seconds[side][1:])
+                data.add(
+                    "decisions",
+                    questions=count,
+                    asked="on one canvas" if joint else "a canvas each",
+                    side=side,
+                    passes_a_text=round(statistics.mean(counted[side][1:]), 2),
+                    decisions_a_second=round(count * args.texts / median, 1),
                 )
-            print(f"{'questions':>9}  {'asked':12} {'side':6} passes a text  decisions/s")
-            for count in args.questions:
-                for joint in (False, True) if count > 1 else (False,):
-                    seconds: dict[str, list[float]] = {side: [] for side in servers}
-                    counted: dict[str, list[float]] = {side: [] for side in servers}
-                    for _ in range(args.rounds + 1):
-                        for side, server in servers.items():
-                            before = passes(server)
-                            seconds[side].append(ask(server, count, joint))
-                            counted[side].append((passes(server) - before) / args.texts)
-                    for side in servers:
-                        # The first round compiled what it needed.
-                        median = statistics.median(seconds[side][1:])
-                        row = {
-                            "questions": count,
-                            "asked": "on one canvas" if joint else "a canvas each",
-                            "side": side,
-                            "passes_a_text": round(statistics.mean(counted[side][1:]), 2),
-                            "decisions_a_second": round(count * args.texts / median, 1),
-                        }
-                        data.add("decisions", **row)
-                        print(
-                            f"{count:9}  {row['asked']:12} {side:6} {row['passes_a_text']:13.2f}  "
-                            f"{row['decisions_a_second']:11.1f}",
-                            flush=True,
-                        )
-        finally:
-            for server in servers.values():
-                stop_server(server)
 
 
 if __name__ == "__main__":

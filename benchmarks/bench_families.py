@@ -31,11 +31,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from records import Rows, parser_of
 from torch import Tensor
 from transformers import DynamicCache
 
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
+from tests.support.row_counts import RowCounter
 
 # Bodies of transformers, which take a cache.
 FAMILIES = ("sdar", "sdar-block-32", "stable-diffcoder", "nemotron", "fast-dllm")
@@ -158,27 +160,16 @@ def rooms_of(llm: Any) -> Rooms:
     return rooms
 
 
-def profile(llm: Any, requests: list[Any], params: Any) -> None:
-    """Print where the time of the requests' passes goes."""
-    rooms = rooms_of(llm)
-    num_passes = 0
-    schedule = llm.llm_engine.engine_core.engine_core.scheduler.schedule
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_passes
-        output = schedule(*args, **kwargs)
-        num_passes += output.total_num_scheduled_tokens > 0
-        return output
-
-    llm.llm_engine.engine_core.engine_core.scheduler.schedule = counting
+def profile(llm: Any, requests: list[Any], params: Any, data: Rows, **columns: Any) -> None:
+    """Report where the time of the requests' passes goes."""
+    rooms, counter = rooms_of(llm), RowCounter(llm)
     for _ in range(REPEATS):
         llm.generate(requests, params, use_tqdm=False)
-    total = sum(rooms.seconds.values())
+    total, passes = sum(rooms.seconds.values()), counter.counts.passes
+    rooms.seconds["a pass"] = total
     for room, seconds in sorted(rooms.seconds.items(), key=lambda item: -item[1]):
-        print(f"| {room} | {1e3 * seconds / num_passes:.2f} | {100 * seconds / total:.0f} % |")
-    print(
-        f"| a pass | {1e3 * total / num_passes:.2f} | {num_passes // REPEATS} passes |", flush=True
-    )
+        ms, share = round(1e3 * seconds / passes, 2), round(seconds / total, 2)
+        data.add("profile", **columns, room=room, ms_a_pass=ms, share=share)
 
 
 def sizes(width: int | None, layers: int | None) -> dict[str, int]:
@@ -193,8 +184,8 @@ def sizes(width: int | None, layers: int | None) -> dict[str, int]:
     return changed
 
 
-def measure(name: str, arguments: argparse.Namespace) -> None:
-    """Print a row of the table for each number of requests, or the profile of each."""
+def measure(name: str, arguments: argparse.Namespace, data: Rows) -> None:
+    """Report a row of the table for each number of requests, or the profile of each."""
     from vllm import LLM
 
     case = CASES[name]
@@ -225,22 +216,26 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
                 runs = [expected(case, CachedModel(model), p, wanted) for p in prompts]  # type: ignore[arg-type]
                 theirs.append(time.perf_counter() - began)
             if arguments.profile:
-                print(f"| {name}, {count} at once | ms a pass | share |\n|---|---|---|")
-                profile(llm, requests, wanted.sampling_params())
+                params = wanted.sampling_params()
+                profile(llm, requests, params, data, family=name, requests=count)
                 continue
             for output, run in zip(outputs, runs, strict=True):
                 assert list(output.outputs[0].token_ids) == run.tokens, "the tokens differ"
             # The fastest of each: what else the machine does only ever adds.
             seconds = min(ours[1:]), min(theirs[1:])
-            rates = [count * num_tokens / each for each in seconds]
-            ratio = rates[0] / rates[1]
-            print(
-                f"| {name} | {count} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} |", flush=True
+            rates = [round(count * num_tokens / each) for each in seconds]
+            data.add(
+                "families",
+                family=name,
+                requests=count,
+                engine_tokens_a_second=rates[0],
+                loop_tokens_a_second=rates[1],
+                ratio=round(seconds[1] / seconds[0], 2),
             )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--family", action="append", choices=FAMILIES, help="all of them if unset")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
@@ -248,11 +243,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--profile", action="store_true", help="where the engine's time goes")
     arguments = parser.parse_args()
-    if not arguments.profile:
-        print("| family | requests | engine, tokens/s | published loop, tokens/s | ratio |")
-        print("|---|---|---|---|---|", flush=True)
+    data = Rows(arguments.data)
     for name in arguments.family or FAMILIES:
-        measure(name, arguments)
+        measure(name, arguments, data)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ of a block of ids with a canvas's rows that have no other: the work that ``skip_
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import sys
 from collections import defaultdict
-from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -27,11 +24,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "checkpoints"))
-
+from records import Rows, parser_of
 from tiny_tasks import FAMILIES, draw_question
+from torch import Tensor
 
 from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
 from attention_kernels.vocab_statistics import (
@@ -62,7 +57,7 @@ def unlikely(rows: RowLogits, draws: RowDraws, dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--block", type=int, default=16, help="ids")
     args = parser.parse_args()
@@ -107,15 +102,14 @@ def main() -> None:
             [[{"role": "user", "content": question}] for question in questions],
             [SamplingParams(seed=i, max_tokens=64) for i in range(args.prompts)],
         )
-    names = ("no noise: ids", f"blocks of {args.block}")
+    names = ["no noise: ids", f"blocks of {args.block}"]
     for dtype in ("float32", "bfloat16"):
-        names += (f"no weight, {dtype}: ids", "blocks by canvases")
-    print(f"| step | rows | {' | '.join(names)} |")
-    print("|---" * (2 + len(names)) + "|")
+        names += [f"no weight, {dtype}: ids", f"{dtype}: blocks by canvases"]
+    data = Rows(args.data)
     everything = torch.stack(list(counted.values())).sum(0)
     for step, (rows, *shares) in [*sorted(counted.items()), ("all", everything)]:
         cells = [f"{100 * share / rows:.1f} %" for share in shares]
-        print(f"| {step} | {int(rows)} | {' | '.join(cells)} |")
+        data.add("noise", step=step, rows=int(rows), **dict(zip(names, cells, strict=True)))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ The rows are those of real denoising steps: the router's own choice is counted i
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections import defaultdict
 from typing import Any
+
+from records import Rows, parser_of
 
 # The engine runs in this process, where its routing can be looked at.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -52,7 +53,7 @@ class RoutingRecord:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("folder")
     parser.add_argument("--canvases", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--load-format", default="auto")
@@ -71,13 +72,13 @@ def main() -> None:
         max_num_seqs=max(args.canvases),
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=1024,
-        limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
+        language_model_only=True,
     )
     vllm_config = llm.llm_engine.vllm_config
     canvas_length = vllm_config.diffusion_config.canvas_length
     # Words, not the ids that stand for images.
     span = vllm_config.model_config.get_vocab_size() // 2
-    print("canvases     rows   experts touched per layer: mean (least to most)   if even")
+    data = Rows(args.data)
     for count in args.canvases:
         record.touched.clear()
         llm.generate(
@@ -100,9 +101,15 @@ def main() -> None:
         touched = record.touched[rows]
         if not touched:
             raise SystemExit(f"no pass held {count} canvases of {canvas_length}; ask for fewer")
-        print(
-            f"{count:8} {rows:8}   {statistics.mean(touched):6.1f} of {record.num_experts} "
-            f"({min(touched)} to {max(touched)}){'':20} {record.even(rows):6.1f}"
+        data.add(
+            "routing",
+            canvases=count,
+            rows=rows,
+            experts=record.num_experts,
+            touched=round(statistics.mean(touched), 1),
+            least=min(touched),
+            most=max(touched),
+            if_even=round(record.even(rows), 1),
         )
 
 

@@ -23,19 +23,18 @@ others are flat, so that nothing of theirs may be left out. Ours is timed with t
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data_file import DataFile
+from records import Rows, parser_of
 from timing import device as the_device
-from timing import device_name, milliseconds
+from timing import milliseconds, place
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowDraws
@@ -53,12 +52,11 @@ from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 SOFTCAP = 30.0
-# What stock's tensors take of a logit: 4 bytes of float32 logits, 2 of probabilities in bf16 and,
-# before the cap, 2 of what the product returned.
-STOCK_BYTES_PER_LOGIT = 8
+# Argmax, entropy and soft embedding of each row.
+Sampled = tuple[Tensor, Tensor, Tensor]
 
 
-def stock(rows: Tensor, weight: Tensor, canvas: int) -> tuple[Tensor, Tensor, Tensor]:
+def stock(rows: Tensor, weight: Tensor, canvas: int) -> Sampled:
     """Argmax, entropy and soft embedding by the functions of vLLM's own sampler."""
     from vllm.model_executor.models.diffusion_gemma import _softcap_logits
     from vllm.model_executor.models.diffusion_gemma_sampler import (
@@ -77,7 +75,7 @@ def stock(rows: Tensor, weight: Tensor, canvas: int) -> tuple[Tensor, Tensor, Te
     return argmax, entropy, probs @ weight
 
 
-def plainly(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plainly(rows: Tensor, weight: Tensor) -> Sampled:
     """The same by their definitions, a canvas after the other."""
     parts = []
     for some in rows.split(256):
@@ -102,7 +100,7 @@ def ours(
     head: OutputHead,
     *settings: FilteredRows | ReportedRows | None,
     tile: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Sampled:
     """The same by this package."""
     n, device = rows.shape[0], rows.device
     ones = torch.ones(n, device=device)
@@ -166,7 +164,7 @@ def replayed(call: Callable[[], object], repeats: int) -> float | None:
     return median
 
 
-def disagreement(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> str:
+def disagreement(a: Sampled, b: Sampled) -> str:
     """Empty if two results are the same up to rounding."""
     same = (a[0] == b[0]).float().mean().item()
     entropy = (a[1] - b[1]).abs().max().item()
@@ -179,29 +177,24 @@ def disagreement(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tens
 
 def main() -> int:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--canvases", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--canvas", type=int, default=256 if on_gpu else 8)
     parser.add_argument("--vocab", type=int, default=262144)
     parser.add_argument("--hidden", type=int, default=2816 if on_gpu else 64)
-    parser.add_argument(
-        "--settings", action="store_true", help="also top-k, top-p and log-probabilities"
-    )
+    parser.add_argument("--settings", action="store_true", help="filters and log-probabilities too")
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="ids, multiples of 4")
-    parser.add_argument(
-        "--two-streams", action="store_true", help="also on two streams, at every width of a tile"
-    )
+    parser.add_argument("--two-streams", action="store_true", help="too, at every width of a tile")
     parser.add_argument("--settled", type=float, nargs="*", default=[], help="shares of the rows")
     parser.add_argument("--repeats", type=int, default=20 if on_gpu else 3)
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
-    data = DataFile(options.data)
+    data = Rows(options.data)
 
     device = the_device()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     print(
-        f"{device_name()}, torch {torch.__version__}: vocabulary {options.vocab}, hidden size "
-        f"{options.hidden}, canvas {options.canvas}, {dtype}"
+        f"{place()}: vocabulary {options.vocab}, hidden size {options.hidden}, canvas "
+        f"{options.canvas}, {dtype}"
     )
     generator = torch.Generator(device).manual_seed(0)
     shape = (options.vocab, options.hidden)
@@ -209,57 +202,42 @@ def main() -> int:
     head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
     skipping = replace(head, kernels=KernelChoices(skip_unlikely=True))
     overlapping = replace(head, kernels=KernelChoices(two_streams=True))
-    print("| canvases | which | ms | ms, graph | peak MiB | bytes a logit | of stock's 8 |")
-    print("|---|---|---|---|---|---|---|")
     failures = []
     for canvases in options.canvases:
         n = canvases * options.canvas
         rows = torch.randn(n, options.hidden, generator=generator, device=device).to(dtype)
         # Those that serving replays as graphs, and those that it does not.
-        graphed: dict[str, Callable[[], object]] = {"ours": lambda rows=rows: ours(rows, head)}
-        for tile in options.tiles:
-            graphed[f"ours, tiles of {tile}"] = lambda rows=rows, tile=tile: ours(
-                rows, head, tile=tile
-            )
-        if options.two_streams and on_gpu:
-            for tile in [None, *options.tiles]:
-                width = "" if tile is None else f", tiles of {tile}"
-                graphed[f"ours, two streams{width}"] = lambda rows=rows, tile=tile: ours(
-                    rows, overlapping, tile=tile
-                )
-        settled: dict[str, Callable[[], object]] = {}
+        graphed: dict[str, Callable[[], Sampled]] = {}
+        for tile in [None, *options.tiles]:
+            width = "" if tile is None else f", tiles of {tile}"
+            graphed[f"ours{width}"] = partial(ours, rows, head, tile=tile)
+            if options.two_streams and on_gpu:
+                graphed[f"ours, two streams{width}"] = partial(ours, rows, overlapping, tile=tile)
+        settled: dict[str, Callable[[], Sampled]] = {}
         for share in options.settled:
             some = settled_rows(rows, head, share)
             kind = f"{share:.0%} of the rows settled"
-            settled[f"ours, {kind}"] = lambda some=some: ours(some, head)
-            settled[f"ours, skipping, {kind}"] = lambda some=some: ours(some, skipping)
-            problem = disagreement(ours(some, skipping), ours(some, head))
-            if problem:
+            settled[f"ours, {kind}"] = partial(ours, some, head)
+            settled[f"ours, skipping, {kind}"] = partial(ours, some, skipping)
+            if problem := disagreement(ours(some, skipping), ours(some, head)):
                 failures.append(f"{canvases} canvases, skipping, {kind}: {problem}")
         calls = graphed | settled
         if has_stock():
-            calls["stock"] = lambda rows=rows: stock(rows, weight, options.canvas)
+            calls["stock"] = partial(stock, rows, weight, options.canvas)
         if options.settings:
             for name, asked in sampling_settings(options.canvas, n, device).items():
-                calls[f"ours, {name}"] = lambda rows=rows, asked=asked: ours(rows, head, *asked)
+                calls[f"ours, {name}"] = partial(ours, rows, head, *asked)
         expected = calls["stock"]() if has_stock() else plainly(rows, weight)
-        for which in graphed:
-            problem = disagreement(calls[which](), expected)
-            if problem:
+        for which, call in graphed.items():
+            if problem := disagreement(call(), expected):
                 failures.append(f"{canvases} canvases, {which}: {problem}")
         del expected
         for which, call in calls.items():
             peak = peak_bytes(call, device)
-            per_logit = peak / (n * options.vocab)
             eager, low, high = milliseconds(call, options.repeats)
             is_graphed = which in graphed or which in settled
             graph = replayed(call, options.repeats) if is_graphed else None
-            print(
-                f"| {canvases} | {which} | {eager:.2f} | {'' if graph is None else f'{graph:.2f}'} "
-                f"| {peak / 2**20:.1f} | {per_logit:.2f} "
-                f"| 1/{STOCK_BYTES_PER_LOGIT / per_logit:.1f} |",
-                flush=True,
-            )
+            per_logit = round(peak / (n * options.vocab), 3)
             data.add(
                 "sampler",
                 canvases=canvases,
@@ -268,7 +246,7 @@ def main() -> int:
                 quartiles=f"{low:.3f} to {high:.3f}",
                 ms_graph=None if graph is None else round(graph, 3),
                 peak_mib=round(peak / 2**20, 1),
-                bytes_a_logit=round(per_logit, 3),
+                bytes_a_logit=per_logit,
             )
             # With settings a small pass may take 200 MiB.
             if which == "ours" and per_logit > 1:

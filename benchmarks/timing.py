@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import statistics
 import time
@@ -13,6 +15,10 @@ if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter then, which is chosen when Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Environment of a server of stock's own classes: on a CPU they need our platform.
+STOCK = {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
+if torch.cuda.is_available():
+    STOCK = {"VLLM_DIFFUSION_DISABLE": "1"}
 REPEATS = 30
 # What a GPU spends on a call at the most, beside its warm-up.
 GPU_MILLISECONDS = 100
@@ -23,9 +29,13 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def device_name() -> str:
-    """Name of the device for a table's head."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+def place(*packages: str) -> str:
+    """The device and the versions of what is measured, for a table's head."""
+    found = [torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"]
+    for name in ("torch", "triton", "vllm", *packages):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
 
 
 def milliseconds(call: Callable[[], object], repeats: int = REPEATS) -> tuple[float, float, float]:

@@ -14,9 +14,7 @@ such file: compare both.
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data_file import DataFile
+from records import Rows, parser_of
+from timing import milliseconds
 
 Config = dict[str, int]
 # Seconds of one call with these rows and this configuration; infinity where it cannot run.
@@ -43,7 +42,6 @@ ROWS = (256, 512, 1024, 2048, 4096, 8192)
 FEWER_ROWS = (1, 4, 16, 64, 128)
 # A smaller gain is within the spread of a median.
 GAIN = 0.99
-WARM_UP, REPEATS = 3, 20
 
 
 @dataclass(frozen=True)
@@ -223,26 +221,16 @@ def gpu_timer(experts: Experts) -> Timer:
 
         with override_config(config):
             try:
-                for _ in range(WARM_UP):
-                    call()
+                median, _, _ = milliseconds(call)
             except triton.runtime.errors.OutOfResources:
                 return float("inf")
-            events = [
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                for _ in range(REPEATS)
-            ]
-            for start, end in events:
-                start.record()
-                call()
-                end.record()
-            torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+        return median / 1e3
 
     return timer
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--dtype", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"])
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4], help="ranks; one file each")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
@@ -251,9 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden-size", type=int, default=2816)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("tuned"))
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     args = parser.parse_args(argv)
-    data = DataFile(args.data)
+    data = Rows(args.data)
 
     import torch
 
@@ -277,10 +264,6 @@ def main(argv: list[str] | None = None) -> int:
             )
             print(f"{torch.cuda.get_device_name()}, {dtype}, TP {tp}: {path}")
             for rows, (best, seconds, before) in found.items():
-                print(
-                    f"{rows:6} rows: {before * 1e6:8.0f} -> {seconds * 1e6:8.0f} us  {best}",
-                    flush=True,
-                )
                 data.add(
                     "experts",
                     dtype=dtype,
@@ -288,6 +271,7 @@ def main(argv: list[str] | None = None) -> int:
                     rows=rows,
                     us_before=round(before * 1e6, 1),
                     us_tuned=round(seconds * 1e6, 1),
+                    config=best,
                 )
     return 0
 

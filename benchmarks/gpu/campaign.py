@@ -30,8 +30,8 @@ from pathlib import Path
 # A script's folder is on the path, and so is that of what it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-import data_file
 import machine
+import records
 import report
 import results
 from experiments import ALL_MINUTES, EXPERIMENTS, Experiment
@@ -90,8 +90,7 @@ class Campaign:
             self.origin,
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        needs = experiment.toy_needs if toy else experiment.needs
-        if (reason := machine.lacking(needs, self.origin.machine)) is not None:
+        if (reason := experiment.lacks(self.origin.machine, toy)) is not None:
             return replace(begun, state="not run", reason=reason)
         left = self.deadline - time.monotonic()
         if left < 60 * min(experiment.expected, experiment.limit):
@@ -118,7 +117,7 @@ class Campaign:
             state="done",
             reason="",
             seconds=round(time.monotonic() - start, 1),
-            rows=data_file.read(data),
+            rows=records.read(data),
             log=tail,
         )
         data.unlink(missing_ok=True)

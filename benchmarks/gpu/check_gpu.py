@@ -1,9 +1,10 @@
-"""Whether kernels and their graphs, executed on this device, compute what the references do eagerly.
+"""What this device reaches, whether it does what kernels rely on, and whether they compute what the references do.
 
     python benchmarks/gpu/check_gpu.py             # the layers of DiffusionGemma-26B
     python benchmarks/gpu/check_gpu.py --toy
 
-The checks are those of ``vllm-diffusion doctor --gpu``, without vLLM, in this process, and with an FP8 cache too.
+The checks of kernels, and of their graphs beside the eager calls, are those of ``vllm-diffusion doctor --gpu``,
+without vLLM, in this process, and with an FP8 cache too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+# What it shares with the other benchmarks.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from probe import Checks, run_checks
-from timing import device
+from records import Rows, parser_of
+from timing import copy_rate, device, milliseconds, place, product_rate
 
 from vllm_diffusion.canvas.cuda_graphs import Capture, cuda_capture
 from vllm_diffusion.kernel_choice import graphs
@@ -25,8 +31,61 @@ from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
 DEVICE = device()
+ON_GPU = DEVICE.type == "cuda"
 # A step leaves out what is unlikely, which is checked beside the whole soft embedding.
 SKIPPING = KernelChoices(skip_unlikely=True)
+# Name -> what to do. What it returns is reported, and an AssertionError is a wrong result.
+Checks = dict[str, Callable[[], str]]
+
+
+def product_in_float32() -> str:
+    """The soft embeddings' product: bf16 factors added to float32 in place."""
+    rows, ids, width = (256, 4096, 2816) if ON_GPU else (8, 64, 16)
+    a = torch.randn(rows, ids, device=DEVICE).to(torch.bfloat16)
+    b = torch.randn(ids, width, device=DEVICE).to(torch.bfloat16)
+    target = torch.randn(rows, width, device=DEVICE)
+    expected = target.double() + a.double() @ b.double()
+    if ON_GPU:
+        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+    else:
+        # The CPU has no such product, and serving calls none there.
+        target += a.float() @ b.float()
+    error = ((target.double() - expected).norm() / expected.norm()).item()
+    assert error < 1e-3, f"off by {error:.1e}"
+    return f"off by {error:.1e}"
+
+
+def replay() -> str:
+    """A graph is captured and replayed."""
+    if not ON_GPU:
+        return "no graphs on a CPU"
+    x = torch.ones(1024, device=DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replayed = cuda_capture()(lambda: x * 2, ())
+        x.fill_(3)
+        y = replayed()
+        torch.cuda.synchronize()
+        assert bool((y == 6).all()), "a replay did not read the new input"
+        median, _, _ = milliseconds(replayed)
+    return f"{1e3 * median:.1f} us a replay of one kernel"
+
+
+def host_copy() -> str:
+    """What the engine's staged writes do: from pinned memory, without a wait."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    array = torch.arange(64).numpy()
+    assert async_tensor_h2d(array, device=DEVICE).tolist() == array.tolist()
+    return "as expected"
+
+
+PROBE: Checks = {
+    "copied, GB/s": lambda: f"{copy_rate(2**30 if ON_GPU else 2**20) / 1e9:.0f}",
+    "bf16 product, TFLOP/s": lambda: f"{product_rate(8192 if ON_GPU else 64) / 1e12:.3g}",
+    "bf16 product added to float32 in place": product_in_float32,
+    "graph": replay,
+    "pinned copy": host_copy,
+}
 
 
 def served(toy: bool) -> Served:
@@ -36,7 +95,7 @@ def served(toy: bool) -> Served:
         step = StepShape(
             free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32", kernels=SKIPPING
         )
-        return Served(kinds, replace(step, vocab=300), max_model_len=40)
+        return Served(kinds, step, max_model_len=40)
     shape = published_26b()
     kinds = (replace(kind, cache_dtype=cache) for kind in shape.kinds for cache in ("auto", "fp8"))
     return replace(shape, kinds=tuple(kinds), step=replace(shape.step, kernels=SKIPPING))
@@ -44,7 +103,7 @@ def served(toy: bool) -> Served:
 
 def capture_of_device() -> Capture:
     """How functions are captured: as graphs on a GPU, emulated on a CPU."""
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         return cuda_capture()
     from tests.support.graphs import emulated_capture
 
@@ -54,10 +113,7 @@ def capture_of_device() -> Capture:
 def graph(case: KernelCase) -> str:
     """A replay beside the eager call."""
     (shape,) = case.shapes
-    stream = contextlib.nullcontext()
-    if DEVICE.type == "cuda":
-        stream = torch.cuda.stream(torch.cuda.Stream())
-    with stream:
+    with torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else contextlib.nullcontext():
         if isinstance(shape, StepShape):
             graphs.check_step_graph(shape, DEVICE, capture_of_device())
         else:
@@ -70,19 +126,37 @@ def kernel(case: KernelCase) -> str:
     return f"off by {run_case(case, DEVICE).difference:.1e}"
 
 
-def checks(toy: bool) -> Checks:
-    """The implementation of each kernel that serves by default, and the graphs."""
+def kernels(toy: bool) -> Checks:
+    """The implementation of each kernel that serves by default, but for vLLM's own, and the graphs."""
     what = served(toy)
-    found: dict[str, Callable[[], str]] = {}
-    for role in what.roles():
-        if role.cases[0].kernel == "cache writes":
-            # VLLM's own.
-            continue
-        found[role.cases[0].name] = lambda case=role.cases[0]: kernel(case)
-    for role in what.graph_roles():
-        found[role.cases[0].name] = lambda case=role.cases[0]: graph(case)
-    return found
+    cases = [role.cases[0] for role in what.roles() if role.cases[0].kernel != "cache writes"]
+    found: Checks = {case.name: partial(kernel, case) for case in cases}
+    return found | {
+        role.cases[0].name: partial(graph, role.cases[0]) for role in what.graph_roles()
+    }
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--toy", action="store_true", help="at toy size")
+    options = parser.parse_args()
+    data = Rows(options.data)
+    print(place())
+    wrong = []
+    for table, checks in (("probe", PROBE), ("kernels", kernels(options.toy))):
+        for name, check in checks.items():
+            try:
+                found, state = check(), "right"
+            except AssertionError as error:
+                found, state = " ".join(str(error).split())[:200], "WRONG"
+            except Exception as error:  # one that cannot run says nothing of the others
+                found, state = f"{type(error).__name__}: {str(error).strip()[:200]}", "cannot run"
+            wrong += [name] * (state != "right")
+            data.add(table, what=name, state=state, found=found)
+    if wrong:
+        print(f"{len(wrong)} are not right: {'; '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(run_checks("kernels", __doc__, checks))
+    sys.exit(main())

@@ -6,7 +6,6 @@ vllm serve MODEL --additional-config '{"diffusion": {"tuned": "tuned/tuned.json"
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 # What it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from data_file import DataFile
+from records import Rows, parser_of
 
 from vllm_diffusion.cli.main import main as command
 from vllm_diffusion.cli.tune import diffusion_config
@@ -32,13 +31,12 @@ OPTIONS = ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len",
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--lengths", nargs="+", default=["4096"], help="as of `tune`")
     parser.add_argument("--out", type=Path, default=Path("tuned"), help="folder of the file")
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
-    data = DataFile(options.data)
+    data = Rows(options.data)
     if (lack := nvidia_lack()) is not None:
         print(f"choose_kernels.py needs an NVIDIA GPU: {lack}.", file=sys.stderr)
         return 2
@@ -53,8 +51,8 @@ def main() -> int:
             forgets=True,
         )
     seconds = round(time.monotonic() - began, 1)
-    print(f"self-check: {seconds} s, {checked}", flush=True)
-    data.add("self-check", seconds=seconds, replaced=checked != DEFAULT_KERNELS)
+    replaced = str(checked) if checked != DEFAULT_KERNELS else ""
+    data.add("self-check", seconds=seconds, replaced=replaced)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "tuned.json"
     words = ["tune", options.model, "--output", str(file), "--lengths", *options.lengths]

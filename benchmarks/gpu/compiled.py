@@ -32,11 +32,9 @@ import torch
 # What it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from data_file import DataFile
+from records import ROOT, Rows, markdown, parser_of, write_part
 
-ROOT = Path(__file__).resolve().parents[2]
 CUTE = ROOT / "tests/kernels/test_cute_ahead_of_time.py"
-BEGIN, END = "<!-- compiled -->\n", "<!-- end of compiled -->\n"
 CHIPS = ("sm_80", "sm_90", "sm_100", "sm_120")
 # bf16 operations of a multiprocessor and cycle, dense, summed in float32. From data sheets: A100, H100,
 # B200, RTX PRO 6000.
@@ -53,6 +51,10 @@ DECIDES = {
     "attention, full": "attention",
     "statistics": "sampler",
 }
+
+
+# A kernel and its arguments.
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def capability(chip: str) -> tuple[int, int]:
     return int(number[:-1]), int(number[-1])
 
 
-def recorded(module: Any, name: str, call: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def recorded(module: Any, name: str, call: Any) -> Launch:
     """The one launch of a kernel that a call makes."""
     found = []
     kernel = getattr(module, name)
@@ -116,7 +118,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def stock_attention(case: Any, chip: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def stock_attention(case: Any, chip: str) -> Launch:
     """What vLLM's Triton back end launches for canvases, with its flag per sequence."""
     from vllm.v1.attention.ops import triton_unified_attention as stock
 
@@ -154,7 +156,7 @@ def stock_attention(case: Any, chip: str) -> tuple[Any, tuple[Any, ...], dict[st
         return recorded(stock, "kernel_unified_attention", call)
 
 
-def stock_statistics() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def stock_statistics() -> Launch:
     """What vLLM's sampler launches on logits that it has capped and widened before."""
     from vllm.model_executor.models import diffusion_gemma_sampler as stock
 
@@ -167,12 +169,12 @@ def stock_statistics() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def our_statistics() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def our_statistics() -> Launch:
     """A tile of the plain step."""
     from tests.kernels import test_vocab_statistics_ahead_of_time as ahead
 
     logits = ahead.row_logits(torch.bfloat16, 30.0, False)
-    launch: tuple[Any, tuple[Any, ...], dict[str, Any]] = next(ahead.recorded_launches(logits))[1]
+    launch: Launch = next(ahead.recorded_launches(logits))[1]
     return launch
 
 
@@ -220,15 +222,9 @@ def rows(chip: str) -> Iterator[Row]:
         ours, *combine = recorded_launches(case, capability(chip))
         for launch in combine:
             yield row(chip, f"{what}, split", "ours", compile_for(chip, *launch), None, None)
-        for whose, (kernel, args, kwargs) in (
-            ("ours", ours),
-            ("stock", stock_attention(case, chip)),
-        ):
-            tile = (
-                (kwargs["BLOCK_M"], kwargs["BLOCK_N"])
-                if whose == "ours"
-                else (kwargs["BLOCK_M"], kwargs["TILE_SIZE"])
-            )
+        stock = stock_attention(case, chip)
+        for whose, (kernel, args, kwargs) in (("ours", ours), ("stock", stock)):
+            tile = kwargs["BLOCK_M"], kwargs["BLOCK_N" if whose == "ours" else "TILE_SIZE"]
             report = compile_for(chip, kernel, args, kwargs, loops=True)
             # What spins on a barrier is a loop too; the one over keys multiplies most.
             loop = max(report["loops"], key=lambda one: one["tensor"])
@@ -328,25 +324,23 @@ def decided_by(one: Row, others: list[Row]) -> str:
     return f"`{DECIDES[one.what]}`" if one.instructions > fewest else ""
 
 
-def table(found: list[Row]) -> Iterator[str]:
+HEADS = (
+    *("chip", "kernel of", "whose", "registers", "spilled bytes", "shared memory"),
+    *("programs a multiprocessor", "instructions a key or id", "issue cycles"),
+    *("tensor-core cycles", "instructions at least", "decided by"),
+)
+
+
+def table(found: list[Row]) -> str:
     """As Markdown."""
-    columns = ("chip", "kernel of", "whose", "registers", "spilled bytes", "shared memory")
-    columns += ("programs a multiprocessor", "instructions a key or id", "issue cycles")
-    columns += ("tensor-core cycles", "instructions at least", "decided by")
-    yield f"| {' | '.join(columns)} |"
-    yield "|" + "---|" * len(columns)
-    for one in found:
-        cells = [one.chip, one.what, one.whose, one.registers, one.spilled_bytes]
-        cells += [one.shared_memory, one.programs, one.instructions, one.issue_cycles]
-        cells += [one.tensor_cycles, one.least_instructions, decided_by(one, found)]
-        yield f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |"
+    cells = [{**asdict(one), "decided_by": decided_by(one, found)} for one in found]
+    return markdown(HEADS, [[v for k, v in one.items() if k != "kernel"] for one in cells])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     parser.add_argument("--chip", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.chip:
@@ -355,16 +349,11 @@ def main() -> int:
         return 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         found = [one for of_chip in pool.map(compiled, options.chips) for one in of_chip]
-    data = DataFile(options.data)
+    data = Rows(options.data)
     for one in found:
         data.add("compiled", **asdict(one), decided_by=decided_by(one, found))
-    lines = "\n".join(table(found)) + "\n"
-    print(lines)
     if options.write:
-        path = ROOT / "benchmarks/RESULTS.md"
-        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        path.write_text(f"{before}{begin}\n{lines}\n{end}{after}", encoding="utf-8")
+        write_part("compiled", table(found))
     return 0
 
 

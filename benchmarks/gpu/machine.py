@@ -1,20 +1,20 @@
-"""What the machine at hand is, and what it lacks for an experiment.
+"""What the machine at hand is, and the environment of experiments on it.
 
 python benchmarks/gpu/machine.py
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
-
-from experiments import Needs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -22,9 +22,6 @@ ROOT = HERE.parents[1]
 STUB = HERE / "stub"
 # What a result depends on: those of another state of these are never shown beside it.
 SOURCES = ("attention_kernels", "vllm_diffusion", "benchmarks")
-
-# Major compute capability that the kernels are written for.
-LEAST_CAPABILITY = 8
 
 
 def describe() -> dict[str, Any]:
@@ -85,25 +82,6 @@ def described(environment: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
-def lacking(needs: Needs, facts: dict[str, Any]) -> str | None:
-    """Why an experiment cannot run here; ``None`` if it can.
-
-    Args:
-        needs: What it needs.
-        facts: What :func:`describe` returned.
-    """
-    gpu = facts["gpu"]
-    if needs.gpu and gpu is None:
-        driver = f"driver {facts['driver']}" if facts["driver"] else "no NVIDIA driver answers"
-        return f"no GPU that torch {facts['torch']} can use: {facts['why_no_gpu']} ({driver})"
-    if gpu is not None and int(facts["capability"].partition(".")[0]) < LEAST_CAPABILITY:
-        capability = facts["capability"]
-        return f"{gpu} has compute capability {capability}, and this needs {LEAST_CAPABILITY}.0"
-    if gpu is not None and facts["memory_gib"] < needs.memory_gib:
-        return f"{gpu} has {facts['memory_gib']} GiB, and this needs {needs.memory_gib}"
-    return "vLLM is not installed" if needs.vllm and facts["vllm"] is None else None
-
-
 def environment(facts: dict[str, Any] | None, toy: bool, scratch: Path) -> dict[str, str]:
     """Environment variables of experiments, in the checkout that this file is of.
 
@@ -130,8 +108,6 @@ def environment(facts: dict[str, Any] | None, toy: bool, scratch: Path) -> dict[
 
 def _entry_points(scratch: Path) -> Path:
     """A folder that makes vLLM find this package's plugins in a checkout that nobody installed."""
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = scratch / "entry_points"
     info = folder / f"vllm_diffusion-{project['version']}.dist-info"
@@ -156,8 +132,6 @@ def commit() -> str | None:
 
 def sources() -> str:
     """A digest of every file that a result depends on, committed or not."""
-    import hashlib
-
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*")):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_limit import pass_bytes
-from results_page import read_table
+from records import read_table
 from transformers import DiffusionGemmaConfig
 
 BENCHMARKS = Path(__file__).resolve().parents[1]

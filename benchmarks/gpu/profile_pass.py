@@ -8,7 +8,6 @@ A pass here is a replay of the sampler's graph and the attention of 25 sliding a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from check_gpu import capture_of_device
-from data_file import DataFile
-from timing import device, device_name
+from records import Rows, parser_of
+from timing import device, place
 
 DEVICE = device()
 CONTEXT = 1300
@@ -68,12 +67,11 @@ def attention(toy: bool, canvases: int) -> Callable[[], None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--data", type=Path, help="file for the rows, as JSON lines")
     options = parser.parse_args()
-    data = DataFile(options.data)
-    print(device_name())
+    data = Rows(options.data)
+    print(place())
     on_gpu = DEVICE.type == "cuda"
     counts = [1] if options.toy else [1, 8]
     toy = StepShape(free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32")
@@ -99,16 +97,14 @@ def main() -> int:
     return 0
 
 
-def report(profiler: profile, part: str, canvases: int, data: DataFile) -> None:
+def report(profiler: profile, part: str, canvases: int, data: Rows) -> None:
     """The longest kernels of a part of the pass."""
     on_gpu = DEVICE.type == "cuda"
     events = profiler.key_averages()
     time = {e: e.self_device_time_total if on_gpu else e.self_cpu_time_total for e in events}
     total, launches = sum(time.values()), sum(event.count for event in events)
-    print(f"{part}, {canvases} canvases: {total / 1e3:.3f} ms in {launches} calls")
     data.add("pass", part=part, canvases=canvases, calls=launches, us=round(total, 1))
     for event in sorted(events, key=time.__getitem__, reverse=True)[:MOST_KERNELS]:
-        print(f"  {time[event]:10.1f} us {event.count:5}  {event.key[:100]}")
         data.add(
             "kernels of a pass",
             part=part,

@@ -15,8 +15,8 @@ from typing import Any
 import predictions
 import results
 from experiments import EXPERIMENTS
+from records import DOCUMENT, markdown, write_part
 from results import Origin, Result
-from results_page import DOCUMENT, markdown, write_part
 
 Rows = list[dict[str, Any]]
 Found = dict[str, Result]

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from format_comparison import Distribution, FormatRun, table
+from format_comparison import Distribution, FormatRun, table, wilson_interval
 from tiny_tasks import FAMILIES, Example, Size, evaluation_set, is_correct
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -72,16 +72,6 @@ class Score:
             f"[{low:.1%}, {high:.1%}] of {self.num_prompts}  steps/canvas {steps:>5}  "
             f"{self.seconds:.0f} s"
         )
-
-
-def wilson_interval(num_correct: int, num_trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Confidence interval of a proportion (E. B. Wilson, 1927); 95 % at the default ``z``."""
-    if num_trials == 0:
-        return 0.0, 1.0
-    p, z2n = num_correct / num_trials, z * z / num_trials
-    centre = (p + z2n / 2) / (1 + z2n)
-    half = z * math.sqrt(p * (1 - p) / num_trials + z2n / (4 * num_trials)) / (1 + z2n)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 class TransformersEngine:
@@ -309,7 +299,7 @@ def compare(args: argparse.Namespace) -> None:
     runs = []
     for name, checkpoint in checkpoints.items():
         runs.append(run_format(name, checkpoint, args))
-        print(table(runs, wilson_interval).splitlines()[-1], flush=True)
+        print(table(runs).splitlines()[-1], flush=True)
 
 
 def main() -> None:

@@ -49,26 +49,14 @@ def divergence(reference: Distribution, other: Distribution) -> float:
     return max(total, 0.0)
 
 
-def argmax_agreement(reference: FormatRun, other: FormatRun) -> float:
-    """Share of the first steps' positions with the same most likely token."""
-    pairs = _positions(reference, other)
-    return sum(max(p, key=p.__getitem__) == max(q, key=q.__getitem__) for p, q in pairs) / len(
-        pairs
-    )
-
-
-def mean_divergence(reference: FormatRun, other: FormatRun) -> float:
-    """Mean KL over the first steps' positions, nats."""
-    pairs = _positions(reference, other)
-    return sum(divergence(p, q) for p, q in pairs) / len(pairs)
-
-
-def _positions(reference: FormatRun, other: FormatRun) -> list[tuple[Distribution, Distribution]]:
-    return [
-        pair
-        for theirs, ours in zip(reference.first_steps, other.first_steps, strict=True)
-        for pair in zip(theirs, ours, strict=True)
-    ]
+def wilson_interval(num_correct: int, num_trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a proportion (E. B. Wilson, 1927); 95 % at the default ``z``."""
+    if num_trials == 0:
+        return 0.0, 1.0
+    p, z2n = num_correct / num_trials, z * z / num_trials
+    centre = (p + z2n / 2) / (1 + z2n)
+    half = z * math.sqrt(p * (1 - p) / num_trials + z2n / (4 * num_trials)) / (1 + z2n)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def recovery(
@@ -89,27 +77,29 @@ def recovery(
     return ratio(pairs), ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
 
 
-def table(runs: list[FormatRun], interval) -> str:
-    """The comparison; the first run is what the others are compared with.
-
-    Args:
-        runs: In order.
-        interval: (number right, number of prompts) -> its 95 % interval.
-    """
+def table(runs: list[FormatRun]) -> str:
+    """The comparison; the first run is what the others are compared with."""
     lines = []
     base = runs[0]
     for run in runs:
-        low, high = interval(sum(run.right), len(run.right))
+        low, high = wilson_interval(sum(run.right), len(run.right))
         line = (
             f"{run.name:<16} right {sum(run.right) / len(run.right):6.1%} [{low:.1%}, {high:.1%}] "
             f"of {len(run.right)}  steps/canvas {run.steps_per_canvas:.2f}"
         )
         if run is not base:
             percent, low, high = recovery(base.right, run.right)
+            positions = [
+                pair
+                for theirs, ours in zip(base.first_steps, run.first_steps, strict=True)
+                for pair in zip(theirs, ours, strict=True)
+            ]
+            same = sum(max(p, key=p.__getitem__) == max(q, key=q.__getitem__) for p, q in positions)
+            nats = sum(divergence(p, q) for p, q in positions)
             line += (
                 f"  recovery {percent:.1f} % [{low:.1f}, {high:.1f}]"
-                f"  first step: same argmax {argmax_agreement(base, run):.1%}, "
-                f"KL {mean_divergence(base, run):.4f} nats"
+                f"  first step: same argmax {same / len(positions):.1%}, "
+                f"KL {nats / len(positions):.4f} nats"
             )
         lines.append(line)
     return "\n".join(lines)

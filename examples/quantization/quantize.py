@@ -149,18 +149,17 @@ def calibrate(model: nn.Module, prompts: Iterable[Tensor]) -> dict[nn.Module, Te
     return largest
 
 
+def _same_matrix(name: str) -> str:
+    """Modules with the same answer become one matrix in vLLM, with one scale where it has one."""
+    return re.sub(r"\b(q|k|v)_proj$", "qkv", re.sub(r"\b(gate|up)_proj$", "gate_up", name))
+
+
 def _same_input(name: str) -> str:
     """Modules with the same answer read the same tensor, so their input gets one scale.
 
     vLLM also has one input scale for the experts' second matrices of a layer.
     """
-    name = re.sub(r"experts\.\d+\.", "experts.*.", name)
-    return re.sub(r"\b(q|k|v)_proj$", "qkv", re.sub(r"\b(gate|up)_proj$", "gate_up", name))
-
-
-def _same_matrix(name: str) -> str:
-    """Modules with the same answer become one matrix in vLLM, with one scale where it has one."""
-    return re.sub(r"\b(q|k|v)_proj$", "qkv", re.sub(r"\b(gate|up)_proj$", "gate_up", name))
+    return _same_matrix(re.sub(r"experts\.\d+\.", "experts.*.", name))
 
 
 def _largest_of_group(values: dict[str, Tensor], group_of) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ A count above its baseline fails; so does one that has none, and a baseline that
 more. To record what a change makes of them, better or for a reason worse:
 
     UPDATE_BASELINES=1 pytest tests/kernels tests/unit/benchmarks tests/null_gpu tests/integration/test_row_counts.py \\
-        -k "ahead_of_time or baselines or engines or row_counts"
+        tests/integration/test_pass_overhead.py -k "ahead_of_time or baselines or engines or row_counts"
 """
 
 from __future__ import annotations

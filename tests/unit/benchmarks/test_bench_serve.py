@@ -8,7 +8,7 @@ from typing import Any
 
 import bench_serve
 import pytest
-import serve_folder
+import serving
 
 BENCHMARKS = Path(bench_serve.__file__).parent
 CONFIG = BENCHMARKS / "configs" / "diffusion-gemma-26b-fp8"
@@ -36,7 +36,7 @@ def write_run(out: Path, side: str, **changes: Any) -> None:
 
 def test_rows(tmp_path, monkeypatch, capsys):
     """A row for each side, with the time of a pass where a client is alone; ours beside the better stock."""
-    monkeypatch.setattr(bench_serve, "sweep", lambda side, *_: write_run(tmp_path, side))
+    monkeypatch.setattr(serving.Sweep, "_serve", lambda _, side, *rest: write_run(tmp_path, side))
     monkeypatch.setattr(bench_serve, "prepare", lambda *_: None)
     data = tmp_path / "rows.jsonl"
     options = ["--out", str(tmp_path), "--data", str(data), "--concurrency", "1"]
@@ -52,23 +52,23 @@ def test_rows(tmp_path, monkeypatch, capsys):
     }
     text = capsys.readouterr().out
     assert "ours: 1.50 x tokens a second, 1.25 x time to the first token" in text
-    assert "side stock, attention FLASH_ATTN" in text
+    assert "| stock | FLASH_ATTN |" in text
 
 
 def test_failed_requests_are_refused(tmp_path):
     """A side that dropped requests has no speed, nor has one that did not answer."""
     write_run(tmp_path, "stock", failed=1)
     with pytest.raises(ValueError, match="stock at 1: 1 of 4 requests failed"):
-        bench_serve.read(tmp_path, "stock", [(64, 1)])
+        serving.Sweep(tmp_path, [(64, 1)], 64, 4).read("stock")
     with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock did not answer 8 at once"):
-        bench_serve.read(tmp_path, "stock", [(64, 8)])
+        serving.Sweep(tmp_path, [(64, 8)], 64, 4).read("stock")
 
 
 def test_folder_of_a_config(tmp_path):
     """The 26B config alone becomes a folder with as many words as tokens and a fixed step count."""
     from transformers import AutoConfig, AutoTokenizer
 
-    serve_folder.prepare(CONFIG, tmp_path / "model", steps=16)
+    serving.prepare(CONFIG, tmp_path / "model", steps=16)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     config = AutoConfig.from_pretrained(tmp_path / "model")
     assert len(tokenizer) == config.text_config.vocab_size == 262144
@@ -82,4 +82,4 @@ def test_folder_of_a_config(tmp_path):
 def test_folder_needs_a_config(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no generation_config.json"):
-        serve_folder.prepare(tmp_path, tmp_path / "model", steps=16)
+        serving.prepare(tmp_path, tmp_path / "model", steps=16)

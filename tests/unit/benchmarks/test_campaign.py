@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import campaign
-import data_file
 import machine
 import pytest
+import records
 import report
 import results
-from experiments import ALL_MINUTES, ANYWHERE, ENGINE, EXPERIMENTS, MOST_MINUTES, Experiment, Needs
+from experiments import ALL_MINUTES, EXPERIMENTS, MOST_MINUTES, Experiment
 from results import MixedRunsError, Origin, Result
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,7 +29,7 @@ H200 |= {"vllm": "0.33.0"}
 
 
 def origin(facts: dict[str, Any] = CPU, **changes: Any) -> Origin:
-    return replace(Origin("c" * 40, "s" * 16, False, facts), **changes)
+    return replace(Origin("c" * 40, "s" * 16, True, facts), **changes)
 
 
 def script(name: str, code: str, **changes: Any) -> Experiment:
@@ -40,7 +40,7 @@ def script(name: str, code: str, **changes: Any) -> Experiment:
         def command(self, toy: bool, data: str, out: str) -> list[str]:
             return [sys.executable, "-c", prepared, data]
 
-    return Line(name, "whether", "", "", 0.0, 1.0, needs=ANYWHERE, **changes)
+    return Line(name, "whether", "", "", 0.0, 1.0, **changes)
 
 
 def row(value: int) -> str:
@@ -81,23 +81,12 @@ def test_a_broken_step_does_not_keep_the_next_from_running(tmp_path):
         ],
     )
     states = {name: result.state for name, result in found.items()}
-    assert states == {
-        "first": "done",
-        "fails": "failed",
-        "dies": "failed",
-        "hangs": "timed out",
-        "last": "done",
-    }
+    assert list(states.values()) == ["done", "failed", "failed", "timed out", "done"]
     assert found["fails"].reason == "exit status 1: no such kernel"
     assert found["hangs"].reason == "stopped after 1 seconds"
     # What was measured before the end counts.
-    assert [[r["value"] for r in result.rows] for result in found.values()] == [
-        [1],
-        [2],
-        [],
-        [3],
-        [4],
-    ]
+    values = [[r["value"] for r in result.rows] for result in found.values()]
+    assert values == [[1], [2], [], [3], [4]]
     assert results.read(tmp_path) == found
 
 
@@ -149,14 +138,10 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert marks.read_text() == "dfli"
     run_all(folder, steps, again=["failed"])
     assert marks.read_text() == "dflif"
-
-
-def test_what_gets_less_time_than_it_may_take_runs_again(tmp_path):
-    steps = [script("long", f"{row(1)}; time.sleep(30)")]
-    found = run_all(tmp_path, steps, seconds=2.0)
-    assert found["long"].state == "cut"
-    quick = [script("long", row(2))]
-    assert run_all(tmp_path, quick)["long"].state == "done"
+    # So is what got less time than it may take.
+    long = script("long", f"{row(1)}; time.sleep(30)")
+    assert run_all(folder, [long], seconds=2.0)["long"].state == "cut"
+    assert run_all(folder, [script("long", row(2))])["long"].state == "done"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +149,7 @@ def test_what_gets_less_time_than_it_may_take_runs_again(tmp_path):
     [
         ({"commit": "d" * 40}, "commit is 'cccc"),
         ({"sources": "t" * 16}, "sources is"),
-        ({"toy": True}, "toy is False there and True here"),
+        ({"toy": False}, "toy is True there and False here"),
         ({"machine": H200}, "gpu is None there and 'NVIDIA H200' here"),
     ],
     ids=["commit", "changed files", "size", "machine"],
@@ -200,25 +185,25 @@ def test_a_file_that_is_no_result(tmp_path):
         results.read(tmp_path)
 
 
+OLD_DRIVER = {"driver": "450.80", "why_no_gpu": "The NVIDIA driver on your system is too old"}
+
+
 @pytest.mark.parametrize(
-    ("needs", "facts", "reason"),
+    ("needs", "facts", "toy", "reason"),
     [
-        (Needs(), CPU, "Found no NVIDIA driver on your system (no NVIDIA driver answers)"),
-        (
-            Needs(),
-            CPU | {"driver": "450.80", "why_no_gpu": "The NVIDIA driver on your system is too old"},
-            "too old (driver 450.80)",
-        ),
-        (Needs(memory_gib=200), H200, "NVIDIA H200 has 139.8 GiB, and this needs 200"),
-        (Needs(), H200 | {"capability": "7.5"}, "compute capability 7.5, and this needs 8.0"),
-        (ENGINE, CPU, "vLLM is not installed"),
+        ({}, CPU, False, "Found no NVIDIA driver on your system (no NVIDIA driver answers)"),
+        ({}, CPU | OLD_DRIVER, False, "too old (driver 450.80)"),
+        ({"on_gpu_alone": True}, CPU, True, "Found no NVIDIA driver"),
+        ({"memory_gib": 200}, H200, False, "NVIDIA H200 has 139.8 GiB, and this needs 200"),
+        ({}, H200 | {"capability": "7.5"}, False, "capability 7.5, and this needs 8.0"),
+        ({"vllm": True}, CPU, True, "vLLM is not installed"),
+        ({"vllm": True, "memory_gib": 100}, H200, False, None),
+        ({"memory_gib": 100}, CPU, True, None),
     ],
 )
-def test_what_is_missing_is_named(needs, facts, reason):
-    lacking = machine.lacking(needs, facts)
-    assert lacking is not None
-    assert reason in lacking
-    assert machine.lacking(Needs(vllm=True, memory_gib=100), H200) is None
+def test_what_is_missing_is_named(needs, facts, toy, reason):
+    lacks = script("x", "", **needs).lacks(facts, toy)
+    assert lacks is None if reason is None else reason in lacks
 
 
 def test_vllm_finds_the_entry_points_of_a_bare_checkout(tmp_path):
@@ -253,11 +238,11 @@ def test_the_list():
 def test_rows_that_were_cut_off(tmp_path):
     """A line that a kill left half written is no row."""
     path = tmp_path / "rows.jsonl"
-    file = data_file.DataFile(path)
+    file = records.Rows(path)
     file.add("t", value=1)
     with path.open("a") as opened:
         opened.write('{"table": "t", "val')
-    assert data_file.read(path) == [{"table": "t", "value": 1}]
+    assert records.read(path) == [{"table": "t", "value": 1}]
 
 
 def test_an_interrupt_ends_the_experiment_with_the_campaign(tmp_path):
@@ -286,11 +271,11 @@ def test_an_interrupt_ends_the_experiment_with_the_campaign(tmp_path):
     assert process.returncode == 130
     assert b"the same command goes on from here" in error
     assert not is_running(int(pid_file.read_text()))
-    assert results.read(out)["probe"].state == "running"
+    assert results.read(out)["kernels"].state == "running"
 
 
 # Experiments that need neither a GPU nor an engine at toy size.
-MEASURED = [e for e in EXPERIMENTS if e.toy_needs == ANYWHERE]
+MEASURED = [e for e in EXPERIMENTS if not e.vllm]
 
 
 def test_scripts_at_toy_size(tmp_path):
@@ -316,7 +301,7 @@ def test_scripts_at_toy_size(tmp_path):
         [sys.executable, "-c", code, json.dumps(commands)], cwd=ROOT, env=environment, check=True
     )
     for name, path in data.items():
-        rows = data_file.read(path)
+        rows = records.read(path)
         assert rows, name
         assert {row.get("state", "right") for row in rows} == {"right"}
 

@@ -6,18 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import records
 import report
 import results
-import results_page
 from results import Origin, Result
 
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "driver": "580.1",
-    "torch": "2.14",
-    "triton": "3.8",
-    "vllm": "0.33",
-}
+MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.14", "triton": "3.8"}
+MACHINE["vllm"] = "0.33"
 H200 = Origin("a" * 40, "s" * 16, False, MACHINE)
 
 
@@ -49,9 +44,9 @@ OURS, STOCK, TUNED = serving("ours", 150, 60), serving("stock", 100, 50), servin
 
 def test_document():
     """RESULTS.md says what the kept results do, and no more."""
-    page = results_page.DOCUMENT.read_text(encoding="utf-8")
+    page = records.DOCUMENT.read_text(encoding="utf-8")
     table = report.table(results.read_all(results.kept()))
-    assert results_page.with_part(page, "campaign", table) == page, (
+    assert records.with_part(page, "campaign", table) == page, (
         "run python benchmarks/gpu/campaign.py report --write"
     )
 
@@ -123,7 +118,7 @@ def test_a_rehearsal_is_never_written(origin):
 def test_a_part_of_the_document_is_replaced():
     """What is around it stays; a page without its place is named."""
     page = "before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n"
-    written = results_page.with_part(page, "x", "| new |\n")
+    written = records.with_part(page, "x", "| new |\n")
     assert written == "before\n<!-- x -->\n\n| new |\n\n<!-- end of x -->\nafter\n"
     with pytest.raises(ValueError, match=r"RESULTS\.md has no part between <!-- y -->"):
-        results_page.with_part(page, "y", "")
+        records.with_part(page, "y", "")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import compiled
 import pytest
+import records
 import torch
 
 from tests.support.triton_compile import SHARED_MEMORY
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "RESULTS.md"
 REPORT = {"kernel": "k", "num_warps": 8, "registers": 61, "spilled_bytes": 0, "shared_memory": 32}
 
 
@@ -54,16 +53,17 @@ def test_the_launcher_knows_how_many_programs_run_at_once():
     """What splits are counted by is what the table says of the kernels."""
     from attention_kernels.canvas_attention.triton.configs import tuned_config
 
-    text = RESULTS.read_text(encoding="utf-8")
-    table = text.partition(compiled.BEGIN)[2].partition(compiled.END)[0]
-    rows = [line.split(" | ") for line in table.splitlines()]
-    programs = {(row[0], row[1]): int(row[6]) for row in rows if row[2:3] == ["ours"]}
+    programs = {
+        (row["chip"], row["kernel of"]): int(row["programs a multiprocessor"])
+        for row in records.read_table("compiled")
+        if row["whose"] == "ours"
+    }
     for chip in compiled.CHIPS:
         for what, head_dim in (("attention, sliding", 256), ("attention, full", 512)):
             config = tuned_config(
                 head_dim, torch.bfloat16, torch.bfloat16, compiled.capability(chip)
             )
-            assert config.programs == programs[f"| {chip}", what], (chip, what)
+            assert config.programs == programs[chip, what], (chip, what)
 
 
 def test_the_table_is_whole():
@@ -72,19 +72,17 @@ def test_the_table_is_whole():
 
     assert set(compiled.CHIPS) <= set(SHARED_MEMORY)
     assert set(compiled.DECIDES.values()) <= {experiment.name for experiment in EXPERIMENTS}
-    text = RESULTS.read_text(encoding="utf-8")
-    lines = text.partition(compiled.BEGIN)[2].partition(compiled.END)[0].splitlines()
-    found = {tuple(line.split(" | ")[:3]) for line in lines if line.startswith("| sm_")}
-    assert found == {
-        (f"| {chip}", what, whose)
+    rows = records.read_table("compiled")
+    assert {(row["chip"], row["kernel of"], row["whose"]) for row in rows} == {
+        (chip, what, whose)
         for chip in compiled.CHIPS
         for what in compiled.DECIDES
         for whose in ("ours", "stock")
     } | {
-        (f"| {chip}", f"attention, {layer}, split", "ours")
+        (chip, f"attention, {layer}, split", "ours")
         for chip in compiled.CHIPS
         for layer in ("sliding", "full")
-    } | {("| sm_90", f"attention, {layer}", "FlashAttention-4") for layer in ("sliding", "full")}
+    } | {("sm_90", f"attention, {layer}", "FlashAttention-4") for layer in ("sliding", "full")}
 
 
 @pytest.mark.slow
@@ -92,7 +90,6 @@ def test_the_table_is_whole():
 @pytest.mark.parametrize("chip", compiled.CHIPS)
 def test_the_table_is_up_to_date(chip):
     """RESULTS.md has what this compiler makes of these kernels."""
-    found = compiled.compiled(chip)
-    text = RESULTS.read_text(encoding="utf-8")
-    missing = [line for line in list(compiled.table(found))[2:] if line not in text]
-    assert not missing, "run python benchmarks/gpu/compiled.py --write"
+    _, _, *lines = compiled.table(compiled.compiled(chip)).splitlines()
+    text = records.DOCUMENT.read_text(encoding="utf-8")
+    assert all(line in text for line in lines), "run python benchmarks/gpu/compiled.py --write"

@@ -1,0 +1,27 @@
+"""What a pass asks of the driver and of the host: less than stock's class, and no more than it did."""
+
+from __future__ import annotations
+
+import bench_pass_overhead as bench
+import pytest
+
+from tests.support import baselines
+from tests.support.null_gpu.build import build, missing
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def test_baselines_of_a_pass_beside_stock_s_class(tmp_path):
+    """In units of a small operation, of which twice as many are a change; less may be the machine."""
+    if (lacks := missing()) is not None:
+        pytest.skip(lacks)
+    build()
+    sides = bench.overhead(tmp_path)
+    host = {}
+    for n, ours in sides["ours"].items():
+        stock = sides["stock"][n]
+        print(f"\n{n} requests: ours {ours}, stock {stock}")
+        for what in ("kernels", "copies", "small_operations"):
+            assert ours[what] < stock[what]
+        host[f"{n} requests"] = {"small_operations": ours["small_operations"]}
+    baselines.check("host's time of a pass", host, slack=2.0)
