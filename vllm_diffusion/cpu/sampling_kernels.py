@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_diffusion.cpu.kernels import Functions
+from vllm_diffusion.cpu.launches import Functions
 
 _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel."
 

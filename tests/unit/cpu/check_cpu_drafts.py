@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalon
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as dependent
 
 from vllm_diffusion.cpu import sampling_kernels as cpu_sampling
-from vllm_diffusion.cpu.kernels import overrides
+from vllm_diffusion.cpu.launches import overrides
 from vllm_diffusion.drafting.cpu import draft_inputs as cpu_draft_inputs
 from vllm_diffusion.drafting.cpu import verification as cpu_verification
 

@@ -13,6 +13,7 @@ from vllm_diffusion.cpu import cpu_platform_plugin
 cpu_platform_plugin()
 
 from vllm_diffusion.cpu import kernels as cpu_kernels  # noqa: E402
+from vllm_diffusion.cpu import launches  # noqa: E402
 
 KEPT: list[torch.Tensor] = []
 
@@ -211,7 +212,7 @@ def main() -> None:
         ("input_batch._expand_idx_mapping_kernel", expand, 0, 0),
         ("buffer_utils._apply_write_kernel", write, -1, 0),
     ]
-    ours = cpu_kernels.overrides(cpu_kernels.OVERRIDES)
+    ours = launches.overrides(cpu_kernels.OVERRIDES)
     for name, make, groups, extra in cases:
         for seed in range(6):
             rows = num_reqs_of(make, seed) + extra

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vllm_diffusion.cpu.kernels import Functions
+from vllm_diffusion.cpu.launches import Functions
 
 _SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode."
 _DEPENDENT = _SPEC_DECODE + "target_dependent_ar.speculator."

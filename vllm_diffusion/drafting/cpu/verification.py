@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from vllm_diffusion.cpu.kernels import Functions
+from vllm_diffusion.cpu.launches import Functions
 from vllm_diffusion.cpu.sampling_kernels import Floats, block_argmax, in_blocks, noised
 from vllm_diffusion.drafting.cpu.verified_laws import ZERO, Draft, Joint, Target, draft_row, number
 
