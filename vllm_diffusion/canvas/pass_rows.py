@@ -310,7 +310,9 @@ class PassRows:
         """
         ids = input_batch.input_ids[: input_batch.num_tokens]
         if self._most is not None:
-            ids = _lengthened(ids, self._most)
+            # The runner hands out its longer buffer in no other way, and a compiled function takes one
+            # length.
+            ids = ids.as_strided((self._most,), (1,), ids.storage_offset())
         self._fill(ids, all_token_ids, num_computed)
 
     def _fill_ids(self, ids: Tensor, all_token_ids: Tensor, num_computed: Tensor) -> None:
@@ -347,15 +349,3 @@ class PassRows:
             num_emitted[slot],
             numbers.num_canvas[:R] - num_finished[slot],
         )
-
-
-def _lengthened(ids: Tensor, length: int) -> Tensor:
-    """[length], the beginning of the runner's token ids, of which a batch has a shorter one.
-
-    The runner hands out its buffer in no other way, and a compiled function takes one length.
-
-    Args:
-        ids: [num_tokens], int32, of the batch.
-        length: Of the result, at most the buffer's.
-    """
-    return ids.as_strided((length,), (1,), ids.storage_offset())

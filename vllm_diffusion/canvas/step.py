@@ -155,7 +155,11 @@ class CanvasStep:
         position = torch.arange(slots.canvas_length, device=has_rows.device)[None, :]
 
         decision = self._decide(statistics, slot_pass, position)
-        done = denoised & self._may_end(decision, slot_pass, position)
+        # A constraint, if any, lets the step be the last.
+        num_valid = slot_pass.num_valid
+        repeats = decision.result == slots.previous_result
+        repeats = (repeats | (position >= num_valid[:, None])).all(dim=-1)
+        done = denoised & ((num_valid < 0) | ((num_valid > 0) & repeats))
         done = done & (decision.done | (slots.step + 1 >= slots.requested.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
         layout = self._spec.layout
@@ -165,7 +169,9 @@ class CanvasStep:
         before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
         decided = denoised[:, None] & (decision.result != before)
         decided_step = torch.where(decided, step[:, None], slots.decided_step)
-        kept = self._enters_next(decision, slot_pass, position)
+        # Positions that are no noise in the next step.
+        freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
+        kept = decision.keep & ~freed
         output = StepOutput(
             tokens=layout.emitted(result, slots.num_given),
             num_emitted=torch.where(
@@ -214,13 +220,6 @@ class CanvasStep:
             slots.rule_memory,
         )
 
-    def _may_end(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
-        """[R], bool: slots whose constraint, if any, lets this step be the last."""
-        num_valid = slot_pass.num_valid
-        repeats = decision.result == self._slots.previous_result
-        repeats = (repeats | (position >= num_valid[:, None])).all(dim=-1)
-        return (num_valid < 0) | ((num_valid > 0) & repeats)
-
     def _emitted(
         self, done: Tensor, committed: Tensor, decision: StepDecision
     ) -> tuple[Tensor, Tensor]:
@@ -231,11 +230,6 @@ class CanvasStep:
         if decision.has_final_kv is not None:
             finished = committed | (done & decision.has_final_kv)
         return finished, finished
-
-    def _enters_next(self, decision: StepDecision, slot_pass: SlotPass, position: Tensor) -> Tensor:
-        """[R, C], bool: positions that are no noise in the next step."""
-        freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
-        return decision.keep & ~freed
 
     def _next_input(
         self, decision: StepDecision, kept: Tensor, slot_pass: SlotPass, position: Tensor

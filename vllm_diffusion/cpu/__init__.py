@@ -7,6 +7,8 @@ imported, so this module imports nothing heavy and never raises.
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 _CPU_PLATFORM = "vllm_diffusion.cpu.platform.DiffusionCpuPlatform"
 
@@ -31,11 +33,38 @@ def cpu_platform_plugin() -> str | None:
 
     # The runner's small Triton kernels run under Triton's interpreter. An empty
     # CUDA_VISIBLE_DEVICES tells vLLM that finding no Triton driver is intended.
-    from vllm_diffusion.cpu import triton_interpreter
-
-    triton_interpreter.enable()
+    _interpret_triton()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A library of vLLM's for quantised GPU kernels starts two processes whenever it is imported, which
     # import torch to see what they could compile for a GPU: a third of a start's processor time.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     return _CPU_PLATFORM
+
+
+def _interpret_triton() -> None:
+    """Interpret every Triton kernel of this process and its children. Safe to call twice.
+
+    Triton decides between compiling and interpreting when ``@triton.jit`` decorates a function, and
+    ``import vllm`` imports Triton (through torch) before it asks for a platform. The functions of
+    Triton's own library that were decorated by then are decorated anew, as interpreted ones.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    if "triton.language" not in sys.modules:
+        return
+    from triton.language.core import tensor
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted: dict[int, Any] = {}
+
+    def replace_in(owner: Any) -> None:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, JITFunction):
+                if id(value) not in interpreted:
+                    interpreted[id(value)] = InterpretedFunction(value.fn)
+                setattr(owner, name, interpreted[id(value)])
+
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("triton."):
+            replace_in(module)
+    replace_in(tensor)

@@ -296,17 +296,21 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
             topk_ids = expert_map[topk_ids.long()]
 
         def expert(idx: int, rows: Tensor) -> Tensor:
-            gate, up = self.gate_up_product(idx, hidden_states[rows], w1[idx]).chunk(2, dim=-1)
-            return self.down_product(idx, GATES[activation](gate) * up, w2[idx])
+            both = self.product(idx, hidden_states[rows], w1[idx], is_first=True)
+            gate, up = both.chunk(2, dim=-1)
+            return self.product(idx, GATES[activation](gate) * up, w2[idx], is_first=False)
 
         output.copy_(sum_over_experts(hidden_states, w1.shape[0], topk_weights, topk_ids, expert))
 
-    def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        """Expert ``idx``'s first product: [num_rows, hidden] to [num_rows, 2 * intermediate]."""
-        raise NotImplementedError
+    def product(self, idx: int, rows: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
+        """Compute one of an expert's two products, in the dtype of its rows.
 
-    def down_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        """Expert ``idx``'s second product: [num_rows, intermediate] to [num_rows, hidden]."""
+        Args:
+            idx: The expert.
+            rows: [num_rows, hidden_size], or [num_rows, intermediate_size] of the second product.
+            weight: The expert's weight.
+            is_first: True for the first product, to [num_rows, 2 * intermediate_size].
+        """
         raise NotImplementedError
 
 
@@ -319,19 +323,11 @@ class TorchFp8Experts(TorchQuantizedExperts):
         (kFp8StaticTensorSym, kFp8StaticTensorSym),
     )
 
-    def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        return _fp8_product(rows, weight, self.w1_scale[idx], self.a1_scale)
-
-    def down_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        return _fp8_product(rows, weight, self.w2_scale[idx], self.a2_scale)
-
-
-def _fp8_product(
-    rows: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None
-) -> Tensor:
-    values, scale = quantize_fp8(rows, input_scale)
-    out = linear(values, weight.to(values.dtype)).float() * scale * weight_scale.reshape(-1)
-    return out.to(rows.dtype)
+    def product(self, idx: int, rows: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
+        weight_scale = (self.w1_scale if is_first else self.w2_scale)[idx]
+        values, scale = quantize_fp8(rows, self.a1_scale if is_first else self.a2_scale)
+        out = linear(values, weight.to(values.dtype)).float() * scale * weight_scale.reshape(-1)
+        return out.to(rows.dtype)
 
 
 class TorchNvfp4Experts(TorchQuantizedExperts):
@@ -339,35 +335,23 @@ class TorchNvfp4Experts(TorchQuantizedExperts):
 
     format_name = "NVFP4 experts"
     schemes = ((kNvfp4Static, kNvfp4Dynamic),)
+    quantizes_input = True
 
-    def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        values = quantize_nvfp4(rows, self.a1_gscale)
-        scale = self.g1_alphas[idx] / self.a1_gscale
-        return _nvfp4_product(values, weight, self.w1_scale[idx], scale).to(rows.dtype)
+    def product(self, idx: int, rows: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
+        scale = (self.g1_alphas if is_first else self.g2_alphas)[idx]
+        values, dtype = rows, value_dtype(rows.dtype)
+        if self.quantizes_input:
+            input_scale = self.a1_gscale if is_first else self.a2_gscale
+            values = quantize_nvfp4(rows, input_scale)
+            scale = scale / input_scale
+        group_scales = (self.w1_scale if is_first else self.w2_scale)[idx]
+        out = linear(values.to(dtype), unpack_nvfp4(weight, group_scales, dtype)).float() * scale
+        return out.to(rows.dtype)
 
-    def down_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        values = quantize_nvfp4(rows, self.a2_gscale)
-        scale = self.g2_alphas[idx] / self.a2_gscale
-        return _nvfp4_product(values, weight, self.w2_scale[idx], scale).to(rows.dtype)
 
-
-class TorchNvfp4WeightOnlyExperts(TorchQuantizedExperts):
+class TorchNvfp4WeightOnlyExperts(TorchNvfp4Experts):
     """NVFP4 weights, activations as they are."""
 
-    format_name = "NVFP4 experts"
     emulated = "weights only"
     schemes = ((kNvfp4Static, None),)
-
-    def gate_up_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        product = _nvfp4_product(rows, weight, self.w1_scale[idx], self.g1_alphas[idx])
-        return product.to(rows.dtype)
-
-    def down_product(self, idx: int, rows: Tensor, weight: Tensor) -> Tensor:
-        product = _nvfp4_product(rows, weight, self.w2_scale[idx], self.g2_alphas[idx])
-        return product.to(rows.dtype)
-
-
-def _nvfp4_product(rows: Tensor, weight: Tensor, group_scales: Tensor, scale: Tensor) -> Tensor:
-    """Rows times a packed weight times one scale, [num_rows, out_features], float32."""
-    dtype = value_dtype(rows.dtype)
-    return linear(rows.to(dtype), unpack_nvfp4(weight, group_scales, dtype)).float() * scale
+    quantizes_input = False

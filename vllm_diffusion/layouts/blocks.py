@@ -105,14 +105,17 @@ class AlignedBlock(CanvasLayout):
         return (row + num_given()).clamp(max=num_rows - 1)
 
 
-def _seeding(ends_known: np.ndarray) -> np.ndarray | None:
-    """Return the requests whose known tokens end in a pass; ``None`` if there are none."""
-    return ends_known if ends_known.any() else None
+class _Seeded(CanvasLayout):
+    """Mixin of layouts whose first token comes from the pass that writes the keys and values before."""
 
+    starts_from_commit = True
 
-def _given(unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-    """Return the rows of given tokens; a first token was drawn before its canvas's first step."""
-    return unwritten & ((position > 0) | is_pinned)
+    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
+        return ends_known if ends_known.any() else None
+
+    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
+        # A first token was drawn before its canvas's first step.
+        return unwritten & ((position > 0) | is_pinned)
 
 
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
@@ -127,7 +130,7 @@ def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
 
 
 @dataclass(frozen=True)
-class SeededBlock(CanvasLayout):
+class SeededBlock(_Seeded):
     """Layout of canvases behind causal tokens, whose last row predicts the first token, the *seed*.
 
     The pass that commits a canvas is causal too, and its last row predicts the next canvas's seed.
@@ -135,13 +138,6 @@ class SeededBlock(CanvasLayout):
     """
 
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
-
-    @property
-    def starts_from_commit(self) -> bool:
-        return True
-
-    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
-        return _seeding(ends_known)
 
     def drawn_at(self, rows: SampledRows) -> Tensor:
         at = rows.at
@@ -155,15 +151,12 @@ class SeededBlock(CanvasLayout):
         behind = drawn.gather(-1, last)[:, 0]
         return torch.where(committed, behind, drawn[:, 0])
 
-    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-        return _given(unwritten, position, is_pinned)
-
     def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
         return first + num_rows - 1
 
 
 @dataclass(frozen=True)
-class ShiftedBlock(AlignedBlock):
+class ShiftedBlock(_Seeded, AlignedBlock):
     """Layout of aligned blocks whose rows predict the token behind them.
 
     A position's token comes from the row before it. A block's first position needs no row, since
@@ -174,13 +167,6 @@ class ShiftedBlock(AlignedBlock):
     summary: ClassVar[str] = (
         f"{AlignedBlock.summary}; the first token from the encoding pass; rows shifted by one"
     )
-
-    @property
-    def starts_from_commit(self) -> bool:
-        return True
-
-    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
-        return _seeding(ends_known)
 
     def hidden_index(self, index: Tensor) -> Tensor:
         return torch.zeros_like(index)
@@ -199,9 +185,6 @@ class ShiftedBlock(AlignedBlock):
 
     def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
         return drawn[:, 0]
-
-    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-        return _given(unwritten, position, is_pinned)
 
     def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
         return first
@@ -225,6 +208,7 @@ class VerifiedDraft(SeededBlock):
     sequence, however the answer was cut into canvases. Drafts are greedy.
     """
 
+    verifies = True
     # Each changes a token's distribution by the tokens before it, which a draft's rows do not have
     # yet.
     refused_fields: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -249,10 +233,6 @@ class VerifiedDraft(SeededBlock):
         ),
         _ONE_STEP,
     )
-
-    @property
-    def verifies(self) -> bool:
-        return True
 
     def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
         is_seed = rows.committed | rows.seeding

@@ -100,6 +100,8 @@ class CanvasLayout:
         refused_fields: Request fields that this layout cannot honour, each with the reason.
         refused_arguments: Names of ``diffusion_*`` arguments, without that prefix, that it cannot
             honour, each with the reason and the remedy.
+        starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
+        verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
     """
 
     length: int
@@ -107,6 +109,8 @@ class CanvasLayout:
     summary: ClassVar[str] = "where the known tokens end; causal behind them"
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_arguments: ClassVar[Mapping[str, str]] = {}
+    starts_from_commit: ClassVar[bool] = False
+    verifies: ClassVar[bool] = False
 
     # Start-up.
 
@@ -114,16 +118,6 @@ class CanvasLayout:
     def alignment(self) -> int:
         """Number of tokens of which the model length and KV cache blocks must be multiples."""
         return 1
-
-    @property
-    def starts_from_commit(self) -> bool:
-        """True if a canvas needs the pass that writes the keys and values before it."""
-        return False
-
-    @property
-    def verifies(self) -> bool:
-        """True if the commit keeps only the tokens of a canvas that its own rows draw."""
-        return False
 
     def attention_problem(self, backend: str, setting: str) -> str | None:
         """Return why an attention back end cannot serve this layout; ``None`` if it can.

@@ -205,7 +205,7 @@ class BlockDiffusionModelState(ModelState):
     def drop_graphs(self) -> None:
         """Give up what was captured."""
         if self.sampler is not None:
-            self.sampler.drop_graphs()
+            self.sampler.graphs.drop()
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""

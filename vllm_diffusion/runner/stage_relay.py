@@ -105,8 +105,8 @@ class StageRelay:
         kept = self._owners[slots_np] == due.owners
         index = async_tensor_h2d(np.flatnonzero(kept), device=self._slots.device)
         slot = due.batch.idx_mapping[index].long()
-        numbers, canvas, tokens = self._split(due.requests)
-        phase, step, num_sampled, num_rejected = numbers.unbind(dim=1)
+        phase, step, num_sampled, num_rejected = due.requests[:, : len(NUMBERS)].unbind(dim=1)
+        canvas, tokens = due.requests[:, len(NUMBERS) :].chunk(2, dim=1)
         for target, values in (
             (self._slots.phase, phase),
             (self._slots.step, step),
@@ -204,11 +204,6 @@ class StageRelay:
     def relay_aux_hidden_states(self, received: Any, output: Any) -> Any:
         """Return the model's own tensors, which the next stage is sent."""
         return output
-
-    def _split(self, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[num_reqs, 4], [num_reqs, C] and [num_reqs, C]: numbers, next canvas, emitted tokens."""
-        canvas, tokens = requests[:, len(NUMBERS) :].chunk(2, dim=1)
-        return requests[:, : len(NUMBERS)], canvas, tokens
 
     def _keep_soft_embeds(self, batch: InputBatch, soft_embeds: Tensor, kept: np.ndarray) -> None:
         """Scatter them to their slots, but for those that are another request's now."""

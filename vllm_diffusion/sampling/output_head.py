@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,10 +210,10 @@ def one_ahead(
             return tile, logits, second.record_event()
 
     waiting = iter(tiles)
-    ahead = [projected(tile) for tile in _next(waiting)]
+    ahead = [projected(tile) for tile in islice(waiting, 1)]
     while ahead:
         tile, logits, is_projected = ahead.pop()
-        ahead = [projected(following) for following in _next(waiting)]
+        ahead = [projected(following) for following in islice(waiting, 1)]
         current.wait_event(is_projected)
         take(tile, logits)
         second.wait_event(current.record_event())
@@ -225,8 +226,3 @@ def one_ahead(
 def _second_stream(streams: Any) -> Any:
     """One for the whole process: libraries keep a workspace for each stream they have seen."""
     return streams.Stream()
-
-
-def _next(tiles: Any) -> list[slice]:
-    """The next one, or none."""
-    return [tile for tile in [next(tiles, None)] if tile is not None]

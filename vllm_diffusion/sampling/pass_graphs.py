@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
+from attention_kernels.vocab_statistics import RowLogits
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
@@ -25,10 +25,11 @@ from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
-from vllm_diffusion.sampling.row_settings import CandidateFilters, RowSettings
+from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import (
     RowResults,
     draw_filtered,
+    no_logprobs,
     rows_in_float32,
     sample_rows,
 )
@@ -96,33 +97,6 @@ class RowStatistics:
                 soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self._store_soft_embeds(soft_embeds, slot, position)
         return results
-
-    def draw_again(
-        self, some: SelectedRows, logits: RowLogits, draws: RowDraws, filters: CandidateFilters
-    ) -> None:
-        """Draw new candidates for rows with filters, once the statistics of all rows are known.
-
-        Args:
-            some: The rows.
-            logits: Their logits of all ids.
-            draws: Their temperatures and keys.
-            filters: What is kept of each row's distribution.
-        """
-        candidate, confidence = draw_filtered(
-            self.head, logits.projected, draws, logits.adjustments, filters, self._vocab_size
-        )
-        self.of_slots.candidate[some.slot, some.position] = candidate
-        self.of_slots.drawn_confidence[some.slot, some.position] = confidence
-
-    def logits(self, rows: Tensor, adjustments: LogitAdjustments | None) -> RowLogits:
-        """Project rows to all ids of this rank.
-
-        Args:
-            rows: [n, hidden_size].
-            adjustments: Adjustments of the logits.
-        """
-        projected = self.head.project(rows, slice(0, len(self.head.weight)))
-        return RowLogits(projected, self.head.first_id, self.head.softcap, adjustments)
 
 
 # Canvases of the largest pass with settings that has a graph of its adjusted rows.
@@ -244,7 +218,7 @@ class PassGraphs:
         some = torch.zeros(C, dtype=torch.int64, device=hidden.device)
         self.filtered_rows.capture(capture, some)
         if 0 <= self._max_logprobs <= MAX_GRAPHED_LOGPROBS:
-            self._reports = _empty_reports(len(hidden), 1 + self._max_logprobs, hidden.device)
+            self._reports = no_logprobs(len(hidden), 1 + self._max_logprobs, hidden.device)
             self.reported_rows.capture(capture, some.clone())
         self.decide.capture(capture)
 
@@ -272,12 +246,17 @@ class PassGraphs:
 
     def _filtered_rows(self, index: Tensor) -> None:
         some, settings = self._settings.select(index), self._settings
-        self._statistics.draw_again(
-            some,
-            self._logits_again(some, index),
+        head, statistics = self._statistics.head, self._statistics.of_slots
+        logits = self._logits_again(some, index)
+        statistics.candidate[some.slot, some.position], drawn_confidence = draw_filtered(
+            head,
+            logits.projected,
             settings.draws(some),
-            settings.slot_settings.filters.rows(some.slot),
+            logits.adjustments,
+            settings.filters.rows(some.slot),
+            self._pass_rows.slots.vocab_size,
         )
+        statistics.drawn_confidence[some.slot, some.position] = drawn_confidence
 
     def _reported_rows(self, index: Tensor) -> None:
         assert self._reports is not None
@@ -318,8 +297,9 @@ class PassGraphs:
         """
         assert self._hidden is not None
         used = self._settings.adjustments.all_used()
-        adjustments = self._settings.adjustments_of(some, used)
-        return self._statistics.logits(self._hidden[index], adjustments)
+        adjustments, head = self._settings.adjustments_of(some, used), self._statistics.head
+        projected = head.project(self._hidden[index], slice(0, len(head.weight)))
+        return RowLogits(projected, head.first_id, head.softcap, adjustments)
 
     def _look_again(self, used: UsedSettings) -> LogprobsTensors | None:
         """Replay the graphs of rows with filters or log-probabilities; return the latter."""
@@ -356,18 +336,3 @@ class PassGraphs:
     def _length(self) -> int:
         """C, positions of a canvas."""
         return self._statistics.of_slots.argmax.shape[1]
-
-
-def _empty_reports(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:
-    """Allocate room for the log-probabilities of rows.
-
-    Args:
-        num_rows: Rows of the largest pass.
-        num_columns: Tokens of each row.
-        device: Where the tensors are.
-    """
-    return LogprobsTensors(
-        torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
-        torch.zeros(num_rows, num_columns, device=device),
-        torch.zeros(num_rows, dtype=torch.int64, device=device),
-    )

@@ -24,118 +24,6 @@ from vllm_diffusion.sampling.row_settings import (
 )
 
 
-class SlotSettings:
-    """Temperatures, seeds, filters and log-probabilities that the requests ask for, by slot.
-
-    vLLM's own states take them from a request, and rotate among several buffers of the host. Graphs need
-    fixed addresses, so the values are copied to fixed tensors when a request comes. R is the number of
-    slots.
-
-    Attributes:
-        states: vLLM's sampling states; the host reads its NumPy side.
-        token_ids: vLLM's state of ``logprob_token_ids``.
-        temperature: [R], float32, the ``temperature`` of each request.
-        filters: [R] each, the filters of each request.
-    """
-
-    def __init__(self, stock_sampler: Any, slots: CanvasSlots, seeds: Tensor) -> None:
-        """Allocate for all slots.
-
-        Args:
-            stock_sampler: vLLM's sampler.
-            slots: The canvases.
-            seeds: [R], int64, filled with the seed of each request.
-        """
-        R, device = slots.num_slots, slots.device
-        self.states = stock_sampler.sampling_states
-        self.token_ids = stock_sampler.logprob_token_ids_state
-        self.temperature = torch.ones(R, dtype=torch.float32, device=device)
-        self.filters = CandidateFilters(
-            torch.full((R,), slots.vocab_size, dtype=torch.int32, device=device),
-            torch.ones(R, dtype=torch.float32, device=device),
-            torch.zeros(R, dtype=torch.float32, device=device),
-        )
-        self._vocab_size = slots.vocab_size
-        self._seeds = seeds
-        self._is_staged = False
-
-    def add_request(self, slot: int, sampling_params: Any) -> None:
-        """Stage the settings of ``slot``'s new owner."""
-        self._is_staged = True
-        self.states.add_request(slot, sampling_params)
-        self.token_ids.add_request(slot, sampling_params)
-
-    def apply_staged_writes(self) -> None:
-        """Copy the settings of new requests to the device, if there are any."""
-        if not self._is_staged:
-            return
-        self._is_staged = False
-        states, (top_k, top_p, min_p) = self.states, self.filters
-        states.apply_staged_writes()
-        self.token_ids.apply_staged_writes()
-        assert top_k is not None
-        assert top_p is not None
-        assert min_p is not None
-        R = len(self.temperature)
-        self._seeds.copy_(states.seeds.gpu[:R])
-        self.temperature.copy_(states.temperature.gpu[:R])
-        top_k.copy_(states.top_k.gpu[:R])
-        top_p.copy_(states.top_p.gpu[:R])
-        min_p.copy_(states.min_p.gpu[:R])
-
-    def used_filters(self, slots_np: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Three times [num_reqs], bool: requests that have top-k, top-p and min-p.
-
-        Args:
-            slots_np: [num_reqs], their slots.
-        """
-        states = self.states
-        return (
-            states.top_k.np[slots_np] != self._vocab_size,
-            states.top_p.np[slots_np] != 1.0,
-            states.min_p.np[slots_np] != 0.0,
-        )
-
-    def filters_of(self, slot: Tensor, slots_np: np.ndarray) -> CandidateFilters:
-        """[n] each: filters of rows, without a filter that no request of the pass has.
-
-        Args:
-            slot: [n], int64, of the rows.
-            slots_np: [num_reqs], slots of the pass.
-        """
-        has_top_k, has_top_p, has_min_p = (used.any() for used in self.used_filters(slots_np))
-        return CandidateFilters(
-            self.filters.top_k if has_top_k else None,
-            self.filters.top_p if has_top_p else None,
-            self.filters.min_p if has_min_p else None,
-        ).rows(slot)
-
-    def wants_logprobs(self, slots_np: np.ndarray) -> np.ndarray:
-        """[num_reqs], bool: requests that want log-probabilities."""
-        names_ids = self.token_ids.num_token_ids.np[slots_np] > 0
-        wants: np.ndarray = (self.states.num_logprobs[slots_np] >= 0) | names_ids
-        return wants
-
-    def names_logprob_ids(self, slots_np: np.ndarray) -> bool:
-        """Report whether some request names the ids whose log-probabilities it wants."""
-        return bool(self.token_ids.num_token_ids.np[slots_np].any())
-
-    def num_top(self, slots_np: np.ndarray) -> int:
-        """Most likeliest tokens whose log-probabilities a request wants; 0 for none."""
-        return max(int(self.states.num_logprobs[slots_np].max()), 0)
-
-    def logprob_ids(self, slot: Tensor, slots_np: np.ndarray) -> tuple[Tensor, Tensor]:
-        """[n, num_ids], int64, and [n], int32: ids that rows report, and how many each row has.
-
-        Args:
-            slot: [n], int64, of the rows.
-            slots_np: [num_reqs], slots of the pass.
-        """
-        ids = self.token_ids
-        num_ids = ids.max_num_token_ids(slots_np)
-        return ids.token_ids.gpu[slot, :num_ids].long(), ids.num_token_ids.gpu[slot]
-
-
 @dataclass(frozen=True)
 class UsedSettings:
     """Settings beyond temperatures and seeds that a pass uses, known on the host.
@@ -198,28 +86,46 @@ class SelectedRows:
 
 
 class PassSettings:
-    """Settings of the requests, for the rows that :meth:`PassRows.lay_out` laid out."""
+    """Settings of the requests, by slot and for the rows that :meth:`PassRows.lay_out` laid out.
+
+    vLLM's own states take them from a request, and rotate among several buffers of the host. Graphs need
+    fixed addresses, so the values are copied to fixed tensors when a request comes. R is the number of
+    slots.
+
+    Attributes:
+        states: vLLM's sampling states; the host reads its NumPy side.
+        token_ids: vLLM's state of ``logprob_token_ids``.
+        temperature: [R], float32, the ``temperature`` of each request.
+        filters: [R] each, the filters of each request.
+        adjustments: Adjustments of logits by slot.
+    """
 
     def __init__(
         self,
         stock_sampler: Any,
         slots: CanvasSlots,
         pass_rows: PassRows,
-        settings: SlotSettings,
         adjustments: RowAdjustments,
         num_likeliest: int,
     ) -> None:
-        """Bind the settings of slots to the rows of passes.
+        """Allocate for all slots.
 
         Args:
             stock_sampler: vLLM's sampler.
             slots: The canvases.
-            pass_rows: The rows of the pass.
-            settings: Temperatures, filters and log-probabilities by slot.
+            pass_rows: The rows of the pass; the seeds of requests are written to its ``of_slots``.
             adjustments: Adjustments of logits by slot.
             num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
         """
-        self.slot_settings = settings
+        R, device = slots.num_slots, slots.device
+        self.states = stock_sampler.sampling_states
+        self.token_ids = stock_sampler.logprob_token_ids_state
+        self.temperature = torch.ones(R, dtype=torch.float32, device=device)
+        self.filters = CandidateFilters(
+            torch.full((R,), slots.vocab_size, dtype=torch.int32, device=device),
+            torch.ones(R, dtype=torch.float32, device=device),
+            torch.zeros(R, dtype=torch.float32, device=device),
+        )
         self.adjustments = adjustments
         self._slots = slots
         self._pass_rows = pass_rows
@@ -228,6 +134,31 @@ class PassSettings:
         mode = stock_sampler.logprobs_mode
         self._reports_logits = mode in ("raw_logits", "processed_logits")
         self._reports_raw = mode in ("raw_logits", "raw_logprobs")
+        self._is_staged = False
+
+    def add_request(self, slot: int, sampling_params: Any) -> None:
+        """Stage the settings of ``slot``'s new owner."""
+        self._is_staged = True
+        self.states.add_request(slot, sampling_params)
+        self.token_ids.add_request(slot, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        """Copy the settings of new requests to the device, if there are any."""
+        if not self._is_staged:
+            return
+        self._is_staged = False
+        states, (top_k, top_p, min_p) = self.states, self.filters
+        states.apply_staged_writes()
+        self.token_ids.apply_staged_writes()
+        assert top_k is not None
+        assert top_p is not None
+        assert min_p is not None
+        R = len(self.temperature)
+        self._pass_rows.of_slots.seed.copy_(states.seeds.gpu[:R])
+        self.temperature.copy_(states.temperature.gpu[:R])
+        top_k.copy_(states.top_k.gpu[:R])
+        top_p.copy_(states.top_p.gpu[:R])
+        min_p.copy_(states.min_p.gpu[:R])
 
     # What the pass uses, by the host's knowledge.
 
@@ -237,12 +168,21 @@ class PassSettings:
         Args:
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
-        requests = self._pass_rows.requests
-        has_filter = np.logical_or.reduce(self.slot_settings.used_filters(requests.slots))
+        requests, slots = self._pass_rows.requests, self._pass_rows.requests.slots
+        names_ids = self.token_ids.num_token_ids.np[slots] > 0
         return UsedSettings(
-            self.adjustments.used_by(requests.slots[requests.num_rows > 0], num_masks),
-            requests.rows_of(has_filter),
-            requests.rows_of(self.slot_settings.wants_logprobs(requests.slots)),
+            self.adjustments.used_by(slots[requests.num_rows > 0], num_masks),
+            requests.rows_of(np.logical_or.reduce(self._used_filters())),
+            requests.rows_of((self.states.num_logprobs[slots] >= 0) | names_ids),
+        )
+
+    def _used_filters(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Three times [num_reqs], bool: requests of the pass that have top-k, top-p and min-p."""
+        states, slots = self.states, self._pass_rows.requests.slots
+        return (
+            states.top_k.np[slots] != self._slots.vocab_size,
+            states.top_p.np[slots] != 1.0,
+            states.min_p.np[slots] != 0.0,
         )
 
     def holds_given(self) -> bool:
@@ -257,11 +197,11 @@ class PassSettings:
 
     def names_logprob_ids(self) -> bool:
         """Report whether a request of the pass names the ids whose log-probabilities it wants."""
-        return self.slot_settings.names_logprob_ids(self._pass_rows.requests.slots)
+        return bool(self.token_ids.num_token_ids.np[self._pass_rows.requests.slots].any())
 
     def num_top(self) -> int:
         """Most likeliest tokens that a request of the pass wants reported; 0 for none."""
-        return self.slot_settings.num_top(self._pass_rows.requests.slots)
+        return max(int(self.states.num_logprobs[self._pass_rows.requests.slots].max()), 0)
 
     # Rows.
 
@@ -277,7 +217,7 @@ class PassSettings:
     def draws(self, some: SelectedRows) -> RowDraws:
         """Temperatures of rows, and the keys of their draws."""
         slots, slot = self._slots, some.slot
-        judged, drawn = temperatures(slots, self.slot_settings.temperature)
+        judged, drawn = temperatures(slots, self.temperature)
         draws = RowDraws(
             judged[slot],
             drawn[slot],
@@ -317,7 +257,7 @@ class PassSettings:
         Args:
             slot: [n], int64, of the rows.
         """
-        judged, _ = temperatures(self._slots, self.slot_settings.temperature)
+        judged, _ = temperatures(self._slots, self.temperature)
         is_plain = self._slots.requested.read_only
         if self._slots.spec.layout.reports_unscaled(self._reports_raw):
             is_plain = torch.ones_like(is_plain)
@@ -362,9 +302,15 @@ class PassSettings:
             adjustments = self.adjustments_of(some, used.adjusted)
         filtered = reported = None
         if used.filtered is not None:
+            # Without a filter that no request of the pass has.
+            filters = CandidateFilters(
+                *(
+                    of_slots if is_used.any() else None
+                    for of_slots, is_used in zip(self.filters, self._used_filters(), strict=True)
+                )
+            )
             slot = self._pass_rows.slots_of(used.filtered)
-            filters = self.slot_settings.filters_of(slot, self._pass_rows.requests.slots)
-            filtered = FilteredRows(used.filtered, filters)
+            filtered = FilteredRows(used.filtered, filters.rows(slot))
         if used.reported is not None:
             reported = self._reported(used.reported, adjustments)
         return RowSettings(
@@ -387,7 +333,9 @@ class PassSettings:
         if self.holds_given():
             on_device = async_tensor_h2d(index, device=slot.device)
             held = self._slots.canvas[slot, self._pass_rows.position[on_device]]
-        token_ids, num_token_ids = self.slot_settings.logprob_ids(slot, slots_np)
+        num_ids = self.token_ids.max_num_token_ids(slots_np)
+        token_ids = self.token_ids.token_ids.gpu[slot, :num_ids].long()
+        num_token_ids = self.token_ids.num_token_ids.gpu[slot]
         if self._reports_raw:
             adjustments = None
             if self.adjustments.has_readable(slots_np):

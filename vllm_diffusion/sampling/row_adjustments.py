@@ -10,7 +10,6 @@ work on whole rows; here they are tables that are read wherever a logit is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,11 @@ class ConstraintTensors:
     """Constraints of the last pass, at addresses that never change; -1 where a row has none.
 
     R is the number of slots, N the most rows of a pass.
+
+    Attributes:
+        rows: [N, 3], int32: the only token of a row; the row of ``masks`` with the tokens that it may
+            draw; 1 where its next step starts without a self-conditioning signal.
+        masks: [R, ceil(vocab_size / 32)], int32: a bit for each token that may be drawn in a row.
     """
 
     def __init__(self, pass_rows: PassRows, vocab_size: int) -> None:
@@ -41,25 +45,16 @@ class ConstraintTensors:
         self._pass_rows = pass_rows
         index = pass_rows.index
         R = len(pass_rows.of_slots.num_rows)
-        self._rows = torch.full((len(index), 3), -1, dtype=torch.int32, device=index.device)
-        # [R, ceil(vocab_size / 32)], int32: a bit for each token that may be drawn in a row.
+        self.rows = torch.full((len(index), 3), -1, dtype=torch.int32, device=index.device)
         self.masks = torch.zeros(R, -(-vocab_size // 32), dtype=torch.int32, device=index.device)
-
-    def pin(self, rows: slice | Tensor) -> Tensor:
-        """[num_rows], int32: the only token of each of some rows, or -1."""
-        return self._rows[rows, _PIN].contiguous()
-
-    def mask_idx(self, rows: slice | Tensor) -> Tensor:
-        """[num_rows], int32: the row of ``masks`` with the tokens that it may draw, or -1."""
-        return self._rows[rows, _MASK].contiguous()
 
     def restart(self, rows: slice | Tensor) -> Tensor:
         """[num_rows], bool: rows whose next step starts without a self-conditioning signal."""
-        return self._rows[rows, _RESTART] > 0
+        return self.rows[rows, _RESTART] > 0
 
     def clear(self) -> None:
         """Lift all constraints, for a pass without any."""
-        self._rows.fill_(-1)
+        self.rows.fill_(-1)
 
     def take(self, message: CanvasConstraints, req_ids: Sequence[str]) -> int:
         """Lay constraints out over the pass's rows and slots.
@@ -103,7 +98,7 @@ class ConstraintTensors:
                 rows[frontier:end, _RESTART] = 1
                 free_from[slot], free_to[slot] = frontier - start, end - start
 
-        async_tensor_h2d(rows, out=self._rows[: len(rows)])
+        async_tensor_h2d(rows, out=self.rows[: len(rows)])
         async_tensor_h2d(of_slots, out=places.of_constraints)
         if masks:
             async_tensor_h2d(np.stack(masks), out=self.masks[: len(masks)])
@@ -146,34 +141,13 @@ class _OffsetTable:
         self._free.append(row)
 
 
-@dataclass(frozen=True)
-class _Offsets:
-    """Rows of the offset table that are added to one request's logits; -1 for none.
-
-    Attributes:
-        always: The row from ``min_length`` on.
-        early: The row before it.
-        readable: The row of the ids that a read-only canvas is asked about, as part of what it reports.
-        min_length: Tokens of prompt and answer.
-    """
-
-    always: int
-    early: int
-    readable: int
-    min_length: int
-
-    def rows(self) -> set[int]:
-        """Row numbers, without -1."""
-        return {self.always, self.early, self.readable} - {-1}
-
-
 class _SlotNumbers(NamedTuple):
-    """Numbers by slot, [R] int32 each, on the host or on the device; -1 for none.
+    """Numbers of one slot or, by slot, [R] int32 each; -1 for none.
 
     Attributes:
-        always: Row of the offset table from ``min_length`` on.
+        always: Row of the offset table that is added to the request's logits from ``min_length`` on.
         early: Row of the offset table before it.
-        readable: Row of the offset table for reports of read-only canvases.
+        readable: Row of the ids that a read-only canvas is asked about, as part of what it reports.
         min_length: Tokens of prompt and answer.
         penalty_idx: The slot itself, where it has penalties.
     """
@@ -182,7 +156,7 @@ class _SlotNumbers(NamedTuple):
     early: Any
     readable: Any
     min_length: Any
-    penalty_idx: Any
+    penalty_idx: Any = -1
 
 
 class UsedAdjustments(NamedTuple):
@@ -230,7 +204,7 @@ class RowAdjustments:
         self._prompt_len = stock_sampler.req_states.prompt_len
         self._table = _OffsetTable(vocab_size, device)
         # By slot.
-        self._offsets: dict[int, _Offsets] = {}
+        self._offsets: dict[int, _SlotNumbers] = {}
         self._penalised: set[int] = set()
         self._is_staged = False
 
@@ -290,12 +264,12 @@ class RowAdjustments:
         if ends:
             early = self._table.take(offsets.index_fill(0, self._ids(ends), _FORBIDDEN))
         min_length = int(self._prompt_len.np[slot]) + sampling_params.min_tokens
-        self._offsets[slot] = _Offsets(always, early, readable_row, min_length)
+        self._offsets[slot] = _SlotNumbers(always, early, readable_row, min_length)
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``'s settings; the device's are not read until it has an owner."""
         if offsets := self._offsets.pop(slot, None):
-            for row in offsets.rows():
+            for row in {offsets.always, offsets.early, offsets.readable} - {-1}:
                 self._table.give_back(row)
         self._penalised.discard(slot)
 
@@ -307,14 +281,10 @@ class RowAdjustments:
         state, num_slots = self._state, self._held.shape[1]
         state.apply_staged_writes()
         held = np.full(tuple(self._held.shape), -1, dtype=np.int32)
-        numbers = _SlotNumbers(*held)
         for slot, own in self._offsets.items():
-            numbers.always[slot] = own.always
-            numbers.early[slot] = own.early
-            numbers.readable[slot] = own.readable
-            numbers.min_length[slot] = own.min_length
+            held[:, slot] = own
         for slot in self._penalised:
-            numbers.penalty_idx[slot] = slot
+            _SlotNumbers(*held).penalty_idx[slot] = slot
         async_tensor_h2d(held, out=self._held)
         self._repetition.copy_(state.repetition_penalty.gpu[:num_slots])
         self._frequency.copy_(state.frequency_penalty.gpu[:num_slots])
@@ -366,8 +336,8 @@ class RowAdjustments:
             )
         if used.pins:
             adjustments = adjustments._replace(
-                pin=self._constraints.pin(rows),
-                mask_idx=self._constraints.mask_idx(rows),
+                pin=self._constraints.rows[rows, _PIN].contiguous(),
+                mask_idx=self._constraints.rows[rows, _MASK].contiguous(),
                 masks=self._constraints.masks[: used.num_masks],
             )
         return adjustments

@@ -34,7 +34,7 @@ from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
-from vllm_diffusion.sampling.pass_settings import PassSettings, SlotSettings
+from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
 from vllm_diffusion.sampling.row_settings import (
     CandidateFilters,
@@ -155,7 +155,6 @@ class DiffusionSampler:
         self.pass_rows = pass_rows
         self.head = head
         self.penalties_state = stock_sampler.penalties_state
-        self.settings = SlotSettings(stock_sampler, slots, pass_rows.of_slots.seed)
         self.constraints = ConstraintTensors(pass_rows, slots.vocab_size)
         self.adjustments = RowAdjustments(
             stock_sampler,
@@ -166,12 +165,10 @@ class DiffusionSampler:
         )
         statistics = RowStatistics(slots, pass_rows, head, self.constraints, store_soft_embeds)
         self._num_likeliest = statistics.of_slots.num_likeliest
-        self.pass_settings = PassSettings(
-            stock_sampler, slots, pass_rows, self.settings, self.adjustments, self._num_likeliest
+        self.settings = PassSettings(
+            stock_sampler, slots, pass_rows, self.adjustments, self._num_likeliest
         )
-        self.graphs = PassGraphs(
-            pass_rows, self.pass_settings, statistics, canvas_step, max_logprobs
-        )
+        self.graphs = PassGraphs(pass_rows, self.settings, statistics, canvas_step, max_logprobs)
         self.emitted_logprobs = EmittedLogprobs(slots, pass_rows)
         self.views = CanvasViewConnector(
             slots, pass_rows.of_slots.num_rows, statistics.of_slots.entropy
@@ -221,7 +218,7 @@ class DiffusionSampler:
         num_masks = None
         if isinstance(message, CanvasConstraints):
             num_masks = self.constraints.take(message, input_batch.req_ids)
-        used = self.pass_settings.used(num_masks)
+        used = self.settings.used(num_masks)
         if used.is_plain:
             return self._engine_output(self.graphs.plain_step(rows), None)
 
@@ -260,10 +257,6 @@ class DiffusionSampler:
         self.constraints.clear()
         self.pass_rows.clear()
         self.graphs.capture(capture, canvas_counts, hidden)
-
-    def drop_graphs(self) -> None:
-        """Give up what was captured."""
-        self.graphs.drop()
 
     def profile(self, rows: Tensor) -> None:
         """Allocate what the largest pass would, for the engine's memory profile.

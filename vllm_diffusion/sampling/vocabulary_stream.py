@@ -286,7 +286,7 @@ class _RowGroup:
             head,
             float32_rows,
         )
-        nothing = _no_logprobs(len(self.rows), request.num_columns, some.device)
+        nothing = no_logprobs(len(self.rows), request.num_columns, some.device)
         return LogprobsTensors(
             nothing.logprob_token_ids.index_copy_(0, some, computed.logprob_token_ids),
             nothing.logprobs.index_copy_(0, some, computed.logprobs),
@@ -331,7 +331,8 @@ def draw_filtered(
     return candidate.gather(0, winner)[0].long(), share
 
 
-def _no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:
+def no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:
+    """Allocate log-probabilities of rows that report nothing."""
     return LogprobsTensors(
         torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
         torch.full((num_rows, num_columns), float("-inf"), device=device),
@@ -345,7 +346,7 @@ def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResult
     logprobs = held_logprobs = None
     if reported is not None:
         columns, device = reported.request.num_columns, parts[0].argmax.device
-        nothing = [_no_logprobs(len(part.argmax), columns, device) for part in parts]
+        nothing = [no_logprobs(len(part.argmax), columns, device) for part in parts]
         logprobs = _joined_logprobs([part.logprobs for part in parts], nothing)
         if reported.request.held is not None:
             held_logprobs = _joined_logprobs([part.held_logprobs for part in parts], nothing)

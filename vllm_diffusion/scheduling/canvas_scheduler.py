@@ -2,7 +2,7 @@
 
 :class:`CanvasScheduling` precedes one of vLLM's two diffusion schedulers in the method resolution
 order. Its methods are hooks of vLLM's scheduler, in the order in which a pass calls them;
-everything else is in features (``feature.py``).
+everything else is in features (``features.py``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from vllm_diffusion.scheduling.features import (
     SchedulerFeature,
 )
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
-from vllm_diffusion.scheduling.next_pass import NextPass, PassOrder
 from vllm_diffusion.startup.engine_process import end_with_threads
-from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
 from vllm_diffusion.weights.adapters.rows import AdapterLoad
 from vllm_diffusion.weights.transfer import why_refused
 
@@ -53,7 +52,6 @@ class CanvasScheduling(Scheduler):
 
     Attributes:
         spec: Description of canvases.
-        order: Choice of the rows that share a pass.
         constraints: Canvases with a grammar, bad words or a thinking budget.
         prompt_logprobs: Log-probabilities of prompts that wait for a token.
         stuck: Feature that ends requests without progress.
@@ -67,8 +65,12 @@ class CanvasScheduling(Scheduler):
         self.structured_output_manager.__class__ = CanvasGrammars
         spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
         self.spec = spec
-        self.order = PassOrder.of(self.vllm_config)
-        self._next = NextPass()
+        # What is encoded in the pass of the next step: a finished canvas; the end of a prompt.
+        self._fuses_encode = fuses_encode(self.vllm_config)
+        self._fuses_prompt = fuses_prompt(self.vllm_config)
+        # Rows that the next pass has left, and canvas rows beyond the granted ones, by request.
+        self._num_rows_left = 0
+        self._num_added: dict[str, int] = {}
         self._seeds = np.random.default_rng(self.vllm_config.model_config.seed)
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
@@ -130,7 +132,7 @@ class CanvasScheduling(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._leaves_waiting:
             self.constraints.make_room()
-        self._next = NextPass(self.max_num_scheduled_tokens)
+        self._num_rows_left, self._num_added = self.max_num_scheduled_tokens, {}
         output = super().schedule(throttle_prefills)
         self._leaves_waiting = bool(self.waiting)
         self._last_canvas.drop_preempted()
@@ -147,7 +149,7 @@ class CanvasScheduling(Scheduler):
         """
         if self._last_canvas.keeps(request):
             num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
-            self._next.num_rows_left -= num_rows
+            self._num_rows_left -= num_rows
             return num_rows
         if self._read_groups.holds(request.request_id):
             return 0
@@ -156,8 +158,8 @@ class CanvasScheduling(Scheduler):
         )
         rows = self.spec.layout.rows(self._rows_of(request, num_computed_tokens, num_new_tokens))
         if rows.num_added:
-            self._next.canvases[request.request_id] = rows.num_added
-        self._next.num_rows_left -= rows.num_rows
+            self._num_added[request.request_id] = rows.num_added
+        self._num_rows_left -= rows.num_rows
         return rows.num_rows
 
     def _rows_of(
@@ -168,20 +170,27 @@ class CanvasScheduling(Scheduler):
         num_uncomputed = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
         width = self._canvas_width(request)
+        # If loaded blocks turn out to be missing, the pass is repeated; a canvas's step cannot be.
+        may_be_repeated = (
+            self.connector is not None
+            and self.recompute_kv_load_failures
+            and request.status != RequestStatus.RUNNING
+            and num_computed_tokens > 0
+        )
         return ScheduledRequest(
             num_tokens=request.num_tokens,
             num_computed=num_computed_tokens,
             num_uncomputed=max(num_uncomputed, 0),
             num_granted=num_new_tokens,
-            num_left=self._next.num_rows_left,
+            num_left=self._num_rows_left,
             max_model_len=self.max_model_len,
             canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
             is_prefilled_only=self._transfer.is_prefilled_only(request),
             awaits_output=self._awaits_output(request),
             narrows_later=request.num_output_placeholders > 0,
-            shares_prompt=self._shares_prompt(request, num_computed_tokens),
-            shares_encode=self.order.fuses_encode,
+            shares_prompt=self._fuses_prompt and not may_be_repeated,
+            shares_encode=self._fuses_encode,
         )
 
     def _awaits_output(self, request: Request) -> bool:
@@ -192,23 +201,12 @@ class CanvasScheduling(Scheduler):
         """
         return not self.is_async and request.num_in_flight_tokens > 0
 
-    def _shares_prompt(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return true if the pass that ends the request's prompt may run its canvas too."""
-        # If loaded blocks turn out to be missing, the pass is repeated; a canvas's step cannot be.
-        may_be_repeated = (
-            self.connector is not None
-            and self.recompute_kv_load_failures
-            and request.status != RequestStatus.RUNNING
-            and num_computed_tokens > 0
-        )
-        return self.order.fuses_prompt and not may_be_repeated
-
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         awaits_output = self.constraints.awaits_output(scheduler_output)
         # Rows of canvases behind a prompt, and of blocks, with the known tokens among them.
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        for request_id in self._next.canvases.keys() & scheduler_output.num_scheduled_tokens.keys():
-            drafts[request_id] = [-1] * self._next.canvases[request_id]
+        for request_id in self._num_added.keys() & scheduler_output.num_scheduled_tokens.keys():
+            drafts[request_id] = [-1] * self._num_added[request_id]
         super()._update_after_schedule(scheduler_output)
         # The stock code sets this for grammars only.
         scheduler_output.pending_structured_output_tokens |= awaits_output
@@ -261,7 +259,7 @@ class CanvasScheduling(Scheduler):
             is_stale = request.num_stale_output_tokens > 0
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
-            is_encoded = num_emitted and self.order.emits_by_encoding
+            is_encoded = num_emitted and self.spec.emits_by_encoding(self.is_async)
             if is_encoded and not arguments_of(request.sampling_params).read_only:
                 num_denoised = 0
             yield ReturnedPart(
@@ -282,11 +280,12 @@ class CanvasScheduling(Scheduler):
         """
         # The step that emitted them ran canvas rows, so none of them is encoded yet.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
-        if self.order.commits_in_place and not is_stale:
+        commits_in_place = self.spec.commits_in_place(self.is_async)
+        if commits_in_place and not is_stale:
             # Given tokens at the start of the canvas are computed too, but not emitted.
             request.num_computed_tokens += self.spec.num_given(request.num_tokens)
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
-        if not (self.order.commits_in_place or is_stale):
+        if not (commits_in_place or is_stale):
             request.num_computed_tokens = num_encoded
         return result
 

@@ -106,20 +106,10 @@ class ThinkingBudget:
         return self.forced[self._length - self.most]
 
 
-def is_constrained(request: Request) -> bool:
-    """Return true if canvases of this request have a constraint."""
-    return bool(constraint_names(request))
-
-
 def constraint_names(request: Request) -> str:
     """Return the names of the request's fields that constrain its canvases."""
     params = request.sampling_params
     return " with ".join(constraining_fields(params)) if params is not None else ""
-
-
-def _bad_words(request: Request) -> list[list[int]]:
-    params = request.sampling_params
-    return (params.bad_words_token_ids or []) if params is not None else []
 
 
 @functools.cache
@@ -127,12 +117,6 @@ def _control_tokens(tokenizer: Any) -> frozenset[int]:
     """Return the ids of special tokens, which stand for no text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(token_id for token_id, token in added.items() if token.special)
-
-
-def _may_name_tokens(params: Any) -> bool:
-    """Return true if the request's constraint is of a kind that can ask for a special token."""
-    constraint = params.structured_outputs
-    return constraint.structural_tag is not None or constraint.grammar is not None
 
 
 class DeadEndError(Exception):
@@ -157,16 +141,18 @@ class ConstrainedCanvas:
         self._manager = manager
         self._params = request.sampling_params
         self._end_tokens = frozenset(end_token_ids(self._params))
-        self._words = _bad_words(request)
+        self._words = self._params.bad_words_token_ids or []
         self._longest_word = max(map(len, self._words), default=1)
         self._thinking = ThinkingBudget.of(self._params, manager.vllm_config)
         if self._thinking is not None:
             self._thinking = self._thinking.after_prompt(request.prompt_token_ids or [])
         self._num_read = 0
-        # No other kind of grammar accepts them, and some back ends print a warning each time.
         self._controls = frozenset[int]()
-        if request.use_structured_output and not _may_name_tokens(self._params):
-            self._controls = _control_tokens(manager.tokenizer) - self._end_tokens
+        if request.use_structured_output:
+            wanted = self._params.structured_outputs
+            # No other kind of grammar accepts them, and some back ends print a warning each time.
+            if wanted.structural_tag is None and wanted.grammar is None:
+                self._controls = _control_tokens(manager.tokenizer) - self._end_tokens
         self.begin()
 
     def begin(self) -> None:
@@ -244,7 +230,8 @@ class ConstrainedCanvas:
             said = any(read[-len(word) :] == word for word in self._words)
             if said and not self._leaves_only(tokens[i], tokens[:i]):
                 return i, False
-            if self._is_end(tokens[i], self._request.num_output_tokens + i + 1):
+            num_output_tokens = self._request.num_output_tokens + i + 1
+            if tokens[i] in self._end_tokens and num_output_tokens > self._params.min_tokens:
                 # An answer that ends before it has begun satisfies nothing.
                 return (i, False) if i < num_thought else (i + 1, True)
         return num_valid, num_needed == num_valid
@@ -284,9 +271,6 @@ class ConstrainedCanvas:
             return 0
         bounds = self._manager._get_constraint_bounds(self._request, tokens)
         return min(bounds.grammar_start, len(tokens))
-
-    def _is_end(self, token: int, num_output_tokens: int) -> bool:
-        return token in self._end_tokens and num_output_tokens > self._params.min_tokens
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
         """Return the bits of the tokens allowed behind ``pinned``; ``None`` if all are."""

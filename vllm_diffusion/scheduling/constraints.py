@@ -10,7 +10,7 @@ ever.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,6 @@ from vllm_diffusion.scheduling.constrained_canvas import (
     ConstrainedCanvas,
     DeadEndError,
     constraint_names,
-    is_constrained,
 )
 from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 
@@ -210,21 +209,20 @@ class Constraints(SchedulerFeature):
         scheduler = self._scheduler
         if scheduler.policy != SchedulingPolicy.FCFS:
             return
-        for request in list(self._overdue())[: len(scheduler.waiting)]:
+        overdue = [
+            request
+            for request in scheduler.running
+            if (canvas := self._canvases.get(request.request_id)) is not None
+            and not canvas.has_given_way
+            and canvas.is_overdue(self._max_steps_of(request))
+        ]
+        for request in overdue[: len(scheduler.waiting)]:
             self._canvases[request.request_id].has_given_way = True
             scheduler.running.remove(request)
             scheduler._preempt_request(request, time.monotonic())
             # The stock code puts it before the waiting requests.
             scheduler.waiting.remove_request(request)
             scheduler.waiting.add_request(request)
-
-    def _overdue(self) -> Iterator[Request]:
-        for request in self._scheduler.running:
-            canvas = self._canvases.get(request.request_id)
-            if canvas is None or canvas.has_given_way:
-                continue
-            if canvas.is_overdue(self._max_steps_of(request)):
-                yield request
 
     def message(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Make the constraints for the canvases of a pass from the argmax canvases of the last one."""
@@ -268,7 +266,7 @@ class Constraints(SchedulerFeature):
         )
 
     def add_request(self, request: Request) -> None:
-        if is_constrained(request):
+        if constraint_names(request):
             manager: Any = self._scheduler.structured_output_manager
             self._canvases[request.request_id] = ConstrainedCanvas(request, manager)
 

@@ -83,18 +83,15 @@ class KVTransfer(SchedulerFeature):
         if problem:
             request.kv_transfer_params = None
         if self.is_prefilled_only(request):
-            self._cut_to_blocks(request)
+            # The end of its prompt, which fills no block, is left to the engine that denoises.
+            num_final = self.num_final(request.num_prompt_tokens)
+            if num_final == 0:
+                self._without_blocks.add(request.request_id)
+            else:
+                del request.prompt_token_ids[num_final:]
+                del request._all_token_ids[num_final:]
+                request.num_prompt_tokens = num_final
         return problem
-
-    def _cut_to_blocks(self, request: Request) -> None:
-        """Leave the end of its prompt, which fills no block, to the engine that denoises."""
-        num_final = self.num_final(request.num_prompt_tokens)
-        if num_final == 0:
-            self._without_blocks.add(request.request_id)
-        else:
-            del request.prompt_token_ids[num_final:]
-            del request._all_token_ids[num_final:]
-            request.num_prompt_tokens = num_final
 
     def _transfer_problem(self, request: Request) -> str | None:
         params = request.kv_transfer_params

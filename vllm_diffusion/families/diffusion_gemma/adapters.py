@@ -158,17 +158,15 @@ class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
         for name, weights in list(part.loras.items()):
             stem, _, end = name.rpartition("k_proj")
             value = f"{stem}v_proj"
-            if not stem or end or not self._has_keys_as_values(name):
+            if not stem or end:
+                continue
+            layer = int(name.partition(".layers.")[2].partition(".")[0])
+            if self.model.config.text_config.layer_types[layer] != "full_attention":
                 continue
             copied = part.loras[value] = copy(weights)
             copied.module_name = value
             # vLLM multiplies it by the adapter's factor in place.
             copied.lora_b = weights.lora_b.clone()
-
-    def _has_keys_as_values(self, name: str) -> bool:
-        layer = int(name.partition(".layers.")[2].partition(".")[0])
-        layer_types = self.model.config.text_config.layer_types
-        return bool(layer_types[layer] == "full_attention")
 
 
 def _parts(lora: LoRAModel) -> tuple[LoRAModel, ...]:

@@ -10,8 +10,7 @@ one's name; the decoder's is canonical. Only ``layer_scalar`` is stored for both
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import torch
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.rule import INT32_MAX, Setting
 from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.startup.denoising_settings import (
     Published,
@@ -56,7 +56,6 @@ def published_settings(model_config: ModelConfig) -> Published:
 
 # Far beyond any model, and far below what overflows when a few of them are multiplied.
 _LARGEST_SIZE = 2**20
-_INT32_MAX = 2**31 - 1
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -78,34 +77,13 @@ _IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 _GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
 
-@dataclass(frozen=True)
-class _Number:
-    """Number of ``config.json`` with its bounds.
-
-    Attributes:
-        name: Name in the file.
-        value: Value in the file; ``None`` if it is left out and optional.
-        low: Smallest allowed value.
-        high: Largest allowed value.
-    """
-
-    name: str
-    value: Any
-    low: float = 1
-    high: float = _LARGEST_SIZE
-
-    def check(self) -> None:
-        if self.value is None:
-            return
-        kind = "an integer" if isinstance(self.low, int) else "a number"
-        wanted = int if isinstance(self.low, int) else (int, float)
-        is_number = isinstance(self.value, wanted) and not isinstance(self.value, bool)
-        # A NaN is within nothing.
-        if is_number and self.low <= self.value <= self.high:
-            return
+def _check(name: str, value: Any, low: float = 1, high: float = _LARGEST_SIZE) -> None:
+    """Refuse a number of ``config.json`` beyond its bounds; ``None`` is left out and optional."""
+    kind = "an integer" if isinstance(low, int) else "a number"
+    if value is not None and not Setting(type(low), low, high).allows(value):
         raise ValueError(
-            f"{self.name}={self.value!r} in config.json of the checkpoint must be {kind} between "
-            f"{self.low} and {self.high}; correct it, or copy the checkpoint again."
+            f"{name}={value!r} in config.json of the checkpoint must be {kind} between "
+            f"{low} and {high}; correct it, or copy the checkpoint again."
         )
 
 
@@ -118,39 +96,34 @@ def check_config_numbers(hf_config: Any) -> None:
     Raises:
         ValueError: Naming the number, what it is and what it may be.
     """
-    for number in _numbers(hf_config):
-        number.check()
-    _check_divisions(hf_config)
-
-
-def _numbers(hf_config: Any) -> Iterator[_Number]:
     text = hf_config.text_config
     for name in _TEXT_SIZES:
-        yield _Number(f"text_config.{name}", getattr(text, name, None))
+        _check(f"text_config.{name}", getattr(text, name, None))
     # 64 times the largest in use; a table of a number for each id is still 64 MiB.
-    yield _Number("text_config.vocab_size", text.vocab_size, high=2**24)
+    _check("text_config.vocab_size", text.vocab_size, high=2**24)
     for name in ("sliding_window", "max_position_embeddings"):
-        yield _Number(f"text_config.{name}", getattr(text, name, None), high=_INT32_MAX)
+        _check(f"text_config.{name}", getattr(text, name, None), high=INT32_MAX)
     for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
         for name in _GLOBAL:
-            yield _Number(_layer_name(name, kind), getattr(layer, name))
-    yield _Number("text_config.rms_norm_eps", text.rms_norm_eps, low=0.0, high=1.0)
+            _check(_layer_name(name, kind), getattr(layer, name))
+    _check("text_config.rms_norm_eps", text.rms_norm_eps, low=0.0, high=1.0)
     # Logits are divided by it.
     cap = getattr(text, "final_logit_softcapping", None)
-    yield _Number("text_config.final_logit_softcapping", cap, low=1e-3, high=1e6)
+    _check("text_config.final_logit_softcapping", cap, low=1e-3, high=1e6)
     for kind, rope in (text.rope_parameters or {}).items():
         if isinstance(rope, dict):
             name = f"text_config.rope_parameters.{kind}."
-            yield _Number(f"{name}rope_theta", rope.get("rope_theta"), low=1.0, high=1e12)
+            _check(f"{name}rope_theta", rope.get("rope_theta"), low=1.0, high=1e12)
             factor = rope.get("partial_rotary_factor")
-            yield _Number(f"{name}partial_rotary_factor", factor, low=0.0, high=1.0)
+            _check(f"{name}partial_rotary_factor", factor, low=0.0, high=1.0)
+    _check_divisions(text)
     vision = getattr(hf_config, "vision_config", None)
     if vision is None:
         return
     for name in _VISION_SIZES:
-        yield _Number(f"vision_config.{name}", getattr(vision, name, None))
+        _check(f"vision_config.{name}", getattr(vision, name, None))
     for name in _IMAGE_TOKENS:
-        yield _Number(name, getattr(hf_config, name, None), low=0, high=text.vocab_size - 1)
+        _check(name, getattr(hf_config, name, None), low=0, high=text.vocab_size - 1)
 
 
 def _layer_name(name: str, kind: str) -> str:
@@ -159,9 +132,8 @@ def _layer_name(name: str, kind: str) -> str:
     return f"text_config.{own}"
 
 
-def _check_divisions(hf_config: Any) -> None:
+def _check_divisions(text: Any) -> None:
     """Heads share key-value heads evenly, and a token has no more experts than there are."""
-    text = hf_config.text_config
     for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
         if text.num_attention_heads % layer.num_key_value_heads:
             name = _layer_name("num_key_value_heads", kind)

@@ -34,12 +34,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
+from vllm_diffusion.decoding.rule import Setting
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
@@ -112,7 +113,7 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         if capacity is None:
             return
         least, most = config.num_experts_per_tok, config.num_experts
-        if not _is_int(capacity) or not least <= capacity <= most:
+        if not Setting(int, least, most).allows(capacity):
             raise ValueError(
                 f"expert_capacity={capacity!r} in config.json of the checkpoint must be an integer of "
                 f"at least num_experts_per_tok={least} and at most num_experts={most}, the experts "
@@ -121,7 +122,7 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         vocab_size = model_config.get_vocab_size()
         for name in ("delete_token_id", "split_token_id"):
             token = getattr(config, name, None)
-            if not _is_int(token) or not 0 <= token < vocab_size:
+            if not Setting(int, 0, vocab_size - 1).allows(token):
                 raise ValueError(
                     f"{name}={token!r} in config.json of the checkpoint must be an integer of at least "
                     f"0 and below vocab_size={vocab_size}, the token by which LLaDA2.2 edits."
@@ -189,10 +190,6 @@ def _log_rule(rule: str) -> None:
 def _expert_capacity(model_config: ModelConfig) -> Any:
     """Experts that the tokens of a block share, in LLaDA2.2; ``None`` in the others."""
     return getattr(model_config.hf_config, "expert_capacity", None)
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class LLaDA2Tensors(TensorRules):

@@ -35,7 +35,7 @@ from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 # README of JetAstra/SDAR at c2041a8; I-DLM is trained with 1, 2, 3 and 7.
 _PUBLISHED_BLOCK_LENGTHS = (4, 8, 16, 32, 64)
@@ -65,19 +65,19 @@ class SDAREngineConfig(MaskedEngineConfig):
 
     @classmethod
     def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
-        published = super().published_rule(vllm_config)
-        cls._check_attention(vllm_config)
-        return published
-
-    @classmethod
-    def _check_attention(cls, vllm_config: VllmConfig) -> None:
         """Refuse weights that were trained with strictly causal attention, which SDAR's were not."""
+        published = super().published_rule(vllm_config)
         model_config = vllm_config.model_config
         overrides = json.dumps({"architectures": [cls.body]})
         remedy = (
             f"--hf-overrides '{overrides}' has vLLM serve its weights as an ordinary causal model"
         )
-        if sign := _sign_of_causal_weights(model_config):
+        sign = None
+        if getattr(model_config.hf_config, "use_regular_causal", None):
+            sign = "config.json of the checkpoint has use_regular_causal=true"
+        elif checkpoint_file(model_config, "adapter", "adapter_config.json") is not None:
+            sign = "the checkpoint comes with adapter/adapter_config.json, a LoRA that drafts"
+        if sign is not None:
             raise ValueError(
                 f"{sign}: its weights attend causally (I-DLM, Uno), and SDAR's loop would answer wrongly "
                 f"with them; {remedy}."
@@ -90,6 +90,7 @@ class SDAREngineConfig(MaskedEngineConfig):
                 f"weights attend causally, {remedy}; if it is an SDAR, set {OPTION} with "
                 '"rule": "reveal".'
             )
+        return published
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
@@ -100,12 +101,3 @@ class SDARMoeEngineConfig(SDAREngineConfig):
     """The entry of ``SDARMoeForCausalLM``."""
 
     body = "Qwen3MoeForCausalLM"
-
-
-def _sign_of_causal_weights(model_config: ModelConfig) -> str | None:
-    """Return the evidence that a checkpoint is no SDAR; ``None`` if there is none."""
-    if getattr(model_config.hf_config, "use_regular_causal", None):
-        return "config.json of the checkpoint has use_regular_causal=true"
-    if checkpoint_file(model_config, "adapter", "adapter_config.json") is not None:
-        return "the checkpoint comes with adapter/adapter_config.json, a LoRA that drafts"
-    return None
