@@ -200,7 +200,6 @@ def _editing(wanted: Wanted, editing_threshold: float) -> dict[str, Any]:
     if wanted.editing_threshold is not None:
         editing_threshold = wanted.editing_threshold
     return {
-        "eos_early_stop": True,
         "editing_threshold": editing_threshold,
         "max_post_steps": 16 if wanted.max_post_steps is None else wanted.max_post_steps,
     }

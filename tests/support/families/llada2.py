@@ -12,10 +12,9 @@ where its last pass already ran on its final tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from tests.support.families.run import (
     Model,
@@ -45,8 +44,6 @@ def generate_2_0(
     gen_length: int = 2048,
     top_p: float = 1.0,
     top_k: int = 0,
-    eos_early_stop: bool = False,
-    minimal_topk: int = 1,
     threshold: float = 0.95,
     eos_id: int = 156892,
     mask_id: int = 156895,
@@ -54,26 +51,22 @@ def generate_2_0(
 ) -> Run:
     """Reveal what is above the threshold, at least the schedule's number a step.
 
-    With ``eos_early_stop`` a step that reveals an end token with no mask before it ends the
-    generation there; without, a finished block that holds one does. The result ends with the first
-    end token, or after ``gen_length`` tokens.
+    A finished block that holds an end token ends the generation. The result ends with the first end
+    token, or after ``gen_length`` tokens.
 
     Differs from the publisher's:
 
     - Temperature 0 takes the most likely token at its plain probability. There it draws from the
       unscaled distribution, filtered by ``top_k`` and ``top_p``.
-    - An end token in the prompt ends nothing. There ``eos_early_stop`` looks for the first one in
-      the whole sequence, so that a prompt with one ends at the first end token that is drawn; and
-      what it returns then begins with the prompt.
+    - ``eos_early_stop`` and ``minimal_topk`` are left out.
     - Among equally confident positions the leftmost is taken first.
     """
-    steps = min(steps, gen_length // minimal_topk)
+    steps = min(steps, gen_length)
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
     length = num_blocks * block_length
     run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
     schedule = even_schedule(block_length, steps)
-    ended = False
     end = prompt_length
     for block in range(first_block, num_blocks):
         start, end = block * block_length, (block + 1) * block_length
@@ -94,12 +87,7 @@ def generate_2_0(
                 reveal = most_confident(p, masked, schedule[step])
             current[reveal] = tokens[reveal]
             revealed[start:end][reveal] = step
-            if eos_early_stop and (tokens[reveal] == eos_id).any():
-                first_end = prompt_length + x[prompt_length:].tolist().index(eos_id)
-                if not (x[prompt_length:first_end] == mask_id).any():
-                    ended = True
-                    break
-        if ended or (x[prompt_length:end] == eos_id).any():
+        if (x[prompt_length:end] == eos_id).any():
             break
     run.tokens = cut(x[prompt_length:end].tolist()[:gen_length], [eos_id])
     run.revealed = revealed[prompt_length:].tolist()[: len(run.tokens)]
@@ -116,13 +104,11 @@ def generate_2_1(
     gen_length: int = 2048,
     top_p: float = 1.0,
     top_k: int = 0,
-    eos_early_stop: bool = False,
     threshold: float = 0.95,
     editing_threshold: float = 0.9,
     max_post_steps: int = 16,
     eos_id: int = 156892,
     mask_id: int = 156895,
-    num_to_transfer: int = 1,
     sample: Sample = multinomial,
 ) -> Run:
     """As 2.0, and every step also rewrites decided tokens.
@@ -130,9 +116,8 @@ def generate_2_1(
     A token of the block that is not the prompt's is rewritten where the step's token is another and
     its probability is above ``editing_threshold``: one of 0 rewrites whatever differs. A block ends
     with a step that found no mask and changed nothing; that step ran on the final tokens, so its KV
-    is final. It also ends when ``max_post_steps`` steps found no mask, whatever they changed. With
-    ``eos_early_stop`` a finished block with an end token ends the generation; without, generation
-    goes on and the result is cut all the same.
+    is final. It also ends when ``max_post_steps`` steps found no mask, whatever they changed. A
+    finished block with an end token ends the generation (``eos_early_stop``).
 
     The publisher's ``steps`` and ``minimal_topk`` decide nothing in this loop and are left out. A
     decided token may become a mask again, if a mask is the step's token; nothing forbids it.
@@ -163,8 +148,8 @@ def generate_2_1(
             draws = block_draws(block - first_block, step, range(block_length))
             tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
             reveal = masked & (p > threshold)
-            if int(reveal.sum()) < num_to_transfer:
-                reveal = most_confident(p, masked, num_to_transfer)
+            if not reveal.any():
+                reveal = most_confident(p, masked, 1)
             edit = ~masked & ~in_prompt & (p > editing_threshold) & (tokens != current)
             write = reveal | edit
             current[write] = tokens[write]
@@ -174,23 +159,13 @@ def generate_2_1(
             if not masked.any() and not edit.any():
                 final_kv = True
                 break
-        if eos_early_stop and (x[prompt_length:end] == eos_id).any():
+        if (x[prompt_length:end] == eos_id).any():
             break
         if not final_kv and block < num_blocks - 1:
             run.passes.append(Pass("commit", start, 0))
     run.tokens = cut(x[prompt_length:end].tolist()[:gen_length], [eos_id])
     run.revealed = revealed[prompt_length:].tolist()[: len(run.tokens)]
     return run
-
-
-# Given the block before the step, the block as the step wrote it and the step's confidence, all
-# [block_length]: the index of the changed position that is drawn again.
-Escape = Callable[[Tensor, Tensor, Tensor], int]
-
-
-def least_confident_change(before: Tensor, after: Tensor, confidence: Tensor) -> int:
-    """The changed position of lowest confidence, the leftmost of equals."""
-    return int(confidence.masked_fill(before == after, float("inf")).argmin())
 
 
 def apply_edits(
@@ -249,7 +224,6 @@ def generate_2_2(
     gen_length: int = 2048,
     top_p: float = 1.0,
     top_k: int = 0,
-    eos_early_stop: bool = False,
     threshold: float = 0.5,
     editing_threshold: float = 0.0,
     max_post_steps: int = 16,
@@ -258,7 +232,6 @@ def generate_2_2(
     mask_id: int = 156895,
     delete_token_id: int = 156930,
     split_token_id: int = 156931,
-    escape: Escape = least_confident_change,
     sample: Sample = multinomial,
 ) -> Run:
     """As 2.1, and a step may also delete a position or put a mask before one.
@@ -280,7 +253,8 @@ def generate_2_2(
     - Above temperature 0 tokens are drawn for masks, and judged by their probability in the plain
       softmax, as there; but with ``top_k`` or ``top_p`` by that in what these keep, and what takes the
       place of a token that was drawn again or forbidden is the most likely one.
-    - The position that is drawn again is ``escape``'s; there it is a random one.
+    - The position that is drawn again is the changed one of lowest confidence, the leftmost of equals;
+      there it is a random one.
     - ``max_steps_per_block`` makes its last step a final round; there it warns and leaves masks.
     - DELETE and SPLIT in the prompt are left alone; there they are applied with a warning.
     - Among equally confident positions the leftmost is taken first.
@@ -347,7 +321,7 @@ def generate_2_2(
 
             tries = 0 if final_round else 5
             while tries and tuple(after.tolist()) in seen and (after != before).any():
-                row = escape(before, after, p)
+                row = int(p.masked_fill(before == after, float("inf")).argmin())
                 others = logits[row].clone()
                 others[after[row]] = float("-inf")
                 after[row] = others.argmax()
@@ -364,7 +338,7 @@ def generate_2_2(
             if not masked.any() and torch.equal(x[start:end], before):
                 final_kv = True
                 break
-        if eos_early_stop and set(x[prompt_length:end].tolist()) & set(eos_ids):
+        if set(x[prompt_length:end].tolist()) & set(eos_ids):
             break
         if not final_kv and block < num_blocks - 1:
             run.passes.append(Pass("commit", start, 0))

@@ -167,15 +167,13 @@ def linear_spec_generate(
     temperature: float = 0.0,
     mask_token_id: int = 100,
     eos_token_id: int | None = None,
-    threshold: float = 0.0,
     sample: Sample = multinomial,
     draft_sample: Sample = multinomial,
 ) -> Run:
     """Draft a block by diffusion, verify it causally, keep what agrees and one token more.
 
     A draft starts with the next token, which is already certain, and masks. One pass (bidirectional,
-    with the LoRA) fills all masks if ``threshold`` is 0; otherwise passes repeat, each fills those
-    whose probability is at least ``threshold`` or the best one. Then one causal pass with the plain
+    with the LoRA) fills all masks. Then one causal pass with the plain
     weights: position i of the block says what stands at i + 1. As long as the draft agrees its
     tokens are kept, and the first that the causal pass says otherwise, or the one behind the whole
     block, is the next token. So what comes out is the autoregressive mode's, token by token; with
@@ -184,8 +182,8 @@ def linear_spec_generate(
     What is kept may be up to a block longer than ``max_new_tokens``, which is looked at only
     between blocks.
 
-    Differs from the publisher's: the thinking budget is left out; drafts are drawn by
-    ``draft_sample``, a generator of their own.
+    Differs from the publisher's: the thinking budget and a ``threshold`` above 0 are left out; drafts
+    are drawn by ``draft_sample``, a generator of their own.
     """
     run = Run()
     x = torch.tensor(prompt_ids, dtype=torch.long)
@@ -198,26 +196,15 @@ def linear_spec_generate(
         block = torch.cat([token, torch.full((block_length - 1,), mask_token_id)])
         visible = causal_then_block(start, block_length)
         adapted = torch.arange(start + block_length) >= start
-        step = 0
-        while (masked := block == mask_token_id).any():
-            run.passes.append(Pass("draft", start, int(masked.sum())))
-            logits = model(torch.cat([x, block]), visible, adapted=adapted)[start:]
-            if temperature > 0:
-                logits = logits / temperature
-                drafted = draft_sample(logits, block_draws(canvas, step, range(block_length)))
-            else:
-                drafted = logits.argmax(-1)
-            if threshold > 0:
-                p = probability(logits, drafted)
-                fill = masked & (p >= threshold)
-                if not fill.any():
-                    fill = most_confident(p, masked, 1)
-            else:
-                fill = masked
-            block[fill] = drafted[fill]
-            step += 1
-            if threshold <= 0:
-                break
+        masked = block == mask_token_id
+        run.passes.append(Pass("draft", start, int(masked.sum())))
+        logits = model(torch.cat([x, block]), visible, adapted=adapted)[start:]
+        if temperature > 0:
+            draws = block_draws(canvas, 0, range(block_length))
+            drafted = draft_sample(logits / temperature, draws)
+        else:
+            drafted = logits.argmax(-1)
+        block[masked] = drafted[masked]
         run.passes.append(Pass("verify", start, int((block == mask_token_id).sum())))
         longer = torch.cat([x, block])
         logits = model(longer, causal(len(longer)))[start:]

@@ -66,10 +66,8 @@ def generate(
     in one point from this function: its probability is that before ``top_k`` and ``top_p``.
 
     Raises:
-        ValueError: If the strategy is not known, or masks are left.
+        ValueError: If masks are left.
     """
-    if remasking_strategy not in ("low_confidence_dynamic", "low_confidence_static", "sequential"):
-        raise ValueError(f"unknown remasking_strategy {remasking_strategy!r}")
     prompt_length = len(prompt_ids)
     num_blocks = -(-(prompt_length + gen_length) // block_length)
     length = num_blocks * block_length

@@ -1,0 +1,333 @@
+"""The published loops do what the publishers' do: small cases worked out by hand.
+
+That the engine's tokens are a loop's, in every setting, is held by tests/integration/families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.families import llada2, run
+from tests.support.families.model import scripted
+from tests.support.families.scripts import (
+    DELETE,
+    END,
+    MASK,
+    SPLIT,
+    blocks,
+    constant,
+    decreasing,
+    fast_dllm_loop,
+    linear_spec_loop,
+    llada2_0_loop,
+    llada2_1_loop,
+    llada2_2_loop,
+    nemotron_loop,
+    row,
+    sdar_loop,
+    stable_diffcoder_loop,
+)
+
+
+def test_sdar_dynamic():
+    """Everything above the threshold, or the schedule's number where that is more."""
+    result = sdar_loop(decreasing(8), confidence_threshold=0.77)
+    assert result.revealed == [0, 0, 0, 1, 2, 3, 4, 5]
+    assert result.tokens == list(range(10, 18))
+    few = sdar_loop(decreasing(8), confidence_threshold=0.77, denoising_steps=2)
+    assert few.revealed == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_sdar_static():
+    """The schedule's number of the most confident, whatever the threshold."""
+    reverse = constant([row(10, 0.3 + 0.05 * i) for i in range(8)])
+    result = sdar_loop(
+        reverse,
+        denoising_steps=3,
+        remasking_strategy="low_confidence_static",
+        confidence_threshold=0.0,
+    )
+    assert result.revealed == [2, 2, 1, 1, 1, 0, 0, 0]
+
+
+def test_sdar_sequential():
+    """From left to right, whatever is more certain."""
+    reverse = constant([row(10, 0.3 + 0.05 * i) for i in range(8)])
+    result = sdar_loop(reverse, denoising_steps=3, remasking_strategy="sequential")
+    assert result.revealed == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_sdar_end_token():
+    """Looked for when the block is finished and committed; its block is returned whole."""
+    rows = [row(10, 0.9)] * 16
+    rows[1] = row(END, 0.9)
+    result = sdar_loop(
+        constant(rows),
+        gen_length=16,
+        block_length=4,
+        denoising_steps=4,
+        stopping_criteria_idx=[END],
+    )
+    assert result.tokens == [10, END, 10, 10]
+    assert result.passes[-1].kind == "commit"
+    endless = sdar_loop(constant(rows), gen_length=16, block_length=4, denoising_steps=4)
+    assert len(endless.tokens) == 16
+
+
+def test_sdar_probability_is_of_the_filtered_draw():
+    """With one token left by ``top_k`` its probability is 1, however flat the logits are."""
+    flat = constant([row(10, 0.1)] * 8)
+    result = sdar_loop(flat, temperature=1.0, top_k=1, confidence_threshold=0.99)
+    assert result.count("denoise") == 1
+    assert result.tokens == [10] * 8
+
+
+def test_sdar_drawn_mask_is_an_error():
+    """Masks that are left after the last step are not returned."""
+    masks = constant([row(MASK, 0.9)] * 8)
+    with pytest.raises(ValueError, match="mask token was drawn"):
+        sdar_loop(masks)
+    result = sdar_loop(run.suppress(masks, [MASK]))
+    assert MASK not in result.tokens
+
+
+def test_llada2_steps():
+    """Fewer steps reveal more each."""
+    result = llada2_0_loop(decreasing(8), threshold=1.0, steps=2)
+    assert result.revealed == [0] * 4 + [1] * 4
+
+
+def test_llada2_end_token_of_2_0():
+    """One that is revealed before what stands before it waits for its block."""
+    rows = [row(10 + i, 0.9 - 0.05 * i) for i in range(16)]
+    rows[1] = row(END, 0.85)
+    result = llada2_0_loop(constant(rows), gen_length=16, threshold=0.95)
+    assert result.tokens == [10, END]
+    assert result.count("denoise") == 8
+
+
+def test_llada2_ends_with_a_step_that_changes_nothing():
+    """That step ran on the final tokens: its KV is final, and no pass commits."""
+    result = llada2_1_loop(
+        constant([row(10, 0.9)] * 12), gen_length=12, threshold=0.5, editing_threshold=0.5
+    )
+    assert [(one.kind, one.num_masked) for one in result.passes] == [
+        ("denoise", 4),
+        ("denoise", 0),
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("editing_threshold", "expected"), [(0.0, 20), (0.19, 20), (0.21, 10), (0.9, 10)]
+)
+def test_llada2_editing(editing_threshold, expected):
+    """A decided token gives way to a likelier one above the threshold; one of 0 edits too."""
+
+    def script(ids: Sequence[int]) -> Tensor:
+        first = row(10, 0.9) if MASK in ids else row(20, 0.2)
+        return torch.stack([first] + [row(11, 0.9)] * (len(ids) - 1))
+
+    result = llada2_1_loop(scripted(script), threshold=0.5, editing_threshold=editing_threshold)
+    assert result.tokens == [expected, 11, 11, 11]
+    assert result.rewritten == (expected == 20)
+    assert result.count("denoise") == (3 if expected == 20 else 2)
+
+
+def test_llada2_editing_threshold_is_strict():
+    """Exactly the threshold does not edit."""
+
+    def script(ids: Sequence[int]) -> Tensor:
+        said = row(10, 0.9) if MASK in ids else row(20, 0.5, second=21)
+        return torch.stack([said] * len(ids))
+
+    kept = llada2_1_loop(scripted(script), threshold=0.5, editing_threshold=0.5)
+    assert kept.tokens == [10] * 4
+    edited = llada2_1_loop(scripted(script), threshold=0.5, editing_threshold=0.49)
+    assert edited.tokens == [20] * 4
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "marks"),
+    [
+        ([10, DELETE, 12, 13], [10, 12, 13, MASK], [0, 1, 0, 0]),
+        ([10, SPLIT, 12, 13], [10, MASK, 21, 12], [0, 0, 0, 1]),
+        ([DELETE, 11, SPLIT, 13], [11, MASK, 22, 13], [0, 0, 1, 0]),
+        ([10, 11, 12, 13], [10, 11, 12, 13], [0, 0, 1, 0]),
+        ([DELETE] * 4, [MASK] * 4, [0, 0, 0, 0]),
+        ([SPLIT] * 4, [MASK, 20, MASK, 21], [0, 0, 0, 0]),
+    ],
+)
+def test_llada22_apply_edits(written, expected, marks):
+    """DELETE shifts left and fills up; SPLIT restores the old token behind a new mask."""
+    tokens, original = llada2.apply_edits(
+        written,
+        [20, 21, 22, 23],
+        [False, False, True, False],
+        0,
+        mask_id=MASK,
+        delete_token_id=DELETE,
+        split_token_id=SPLIT,
+    )
+    assert tokens == expected
+    assert original == [bool(mark) for mark in marks]
+
+
+def test_llada22_final_round():
+    """A first token that always wants to be deleted: the last post step takes its second choice."""
+
+    def script(ids: Sequence[int]) -> Tensor:
+        rows = [row(10 + i, 0.95) for i in range(4)]
+        if ids[-1] != MASK:
+            rows[0] = row(DELETE, 0.9, second=30)
+        return torch.stack(rows)
+
+    result = llada2_2_loop(scripted(script), max_post_steps=3)
+    assert DELETE not in result.tokens
+    assert MASK not in result.tokens
+    assert result.tokens[0] == 30
+    # Filled, three rounds without first masks of which the last is final, and no more.
+    assert result.count("denoise") <= 1 + 2 * 3
+
+
+def test_llada22_anti_loop():
+    """A result that was seen before is left by the least certain change's second choice."""
+
+    def script(ids: Sequence[int]) -> Tensor:
+        # The first token swings between 10 and 11; 12 is the second choice in the swing back.
+        if ids[-1] == MASK:
+            return torch.stack([row(10, 0.95)] * 4)
+        swing = {10: row(11, 0.7, second=13), 11: row(10, 0.6, second=12)}
+        first = swing.get(ids[-4], row(ids[-4], 0.95))
+        return torch.stack([first] + [row(10, 0.95)] * 3)
+
+    result = llada2_2_loop(scripted(script))
+    assert result.tokens == [12, 10, 10, 10]
+    # Filled with 10; 11; back to 10, which was seen: 12; then nothing changes.
+    assert result.count("denoise") == 4
+
+
+def test_nemotron_even_schedule():
+    """Without a threshold one mask a step: a block less its seed, and one commit."""
+    result = nemotron_loop(decreasing(17), [30], max_new_tokens=16)
+    assert blocks(result, "denoise") == [7, 7]
+    assert blocks(result, "commit") == [1, 1]
+    assert result.count("prefill") == 1
+
+
+def test_nemotron_probability_has_no_temperature():
+    """Candidates get the temperature, confidence does not."""
+    even = constant([row(10, 0.5, second=11)] * 9)
+    result = nemotron_loop(even, [30], threshold=0.5, temperature=5.0, sample=run.keyed_sample(1))
+    assert result.count("denoise") == 1
+    assert set(result.tokens) == {10, 11}
+
+
+def test_nemotron_end_token():
+    """A block ends at an end token with no mask before it, is committed, and cut behind it."""
+    rows = [row(10 + i, 0.9 - 0.05 * i) for i in range(9)]
+    rows[3] = row(END, 0.99)
+    result = nemotron_loop(
+        constant(rows), [30], max_new_tokens=16, threshold=0.95, eos_token_id=END
+    )
+    # Positions 1 (the seed), 3 (the end, at once), then 2 by being the best.
+    assert result.tokens == [10, 12, END]
+    assert result.revealed == [-1, 1, 0]
+    assert [one.kind for one in result.passes] == ["prefill", "denoise", "denoise", "commit"]
+    assert result.passes[-1].num_masked == 5
+
+
+def test_nemotron_linear_spec_accepts_what_agrees():
+    """A model that says i at position i + 1 of a draft, and before it: the whole block is kept.
+
+    Row p of the causal pass says p + 11; a draft's row p says p + 10, which is the same token.
+    """
+
+    def script(ids: Sequence[int]) -> Tensor:
+        # A draft holds masks, the pass that verifies it holds none.
+        offset = 10 if MASK in ids else 11
+        return torch.stack([row(offset + p, 0.9) for p in range(len(ids))])
+
+    result = linear_spec_loop(scripted(script), [30])
+    assert result.tokens == list(range(11, 20))
+    kinds = [one.kind for one in result.passes]
+    assert kinds == ["prefill", "draft", "verify", "draft", "verify"]
+
+
+def test_fast_dllm_sub_blocks():
+    """From left to right, each until it holds no mask; the best one of it a step, at least."""
+    reverse = constant([row(10 + i, 0.1 + 0.05 * i) for i in range(8)])
+    result = fast_dllm_loop(reverse, [30])
+    assert result.revealed == [2, 1, 0, 6, 5, 4, 3, -1]
+    assert [one.num_masked for one in result.passes] == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("prompt_length", [8, 16])
+def test_fast_dllm_seed(prompt_length):
+    """A prompt of whole blocks is prefilled, one of exactly one block too, and gives a seed."""
+    result = fast_dllm_loop(
+        decreasing(32, by=0.01), [30] * prompt_length, max_new_tokens=16, threshold=0.0
+    )
+    assert [one.kind for one in result.passes] == [
+        "prefill",
+        *(["denoise"] * 2 + ["commit"]) * 2,
+    ]
+    assert result.passes[1].num_masked == 7
+    assert result.revealed[0] == result.revealed[8] == -1
+    # Two blocks, and the seed of a third.
+    assert result.tokens == [9 + prompt_length + i for i in range(17)]
+
+
+def test_fast_dllm_stop_token_behind_masks():
+    """It waits for the masks before it."""
+    rows = [row(10 + i, 0.9 - 0.1 * i) for i in range(8)]
+    rows[2] = row(END, 0.95)
+    result = fast_dllm_loop(constant(rows), [30])
+    assert result.revealed == [1, 2, 0]
+    assert result.tokens == [10, 11, END]
+
+
+def test_fast_dllm_seeds_are_not_drawn():
+    """At a temperature the candidates are; their probability is the filtered one."""
+    rows = [row(10, 0.5, second=11)] * 16
+    result = fast_dllm_loop(
+        constant(rows),
+        [30] * 8,
+        threshold=0.99,
+        temperature=1.0,
+        top_p=0.4,
+        sample=run.keyed_sample(2),
+    )
+    # Of two equally likely tokens ``top_p`` leaves the first, whose probability is 1.
+    assert result.count("denoise") == 2
+    assert set(result.tokens) == {10}
+
+
+def test_stable_diffcoder_schedule():
+    """Without a threshold, an even number of masks a step; fewer steps take more each."""
+    result = stable_diffcoder_loop(decreasing(8), threshold=None)
+    assert result.revealed == [0, 1, 2, 3] * 2
+    result = stable_diffcoder_loop(decreasing(8), threshold=None, steps=4)
+    assert result.revealed == [0, 0, 1, 1] * 2
+
+
+def test_stable_diffcoder_end_token():
+    """A full block with one ends without a commit, filled with it to its end."""
+    rows = [row(10, 0.99)] * 8
+    rows[1] = row(END, 0.99)
+    result = stable_diffcoder_loop(constant(rows), eos_id=END)
+    assert result.tokens == [10, END, END, END]
+    assert [one.kind for one in result.passes] == ["denoise"]
+
+
+def test_stable_diffcoder_bad_lengths():
+    """As in the publisher's loop; and a block may not be left with masks."""
+    with pytest.raises(ValueError, match="gen_length=9"):
+        stable_diffcoder_loop(decreasing(9), gen_length=9)
+    with pytest.raises(ValueError, match="steps=7"):
+        stable_diffcoder_loop(decreasing(9), steps=7)
+    with pytest.raises(ValueError, match="masks are left"):
+        stable_diffcoder_loop(decreasing(8), steps=4, threshold=0.99)
