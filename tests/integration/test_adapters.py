@@ -71,11 +71,10 @@ class Served:
     def outputs(self, wanted: list[tuple[str | None, list[int], dict[str, Any]]]) -> list[Any]:
         """The answers to (adapter, prompt, sampling parameters), in one batch."""
         defaults = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
-        return self.engine.llm.generate(
-            [{"prompt_token_ids": prompt} for _, prompt, _ in wanted],
+        return self.engine.outputs(
+            [prompt for _, prompt, _ in wanted],
             [self.engine.sampling_params(**(defaults | params)) for *_, params in wanted],
             lora_request=[self.requests[name] for name, *_ in wanted],
-            use_tqdm=False,
         )
 
     def tokens(self, *args: Any) -> list[list[int]]:
@@ -205,11 +204,10 @@ def test_loaded_again_under_its_name(served):
     first = served.requests["everything"]
     again = LoRARequest(first.lora_name, 100, first.lora_path)
     params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
-    outputs = served.engine.llm.generate(
-        [{"prompt_token_ids": prompt} for _, prompt, _ in wanted],
+    outputs = served.engine.outputs(
+        [prompt for _, prompt, _ in wanted],
         [served.engine.sampling_params(**(params | own)) for *_, own in wanted],
         lora_request=[first, again],
-        use_tqdm=False,
     )
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
@@ -330,8 +328,7 @@ def test_quantized(tmp_path, scheme):
     targets = rf"(?!.*\.experts\.)({ENCODER}|{DECODER}|{CONDITIONING})"
     plain = []
     prompts = [prompt_of(5 + 7 * i, seed=i) for i in range(6)]
-    engine = TracedEngine(checkpoint, enable_lora=True, max_lora_rank=8)
-    try:
+    with TracedEngine(checkpoint, enable_lora=True, max_lora_rank=8) as engine:
         steps = []
         for name, oracle in zip(("adapter", "exact"), oracles, strict=True):
             if name == "exact":
@@ -339,15 +336,12 @@ def test_quantized(tmp_path, scheme):
             adapt(oracle.model, tmp_path / name, seed=1, target_modules=targets)
         for prompt in prompts:
             with engine.recording() as recorded:
-                engine.llm.generate(
-                    [{"prompt_token_ids": prompt}],
+                engine.outputs(
+                    [prompt],
                     engine.sampling_params(seed=1, max_tokens=CANVAS, ignore_eos=True),
                     lora_request=LoRARequest("adapter", 1, str(tmp_path / "adapter")),
-                    use_tqdm=False,
                 )
             steps.append(recorded[0])
-    finally:
-        engine.close()
     errors, ours, theirs = [], [], []
     for prompt, step, without in zip(prompts, steps, plain, strict=True):
         canvas = step.canvas.tolist()

@@ -28,9 +28,10 @@ CANVAS = 32
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = TracedEngine(random_checkpoint(tmp_path_factory.mktemp("graphs")), max_logprobs=5)
-    yield engine
-    engine.close()
+    with TracedEngine(
+        random_checkpoint(tmp_path_factory.mktemp("graphs")), max_logprobs=5
+    ) as engine:
+        yield engine
 
 
 def test_replayed_steps_change_no_token(engine):
@@ -64,11 +65,7 @@ def test_replayed_steps_change_no_token(engine):
                 engine.sampling_params(**(defaults | {"seed": i} | option))
                 for i, option in enumerate(options)
             ]
-            outputs = engine.llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts[: len(params)]],
-                params,
-                use_tqdm=False,
-            )
+            outputs = engine.outputs(prompts[: len(params)], params)
             for output in outputs:
                 told = output.outputs[0]
                 found.append((list(told.token_ids), _numbers(told.logprobs)))

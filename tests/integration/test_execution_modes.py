@@ -176,12 +176,8 @@ def test_stages_keep_the_last_canvas(checkpoint):
 def test_bfloat16(checkpoint, oracle):
     """In bf16 both sides round at every layer; the distributions stay close."""
     prompt = random_prompt(150, 9)
-    engine = TracedEngine(checkpoint, dtype="bfloat16")
-    try:
-        with engine.recording() as steps:
-            engine.generate([prompt], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
-    finally:
-        engine.close()
+    with TracedEngine(checkpoint, dtype="bfloat16") as engine, engine.recording() as steps:
+        engine.generate([prompt], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
     theirs = Oracle(checkpoint, dtype=torch.bfloat16).first_step(prompt, steps[0].canvas.tolist())
     exact = oracle.first_step(prompt, steps[0].canvas.tolist())
 

@@ -30,11 +30,10 @@ pytestmark = pytest.mark.engine
     ids=["synchronous", "asynchronous"],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
-    served = TracedEngine(
+    with TracedEngine(
         shipped_checkpoint(), async_scheduling=request.param, max_num_seqs=4, max_logprobs=-1
-    )
-    yield served
-    served.close()
+    ) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -271,11 +270,9 @@ def test_nobody_watches(engine: TracedEngine) -> None:
 
     params = params_of({"max_tokens": 4}, {"diffusion_frames": 1})
     with pytest.raises(VLLMValidationError, match=r"vllm_diffusion\.live\.watch") as error:
-        engine.llm.generate([{"prompt_token_ids": [30, 31]}], params, use_tqdm=False)
+        engine.outputs([[30, 31]], params)
     assert error.value.parameter == "diffusion_frames"
     with pytest.raises(VLLMValidationError, match="at most 16 answers"):
         Watched(engine.llm, [[30, 31]], [params_of({"n": 17}, {"diffusion_frames": 1})])
-    answer = engine.llm.generate(
-        [{"prompt_token_ids": [30, 31]}], params_of({}, {}), use_tqdm=False
-    )
+    answer = engine.outputs([[30, 31]], params_of({}, {}))
     assert answer[0].finished

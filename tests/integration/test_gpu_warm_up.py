@@ -76,7 +76,7 @@ def test_warm_up(name, asynchronous, tmp_path):
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
     family, options = SERVED[name]
-    engine = TracedEngine(
+    with TracedEngine(
         checkpoint_of(family, tmp_path),
         async_scheduling=asynchronous,
         # It writes to whichever blocks it likes.
@@ -84,8 +84,7 @@ def test_warm_up(name, asynchronous, tmp_path):
         max_logprobs=10,
         max_model_len=256,
         **options,
-    )
-    try:
+    ) as engine:
         canvas, runner = engine.slots.canvas_length, engine.runner
         rng = np.random.default_rng(0)
         prompts = [rng.integers(20, 50, n).tolist() for n in (5, 40)]
@@ -114,8 +113,6 @@ def test_warm_up(name, asynchronous, tmp_path):
         with torch.inference_mode():
             check_dummies(runner, canvas)
         assert tokens() == expected
-    finally:
-        engine.close()
 
 
 def check_dummies(runner: Any, canvas: int) -> None:

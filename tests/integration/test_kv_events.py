@@ -160,9 +160,7 @@ class Subject:
             )
             for prompt in prompts
         ]
-        return self.traced.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-        )
+        return self.traced.outputs(prompts, params)
 
     def held(self) -> dict[tuple[int, Any], int]:
         """The block of each group and hash that the cache itself has."""

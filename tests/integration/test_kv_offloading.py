@@ -30,7 +30,7 @@ BLOCK = 16
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedEngine]:
-    engine = TracedEngine(
+    with TracedEngine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
         language_model_only=True,
         async_scheduling="asynchronous" in request.param,
@@ -41,9 +41,8 @@ def engine(
             "diffusion": {"fused_encode": False} if request.param == "separate" else {}
         },
         kv_transfer_config=CONNECTOR,
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 def settle(engine: TracedEngine) -> None:
@@ -55,7 +54,7 @@ def settle(engine: TracedEngine) -> None:
 
 def turn(engine: TracedEngine, prompt: list[int], num_tokens: int) -> Any:
     params = engine.sampling_params(seed=len(prompt), max_tokens=num_tokens, ignore_eos=True)
-    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)
+    (output,) = engine.outputs([prompt], [params])
     settle(engine)
     return output
 

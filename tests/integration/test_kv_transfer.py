@@ -81,9 +81,7 @@ class Engine:
         return self.run([prompt_of(length) for length in lengths], params)
 
     def run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
-        outputs = self.traced.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-        )
+        outputs = self.traced.outputs(prompts, params)
         # The connector takes what finished requests left when the engine runs next.
         core = self.traced.llm.llm_engine.engine_core.engine_core
         while self.traced.scheduler.requests or core.batch_queue:

@@ -21,7 +21,7 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, order):
-    engine = TracedEngine(
+    with TracedEngine(
         checkpoint,
         async_scheduling=order == "asynchronous",
         additional_config={
@@ -32,9 +32,8 @@ def engine(checkpoint, order):
         kv_cache_memory_bytes=1024**2,
         max_num_batched_tokens=5 * CANVAS,
         max_model_len=512,
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +56,9 @@ def finish(engine: TracedEngine) -> None:
 
 
 def ask(engine: TracedEngine, prompt: list[int], seed: int, max_tokens: int, **params):
-    (output,) = engine.llm.generate(
-        [{"prompt_token_ids": prompt}],
+    (output,) = engine.outputs(
+        [prompt],
         engine.sampling_params(seed=seed, max_tokens=max_tokens, ignore_eos=True, **params),
-        use_tqdm=False,
     )
     return output
 

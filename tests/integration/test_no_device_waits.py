@@ -22,9 +22,8 @@ CANVAS = 32
 @pytest.fixture
 def guarded(tmp_path):
     """An engine whose every call into the model state and the sampler is watched."""
-    engine = TracedEngine(random_checkpoint(tmp_path), max_logprobs=-1)
-    yield engine, *guard(engine)
-    engine.close()
+    with TracedEngine(random_checkpoint(tmp_path), max_logprobs=-1) as engine:
+        yield engine, *guard(engine)
 
 
 def guard(engine):

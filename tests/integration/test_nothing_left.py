@@ -24,9 +24,8 @@ ALLOWED_GROWTH_BYTES = 48 * 1024**2
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[TracedEngine]:
-    traced = TracedEngine(Path(SHIPPED), max_model_len=256, max_num_seqs=4)
-    yield traced
-    traced.close()
+    with TracedEngine(Path(SHIPPED), max_model_len=256, max_num_seqs=4) as traced:
+        yield traced
 
 
 def in_use(engine: TracedEngine) -> dict[str, int]:
@@ -124,7 +123,9 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
     core.step()
 
 
-def check_nothing_left(engine: TracedEngine, num_requests: int) -> None:
+@pytest.mark.parametrize("num_requests", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_requests_leave_nothing(engine: TracedEngine, num_requests: int) -> None:
+    """As many, a fifth of them aborted, leave the engine as the first twenty left it."""
     rng = random.Random(0)
     run_batch(engine, rng, 20)
     assert not any(in_use(engine).values()), in_use(engine)
@@ -137,17 +138,6 @@ def check_nothing_left(engine: TracedEngine, num_requests: int) -> None:
     # A few are kept from call to call.
     assert after["tensors"] <= objects["tensors"] + 8, (objects, after)
     assert psutil.Process().memory_info().rss <= rss + ALLOWED_GROWTH_BYTES
-
-
-def test_forty_requests_leave_nothing(engine: TracedEngine) -> None:
-    """A sample of the test below."""
-    check_nothing_left(engine, 40)
-
-
-@pytest.mark.slow
-def test_five_hundred_requests_leave_nothing(engine: TracedEngine) -> None:
-    """500 requests, a fifth of them aborted, leave the engine as the first twenty left it."""
-    check_nothing_left(engine, 500)
 
 
 def test_same_tokens_after_all_that(engine: TracedEngine) -> None:

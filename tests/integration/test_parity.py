@@ -55,10 +55,11 @@ def engine(checkpoint, request):
 
     Triton's interpreter takes seconds a pass: of its tests, CI runs the sample below.
     """
-    engine = TracedEngine(checkpoint, additional_config={"diffusion": SETTINGS[request.param]})
-    assert engine.runner.sampler.head.kernels.skip_unlikely == (request.param == "skipping")
-    yield engine
-    engine.close()
+    with TracedEngine(
+        checkpoint, additional_config={"diffusion": SETTINGS[request.param]}
+    ) as engine:
+        assert engine.runner.sampler.head.kernels.skip_unlikely == (request.param == "skipping")
+        yield engine
 
 
 @pytest.fixture
@@ -113,10 +114,8 @@ def test_prefix_cache_hit(engine, oracle):
     prompt = prompt_of(200, seed=5)
     engine.generate([prompt], seeds=[11], max_tokens=CANVAS, ignore_eos=True)
     with engine.recording() as steps:
-        output = engine.llm.generate(
-            [{"prompt_token_ids": prompt}],
-            engine.sampling_params(seed=3, max_tokens=2 * CANVAS, ignore_eos=True),
-            use_tqdm=False,
+        output = engine.outputs(
+            [prompt], engine.sampling_params(seed=3, max_tokens=2 * CANVAS, ignore_eos=True)
         )[0]
     assert output.num_cached_tokens >= 160
     assert_each_step_agrees(denoising(steps), prompt, oracle)
@@ -172,75 +171,6 @@ def test_with_the_triton_kernel(engine, oracle):
         assert list(output.token_ids) == expected.tokens
 
 
-def test_same_seed_same_tokens_in_any_company(engine):
-    """Alone, among seven others, and in a slot that others had before."""
-    prompt = prompt_of(77, seed=4)
-    (alone,) = engine.generate([prompt], seeds=[42], max_tokens=2 * CANVAS, ignore_eos=True)
-    others = [prompt_of(20 + 20 * i, seed=6) for i in range(7)]
-    crowd = engine.generate(
-        [*others[:3], prompt, *others[3:]],
-        seeds=[1, 2, 3, 42, 4, 5, 6, 7],
-        max_tokens=2 * CANVAS,
-        ignore_eos=True,
-    )
-    (again,) = engine.generate([prompt], seeds=[42], max_tokens=2 * CANVAS, ignore_eos=True)
-    assert list(crowd[3].token_ids) == list(alone.token_ids) == list(again.token_ids)
-
-
-def test_denoising_leaves_the_prompt_cache_unchanged(engine):
-    """Blocks of earlier tokens keep their bits while a canvas is denoised on top of them."""
-    from vllm import TokensPrompt
-
-    prompt = prompt_of(96, seed=8)
-    llm_engine = engine.llm.llm_engine
-    llm_engine.add_request(
-        "1000000",
-        TokensPrompt(prompt_token_ids=prompt),
-        engine.sampling_params(seed=1, max_tokens=CANVAS, ignore_eos=True),
-    )
-    llm_engine.step()
-    request_id = next(r for r in engine.scheduler.requests if r.startswith("1000000"))
-    num_full_blocks = len(prompt) // 16
-
-    def prompt_blocks() -> list[tuple[int, ...]]:
-        groups = engine.scheduler.kv_cache_manager.get_block_ids(request_id)
-        return [tuple(group[:num_full_blocks]) for group in groups]
-
-    held = prompt_blocks()
-    before = [cache.clone() for cache in engine.runner.kv_caches]
-    for _ in range(8):
-        llm_engine.step()
-    assert request_id in engine.scheduler.requests, "it ended before the comparison"
-    # Sliding-window groups give blocks back that have left the window; those are others' by now.
-    kept = [
-        block
-        for then, now in zip(held, prompt_blocks(), strict=True)
-        for block, still in zip(then, now, strict=True)
-        if block == still != 0
-    ]
-    assert len(kept) >= num_full_blocks
-    for cache, saved in zip(engine.runner.kv_caches, before, strict=True):
-        assert torch.equal(cache[kept], saved[kept])
-    while llm_engine.has_unfinished_requests():
-        llm_engine.step()
-
-
-def test_counters_of_a_request(engine):
-    """Passes are denoising steps, with the prompt in the first; the last canvas is never encoded."""
-    from vllm_diffusion.metrics import request_metrics
-
-    # No cached prefix: a prompt that no other test sends.
-    prompt = prompt_of(100, seed=77)
-    (output,) = engine.generate([prompt], seeds=[1], max_tokens=2 * CANVAS, ignore_eos=True)
-    metrics = request_metrics(output)
-    steps = metrics.denoise_steps_per_canvas
-    assert len(steps) == 2
-    assert metrics.passes == sum(steps)
-    assert metrics.encode_rows == len(prompt) + CANVAS
-    assert metrics.canvas_rows == CANVAS * sum(steps)
-    assert metrics.projected_rows == CANVAS * sum(steps)
-
-
 @pytest.mark.skipif(not SHIPPED.exists(), reason="the shipped checkpoint is missing")
 def test_trained_checkpoint(tmp_path):
     """The shipped weights, whose canvases converge early: same tokens, same number of steps."""
@@ -257,8 +187,7 @@ def test_trained_checkpoint(tmp_path):
         "Write in upper case: hello there",
     ] * 4
     oracle = Oracle(SHIPPED)
-    engine = TracedEngine(SHIPPED)
-    try:
+    with TracedEngine(SHIPPED) as engine:
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}],
@@ -274,5 +203,3 @@ def test_trained_checkpoint(tmp_path):
             assert list(output.token_ids) == expected.tokens
             steps = request_metrics(output).denoise_steps_per_canvas
             assert list(steps) == expected.steps_per_canvas
-    finally:
-        engine.close()

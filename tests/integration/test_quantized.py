@@ -63,8 +63,7 @@ class Run:
     def __init__(self, folder: Any, scheme: str) -> None:
         checkpoint = quantized_checkpoint(folder / scheme, scheme)
         self.prompts = [prompt_of(5 + 7 * i) for i in range(NUM_PROMPTS)]
-        engine = TracedEngine(checkpoint)
-        try:
+        with TracedEngine(checkpoint) as engine:
             model = engine.runner.model
             with (
                 recorded_linears(model) as self.linears,
@@ -76,8 +75,6 @@ class Run:
                     engine.generate([prompt], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
                     self.steps.append(steps[0])
                     steps.clear()
-        finally:
-            engine.close()
         self.fp32 = QuantizedOracle(checkpoint, torch.float32)
         self.fp64 = QuantizedOracle(checkpoint, torch.float64)
 
@@ -144,8 +141,7 @@ def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: lis
 def test_modelopt_layout(tmp_path):
     """Experts in NVFP4, everything else in BF16, and a cache in FP8 with the checkpoint's scales."""
     compressed = quantized_checkpoint(tmp_path / "nvfp4", "nvfp4")
-    engine = TracedEngine(modelopt_checkpoint(compressed, tmp_path / "modelopt"))
-    try:
+    with TracedEngine(modelopt_checkpoint(compressed, tmp_path / "modelopt")) as engine:
         assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8")
         layers = engine.runner.model.model.layers
         scales = [layer.self_attn.attn._k_scale.item() for layer in layers]
@@ -158,8 +154,6 @@ def test_modelopt_layout(tmp_path):
             engine.sampling_params(max_tokens=CANVAS, skip_special_tokens=True),
             use_tqdm=False,
         )
-    finally:
-        engine.close()
     assert answer[0].outputs[0].text == "15"
     oracles = [QuantizedOracle(compressed, dtype) for dtype in (torch.bfloat16, torch.float64)]
     for layer, passes in experts.items():

@@ -20,15 +20,14 @@ NUM_REQUESTS = 16
 
 @pytest.fixture(scope="module")
 def engine(order):
-    engine = TracedEngine(
+    with TracedEngine(
         SHIPPED,
         max_num_seqs=AT_ONCE,
         async_scheduling=order == "asynchronous",
         enable_prefix_caching=False,
         additional_config={"diffusion": {"fused_encode": False} if order == "separate" else {}},
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

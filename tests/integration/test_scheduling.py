@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
@@ -18,7 +19,7 @@ CANVAS = 32
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, order):
-    engine = TracedEngine(
+    with TracedEngine(
         checkpoint,
         async_scheduling=order == "asynchronous",
         additional_config={"diffusion": {"fused_encode": False} if order == "separate" else {}},
@@ -27,9 +28,8 @@ def engine(checkpoint, order):
         max_num_batched_tokens=5 * CANVAS,
         max_model_len=512,
         prefix_cache_retention_interval=None,
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 # Passes of their own that a prompt and a finished canvas take, and whether the last one takes it too.
@@ -50,6 +50,9 @@ def test_passes_to_the_unit(engine, order, num_canvases):
     num_extra = for_prompt + per_canvas * num_encoded
     assert metrics.passes == num_extra + sum(metrics.denoise_steps_per_canvas)
     assert metrics.encode_rows == len(prompt) + CANVAS * num_encoded
+    if not also_last:
+        num_canvas_rows = CANVAS * sum(metrics.denoise_steps_per_canvas)
+        assert metrics.canvas_rows == metrics.projected_rows == num_canvas_rows
 
 
 @contextmanager
@@ -187,10 +190,8 @@ def test_the_next_turn_reads_the_encoded_canvases_from_the_cache(engine, oracle)
     prompt = prompt_of(40, seed=9)
     (first,) = engine.generate([prompt], seeds=[3], max_tokens=3 * CANVAS, ignore_eos=True)
     follow_up = [*prompt, *first.token_ids, *prompt_of(10, seed=4)]
-    output = engine.llm.generate(
-        [{"prompt_token_ids": follow_up}],
-        engine.sampling_params(seed=5, max_tokens=CANVAS, ignore_eos=True),
-        use_tqdm=False,
+    output = engine.outputs(
+        [follow_up], engine.sampling_params(seed=5, max_tokens=CANVAS, ignore_eos=True)
     )[0]
     expected = oracle.generate(follow_up, seed=5, max_tokens=CANVAS, ignore_eos=True)
     assert list(output.outputs[0].token_ids) == expected.tokens
@@ -239,3 +240,28 @@ def test_dummy_batches_change_nothing(engine, monkeypatch):
     assert answers() == expected
     assert len(num_dummies) > 4
     assert set(num_dummies) == {CANVAS}
+
+
+PRIORITIES = {"patient": 5, "more patient": 6, "urgent": 0}
+
+
+def test_urgent_first() -> None:
+    """One at a time: those that wait go by priority, and by arrival where that is the same."""
+    with TracedEngine(SHIPPED, scheduling_policy="priority", max_num_seqs=1) as engine:
+        prompts = {name: prompt_of(40, seed=i) for i, name in enumerate(PRIORITIES)}
+        params = engine.sampling_params(seed=1, max_tokens=40, ignore_eos=True)
+        alone = {
+            name: engine.generate([prompt], seeds=[1], max_tokens=40, ignore_eos=True)[0].token_ids
+            for name, prompt in prompts.items()
+        }
+        for name, prompt in prompts.items():
+            engine.llm.llm_engine.add_request(
+                name, {"prompt_token_ids": prompt}, params, priority=PRIORITIES[name]
+            )
+        ended = []
+        while engine.llm.llm_engine.has_unfinished_requests():
+            for output in engine.llm.llm_engine.step():
+                if output.finished:
+                    ended.append(output.request_id)
+                    assert output.outputs[0].token_ids == alone[output.request_id]
+        assert ended == ["urgent", "patient", "more patient"]

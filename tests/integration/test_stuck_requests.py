@@ -12,6 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import TracedEngine
+from tests.support.prompts import random_prompt
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
 
 pytestmark = pytest.mark.engine
@@ -96,9 +97,8 @@ def last_honest_answer(
     ids=["synchronous", "asynchronous"],
 )
 def engine(request):
-    engine = TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=NUM_SLOTS)
-    yield engine
-    engine.close()
+    with TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=NUM_SLOTS) as engine:
+        yield engine
 
 
 EMPTY = {
@@ -287,15 +287,59 @@ def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_pat
     In engine steps, on weights that converge neither with a constraint nor without one. All of them
     may take the same number of steps a canvas, and ask for as many tokens.
     """
-    engine = TracedEngine(
+    with TracedEngine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
         async_scheduling=asynchronous,
         **CROWDED,
-    )
-    try:
+    ) as engine:
         legal = last_honest_answer(engine, LEGAL, num_others)
         hostile = last_honest_answer(engine, HOSTILE, num_others)
-    finally:
-        engine.close()
     print(f"honest requests end with step {legal} behind legal ones, {hostile} behind others")
     assert hostile <= 2 * legal
+
+
+NUM_REQUESTS = 24
+
+
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["synchronous", "asynchronous"],
+)
+def test_preempted_constraints(asynchronous: bool) -> None:
+    """Also where a pass of the canvas was on its way when its request was preempted."""
+    engine = TracedEngine(
+        SHIPPED,
+        async_scheduling=asynchronous,
+        max_model_len=320,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=1024**2,
+        enable_prefix_caching=False,
+    )
+    core = engine.llm.llm_engine
+
+    def params(index: int) -> Any:
+        return engine.sampling_params(
+            seed=index,
+            temperature=1.5,
+            max_tokens=100,
+            extra_args={"diffusion_max_steps": 2 + index % 2},
+            structured_outputs=StructuredOutputsParams(regex="[a-f]{3}-[0-9]{1,40}"),
+        )
+
+    prompts = [random_prompt(20 + 9 * (i % 5), i) for i in range(NUM_REQUESTS)]
+    together: dict[int, list[int]] = {}
+    try:
+        for i, prompt in enumerate(prompts):
+            core.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), params(i))
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    together[int(output.request_id)] = list(output.outputs[0].token_ids)
+        assert engine.preempted
+        for i, prompt in enumerate(prompts):
+            (alone,) = engine.outputs([prompt], params(i))
+            assert together[i] == list(alone.outputs[0].token_ids), i
+    finally:
+        engine.close()

@@ -32,16 +32,15 @@ def engine(
     weights, asynchronous = request.param
     folder = tmp_path_factory.mktemp("checkpoint")
     checkpoint = SHIPPED if weights == "trained" else random_checkpoint(folder)
-    engine = TracedEngine(
+    with TracedEngine(
         checkpoint,
         reasoning_parser="gemma4",
         # As a server sets it: a constraint begins behind the thought.
         structured_outputs_config={"reasoning_parser": "gemma4"},
         async_scheduling=asynchronous,
         max_num_seqs=8,
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 def _thoughts(engine: TracedEngine, **params: object) -> list[tuple[list[int], list[int]]]:

@@ -95,11 +95,8 @@ def changed_weights(folder: Path, seed: int) -> dict[str, Tensor]:
 
 @contextmanager
 def engine_of(checkpoint: Path, **options: Any) -> Iterator[TracedEngine]:
-    engine = TracedEngine(checkpoint, **(OPTIONS | options))
-    try:
+    with TracedEngine(checkpoint, **(OPTIONS | options)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -126,10 +126,18 @@ class TracedEngine:
         sampling = [
             self.sampling_params(seed=seed, max_tokens=max_tokens, **params) for seed in seeds
         ]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
-        )
-        return [output.outputs[0] for output in outputs]
+        return [output.outputs[0] for output in self.outputs(prompts, sampling)]
+
+    def outputs(self, prompts: Sequence[Sequence[int]], params: Any, **more: Any) -> list[Any]:
+        """Token ids in, finished ``RequestOutput`` of each prompt out, in order."""
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self.llm.generate(asked, params, use_tqdm=False, **more)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

@@ -106,19 +106,15 @@ class Adapted:
 def test_tokens(name: str, tmp_path: Path) -> None:
     """Two adapters and the model without one, in one batch, greedy and drawn."""
     adapted = Adapted(name, tmp_path)
-    engine = TracedEngine(adapted.checkpoint, **adapted.options)
-    try:
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompt} for _, prompt, _ in adapted.work],
+    with TracedEngine(adapted.checkpoint, **adapted.options) as engine:
+        outputs = engine.outputs(
+            [prompt for _, prompt, _ in adapted.work],
             [one.sampling_params() for *_, one in adapted.work],
             lora_request=[
                 LoRARequest(str(i), i, str(adapted.adapters[i])) if i else None
                 for i, *_ in adapted.work
             ],
-            use_tqdm=False,
         )
-    finally:
-        engine.close()
     adapted.check([list(output.outputs[0].token_ids) for output in outputs])
 
 

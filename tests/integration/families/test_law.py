@@ -36,17 +36,10 @@ def test_law_of_a_block(tmp_path: Path) -> None:
     expected = outcomes(law, 2)
     assert len(expected) == TOP_K**2
 
-    engine = TracedEngine(model.save(tmp_path), max_model_len=64, max_num_seqs=32)
-    try:
+    with TracedEngine(model.save(tmp_path), max_model_len=64, max_num_seqs=32) as engine:
         wanted = [
             Wanted(2, strategy="sequential", temperature=TEMPERATURE, top_k=TOP_K, seed=i)
             for i in range(NUM_REQUESTS)
         ]
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompt}] * NUM_REQUESTS,
-            [one.sampling_params() for one in wanted],
-            use_tqdm=False,
-        )
-    finally:
-        engine.close()
+        outputs = engine.outputs([prompt] * NUM_REQUESTS, [one.sampling_params() for one in wanted])
     check_law(expected, [tuple(output.outputs[0].token_ids) for output in outputs])

@@ -160,9 +160,8 @@ def engine(
 ) -> Iterator[TracedEngine]:
     rule, is_async = request.param
     folder = model.save(tmp_path_factory.mktemp(rule))
-    served = TracedEngine(folder, **ruled(rule, async_scheduling=is_async))
-    yield served
-    served.close()
+    with TracedEngine(folder, **ruled(rule, async_scheduling=is_async)) as served:
+        yield served
 
 
 def temperature_of(engine: TracedEngine, temperature: float) -> float:
@@ -172,9 +171,7 @@ def temperature_of(engine: TracedEngine, temperature: float) -> float:
 
 def generate(engine: TracedEngine, prompts: list[list[int]], wanted: list[Any]) -> list[Any]:
     """Finished completions of one batch."""
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False
-    )
+    outputs = engine.outputs(prompts, wanted)
     return [output.outputs[0] for output in outputs]
 
 
@@ -336,9 +333,7 @@ def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
     answer = list(first.token_ids)
     assert answer == expected(model, prompt, wanted)
     later = [prompt + answer[:cut] + prompt_of(3, seed=43) for cut in (40, 21)]
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": one} for one in later], [wanted] * 2, use_tqdm=False
-    )
+    outputs = engine.outputs(later, [wanted] * 2)
     for one, cut, output in zip(later, (40, 21), outputs, strict=True):
         assert output.num_cached_tokens >= (60 + cut) // 16 * 16 - 16
         assert list(output.outputs[0].token_ids) == expected(model, one, wanted)
@@ -392,7 +387,7 @@ def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> Non
     assert list(found.token_ids) == tokens[len(prompt) :]
 
     wanted = params(prompt_logprobs=1, max_tokens=1)
-    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
+    (output,) = engine.outputs([prompt], wanted)
     exact = model(torch.tensor(prompt), loops.causal(len(prompt))).log_softmax(-1)
     for i, reported in enumerate(output.prompt_logprobs[1:]):
         token = prompt[i + 1]
@@ -470,11 +465,10 @@ def test_drafts_that_are_never_right(is_asynchronous: bool, tmp_path: Path) -> N
     lengths = (150, 1, 31, 32, 33, 64, 90, 100)
     prompts = [prompt_of(length, seed=length) for length in lengths]
     wanted = [params(seed=i, temperature=(i % 2) * 0.9) for i in range(len(lengths))]
-    served = TracedEngine(model.save(tmp_path), **ruled(DRAFTING, async_scheduling=is_asynchronous))
-    try:
+    with TracedEngine(
+        model.save(tmp_path), **ruled(DRAFTING, async_scheduling=is_asynchronous)
+    ) as served:
         answers = tokens_of(generate(served, prompts, wanted))
-    finally:
-        served.close()
     loop = partial(expected, model)
     assert answers == [loop(prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
     assert any(MASK_ID in answer for answer in answers)

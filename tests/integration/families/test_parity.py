@@ -58,11 +58,7 @@ class Family:
 
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
         """Token ids of each prompt's answer, all in one batch."""
-        outputs = self.engine.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [one.sampling_params(**changes) for one in wanted],
-            use_tqdm=False,
-        )
+        outputs = self.engine.outputs(prompts, [one.sampling_params(**changes) for one in wanted])
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     @contextmanager
@@ -246,9 +242,7 @@ def test_prefix_cache(family: Family) -> None:
     wanted = Wanted(max_tokens=2 * family.block_length)
     (answer,) = family.generate([prompt], [wanted])
     prompts = [prompt, prompt[:70] + prompt_of(9, seed=42), prompt + answer + prompt_of(3, seed=43)]
-    outputs = family.engine.llm.generate(
-        [{"prompt_token_ids": one} for one in prompts], wanted.sampling_params(), use_tqdm=False
-    )
+    outputs = family.engine.outputs(prompts, wanted.sampling_params())
     for one, output in zip(prompts, outputs, strict=True):
         assert output.num_cached_tokens >= 64
         assert output.num_cached_tokens % family.block_length == 0 or not family.is_aligned
@@ -316,10 +310,9 @@ def test_logprobs_of_given_tokens(family: Family) -> None:
     pairs = [(prompt, one) for prompt in prompts for one in asked]
 
     def ask(**fields: Any) -> list[Any]:
-        outputs = family.engine.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in pairs],
+        outputs = family.engine.outputs(
+            [prompt for prompt, _ in pairs],
             [wanted.sampling_params(one, **fields) for _, one in pairs],
-            use_tqdm=False,
         )
         return [output.outputs[0] for output in outputs]
 

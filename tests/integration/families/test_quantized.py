@@ -116,17 +116,15 @@ def save_compressed(model: TinyModel, scheme: dict[str, Any], folder: Path) -> P
 
 def first_step(folder: Path, prompt: list[int], adapter: Path | None = None) -> StepRecord:
     """The engine's first denoising step behind a prompt, with an adapter or none."""
-    engine = TracedEngine(folder, max_model_len=256, enable_lora=adapter is not None)
-    try:
-        with engine.recording() as steps:
-            outputs = engine.llm.generate(
-                [{"prompt_token_ids": prompt}],
-                Wanted(8).sampling_params(),
-                lora_request=adapter and LoRARequest("adapter", 1, str(adapter)),
-                use_tqdm=False,
-            )
-    finally:
-        engine.close()
+    with (
+        TracedEngine(folder, max_model_len=256, enable_lora=adapter is not None) as engine,
+        engine.recording() as steps,
+    ):
+        outputs = engine.outputs(
+            [prompt],
+            Wanted(8).sampling_params(),
+            lora_request=adapter and LoRARequest("adapter", 1, str(adapter)),
+        )
     assert len(outputs[0].outputs[0].token_ids) == 8
     # A seed row, where there is one, comes before the first step.
     return next(step for step in steps if len(step.canvas) > 1)

@@ -37,16 +37,13 @@ MAX_STEPS_PER_BLOCK = 1.5
 @pytest.fixture(scope="module")
 def answers():
     """The engine's answers and their prompts, at the settings that come with the checkpoint."""
-    engine = TracedEngine(shipped_checkpoint("sdar"), max_num_seqs=8)
-    tokenizer = engine.llm.get_tokenizer()
-    prompts = [prompt_token_ids(tokenizer, example) for example in EXAMPLES_ASKED]
-    sampling: Any = engine.llm.get_default_sampling_params()
-    sampling.max_tokens = MAX_TOKENS
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
-    )
-    yield prompts, [output.outputs[0] for output in outputs]
-    engine.close()
+    with TracedEngine(shipped_checkpoint("sdar"), max_num_seqs=8) as engine:
+        tokenizer = engine.llm.get_tokenizer()
+        prompts = [prompt_token_ids(tokenizer, example) for example in EXAMPLES_ASKED]
+        sampling: Any = engine.llm.get_default_sampling_params()
+        sampling.max_tokens = MAX_TOKENS
+        outputs = engine.outputs(prompts, sampling)
+        yield prompts, [output.outputs[0] for output in outputs]
 
 
 def test_exact_answers(answers) -> None:

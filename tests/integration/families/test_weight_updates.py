@@ -92,8 +92,7 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
         fresh.append(answers(engine))
         engine.close()
     assert fresh[0] != fresh[1]
-    engine = TracedEngine(folders[0], **OPTIONS, **TRANSFER)
-    try:
+    with TracedEngine(folders[0], **OPTIONS, **TRANSFER) as engine:
         assert answers(engine) == fresh[0]
         for index in (1, 0, 1):
             update(engine, folders[index])
@@ -107,8 +106,6 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
         engine.llm.finish_weight_update()
         engine.llm.reset_prefix_cache()
         assert answers(engine) == fresh[0]
-    finally:
-        engine.close()
 
 
 def test_static_activation_scales(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm_diffusion.cpu import linear as cpu_linear
 from vllm_diffusion.cpu.linear import linear
+
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -25,3 +28,58 @@ def test_is_a_linear_layer():
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
     assert torch.allclose(linear(x, weight, bias), F.linear(x, weight, bias), atol=1e-5)
     assert linear(x[:0], weight).shape == (0, 3, 5)
+
+
+@pytest.fixture(autouse=True)
+def _operators() -> None:
+    cpu_linear.register()
+    # Nothing is defined twice.
+    cpu_linear.register()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(dtype: torch.dtype) -> None:
+    """One weight for all rows, and one for each of the first dimension."""
+    from vllm.ir import ops
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 2, 16).to(dtype)
+    weights = torch.randn(3, 16).to(dtype)
+    expected = torch.stack(
+        [ops.rms_norm(x[group], weights[group], 1e-6) for group in range(len(x))]
+    )
+    result = torch.empty_like(x)
+    torch.ops._C.rms_norm(result, x, weights, 1e-6)
+    assert torch.equal(result, expected)
+    torch.ops._C.rms_norm(result[1], x[1], weights[1], 1e-6)
+    assert torch.equal(result[1], expected[1])
+    torch.ops._C.rms_norm(result, x, None, 1e-6)
+    assert torch.equal(result, ops.rms_norm(x, None, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_rotary_embedding(rotary_dim: int, is_neox: bool, dtype: torch.dtype) -> None:
+    """In place, with and without a key, the head whole or in part."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    torch.manual_seed(0)
+    inverse_frequency = 1 / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.outer(torch.arange(40.0), inverse_frequency)
+    cache = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+    positions = torch.tensor([3, 0, 39, 7])
+    query, key = torch.randn(4, 64).to(dtype), torch.randn(4, 32).to(dtype)
+    expected = RotaryEmbedding.forward_static(
+        positions, query.clone(), key.clone(), 16, rotary_dim, cache, is_neox
+    )
+    ours = query.clone(), key.clone()
+    torch.ops._C.rotary_embedding(positions, *ours, 16, cache, is_neox)
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(ours[1], expected[1])
+    alone = key.clone()
+    torch.ops._C.rotary_embedding(positions, alone, None, 16, cache, is_neox)
+    assert torch.equal(alone, expected[1])
+    torch.ops._C.rotary_embedding(positions, *ours, 16, cache, is_neox, 0, True)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(ours[0], query, atol=tolerance, rtol=tolerance)

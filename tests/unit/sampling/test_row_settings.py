@@ -1,0 +1,140 @@
+"""What top-k, top-p and min-p keep of a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits, ordered_keys
+from tests.support.heads import identity_head, on_shards, output_head
+from vllm_diffusion.sampling import vocabulary_stream
+from vllm_diffusion.sampling.row_settings import CandidateFilters, RowSettings, thresholds
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+
+pytestmark = pytest.mark.engine
+
+
+def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:
+    """[num_rows, vocab_size], bool."""
+    rows, ones = RowLogits(logits, 0), torch.ones(len(logits))
+    keys = thresholds(rows, ones, logits.amax(-1), filters, logits.shape[1], output_head(logits))
+    return ordered_keys(logits) >= keys[:, None]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    vocab=st.integers(1, 60),
+    seed=st.integers(0, 2**31),
+)
+def test_filters_keep_what_vllm_keeps(rows, vocab, seed):
+    """Top-k and top-p of each row against vLLM's own PyTorch implementation; min-p by definition."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    top_k = torch.randint(1, vocab + 1, (rows,), generator=generator)
+    top_p = torch.rand(rows, generator=generator).clamp(min=0.05)
+    min_p = torch.rand(rows, generator=generator)
+
+    def kept(filters: CandidateFilters) -> torch.Tensor:
+        return kept_by(filters, logits)
+
+    stock = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
+    assert torch.equal(kept(CandidateFilters(top_k, top_p, None)), stock > float("-inf"))
+    probs = logits.double().softmax(-1)
+    floor = min_p[:, None] * probs.amax(-1, keepdim=True)
+    # Where a probability is the floor up to rounding, either is right.
+    decided = (probs - floor).abs() > 1e-6 * floor
+    ours = kept(CandidateFilters(None, None, min_p))
+    assert torch.equal(ours & decided, (probs >= floor) & decided)
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    logits = torch.tensor([[5.0, 1.0, 1.0, 1.0, 0.0]])
+    for filters in (
+        CandidateFilters(torch.tensor([2]), None, None),
+        CandidateFilters(None, torch.tensor([0.97]), None),
+    ):
+        assert kept_by(filters, logits).tolist() == [[True] * 4 + [False]]
+
+
+ROWS, VOCAB = 6, 40
+
+
+def requests(adjustments: LogitAdjustments | None = None) -> RowSettings:
+    """Three choices of each row, at several temperatures."""
+    zeros = torch.zeros(ROWS, dtype=torch.int32)
+    temperature = torch.linspace(0.5, 2.0, ROWS)
+    draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
+    return RowSettings(draws, adjustments, num_likeliest=3)
+
+
+def logits_with_ties() -> torch.Tensor:
+    """[ROWS, VOCAB], of few values."""
+    return torch.randint(0, 5, (ROWS, VOCAB), generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.mark.parametrize("tile_size", [4, 16, 4096])
+@pytest.mark.parametrize("borders", [[], [4], [8, 24]], ids=str)
+def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
+    """As of the whole row at once, on every rank."""
+    logits = logits_with_ties()
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :3]
+    results = on_shards(
+        torch.eye(VOCAB),
+        borders,
+        None,
+        lambda head: sample_rows(head, logits, requests(), VOCAB, tile_size),
+    )
+    for result in results:
+        assert torch.equal(result.choices, expected)
+        assert torch.equal(result.argmax, expected[:, 0])
+
+
+def test_groups_of_rows(monkeypatch):
+    """Rows that go through the vocabulary a few at a time."""
+    logits = logits_with_ties()
+    whole = sample_rows(identity_head(VOCAB), logits, requests(), VOCAB).choices
+    parts = [
+        vocabulary_stream._RowGroup(
+            identity_head(VOCAB), logits[some], requests().within(some)
+        ).sample(VOCAB, 16, 4)
+        for some in (slice(0, 2), slice(2, ROWS))
+    ]
+    assert torch.equal(vocabulary_stream._joined(parts, None).choices, whole)
+
+
+def test_what_a_request_forbids_is_no_choice():
+    """A row with fewer possible ids repeats the last of them."""
+    offsets = torch.full((2, VOCAB), float("-inf"))
+    offsets[0, 7] = 0.0
+    offsets[1, [9, 30]] = 0.0
+    nothing = torch.full((ROWS,), -1, dtype=torch.int32)
+    empty = torch.empty(0)
+    adjustments = LogitAdjustments(
+        offset_idx=torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32),
+        offsets=offsets,
+        penalty_idx=nothing,
+        repetition=empty,
+        frequency=empty,
+        presence=empty,
+        prompt_mask=torch.empty(0, 2, dtype=torch.int32),
+        output_counts=torch.empty(0, VOCAB, dtype=torch.int32),
+        mask_idx=nothing,
+        masks=torch.empty(0, 2, dtype=torch.int32),
+        pin=nothing,
+    )
+    logits = logits_with_ties()
+    logits[1, 30] = 9.0
+    choices = sample_rows(identity_head(VOCAB), logits, requests(adjustments), VOCAB).choices
+    assert choices[:2].tolist() == [[7, 7, 7], [30, 9, 9]]
+
+
+def test_nobody_asks():
+    """Nothing is looked for where the rule looks at no more than the likeliest."""
+    draws = requests().draws
+    head = output_head(torch.eye(VOCAB))
+    assert sample_rows(head, logits_with_ties(), RowSettings(draws), VOCAB).choices is None
