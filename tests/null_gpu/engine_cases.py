@@ -20,6 +20,7 @@ import numpy as np
 
 from tests.support.kernel_stand_ins import COMMAND
 from tests.support.null_gpu.counts import counts_of, summary
+from tests.support.null_gpu.forks import RUNTIME
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
 # A request emits its tokens in every so many passes.
@@ -334,7 +335,10 @@ def _step_until_done(engine: Any) -> None:
 def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Requests before and after each level of sleep, and how many MiB it gives back to the device."""
     import torch
+    from vllm.distributed.device_communicators import cuda_wrapper
 
+    # Of several runtimes in a process vLLM calls the first by its address: torchvision brings one.
+    cuda_wrapper.find_loaded_library = lambda name: RUNTIME
     decide_outcomes()
     llm = start(model, **options)
     passes_of(llm, "plain")

@@ -38,6 +38,8 @@ KERNELS = {
     ("nvfp4", "10.0"): {"moe_backend": "cutlass", "linear_backend": "cutlass"},
     ("nvfp4", "12.0"): {"moe_backend": "cutlass", "linear_backend": "cutlass"},
 }
+# What samples for autoregressive models: FlashInfer's sampler is compiled by nvcc first, with cuRAND's headers.
+AUTOREGRESSIVE = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 PRESETS = ROOT / "examples/small-gpus"
 # What only a server has, which answers over HTTP.
 SERVER_OPTIONS = ("model", "reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
@@ -122,7 +124,8 @@ def _family(name: str, family: str, rule: str | None, asynchronous: bool) -> Cas
         options = options | {"max_model_len": 256}
         return {"model": str(model), "options": CAPTURED | options, "kinds": ["plain", "top_p"]}
 
-    return Case(name, f"{ENGINES}:serve", arguments)
+    variables = AUTOREGRESSIVE if rule == "autoregressive" else {}
+    return Case(name, f"{ENGINES}:serve", arguments, variables=variables)
 
 
 def drafts() -> Iterator[Case]:
@@ -150,7 +153,12 @@ def drafts() -> Iterator[Case]:
             "kinds": ["plain", "top_p"],
             "steady": ["plain"],
         }
-        yield Case(f"draft: {name}", f"{ENGINES}:serve", lambda folder, given=arguments: given)
+        yield Case(
+            f"draft: {name}",
+            f"{ENGINES}:serve",
+            lambda folder, given=arguments: given,
+            variables=AUTOREGRESSIVE,
+        )
 
 
 def features() -> Iterator[Case]:
