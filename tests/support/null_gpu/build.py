@@ -124,6 +124,8 @@ def _compile(folder: Path) -> None:
     # Triton and torch look the driver's functions up by name: all that its header declares.
     preprocessed = _run("g++", "-E", f"-I{_HEADERS}", str(_HEADERS / "cuda.h"))
     called |= set(re.findall(r"\b(cu[A-Z]\w*)\s*\(", preprocessed))
+    # So does vLLM, with all that its own wrapper of the runtime names.
+    called.add("cudaDeviceReset")
     _link(_RUNTIME, folder, called, [])
     for library in _OTHERS:
         _link(library, folder, called, [str(folder / _RUNTIME.name)])
