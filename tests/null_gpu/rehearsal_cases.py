@@ -212,9 +212,9 @@ def small_gpus() -> Iterator[Case]:
             name = f"26B, nvfp4-modelopt, a {gpu}, canvases of {canvas}"
             yield _shape(name, "nvfp4-modelopt", capability, gib, **options)
         yield _refused(f"26B, bf16, a {gpu}", "bf16", capability, gib, "The weights take 47.0 GiB")
-    yield _shape(
-        "26B, fp8-dynamic, a 5090", "fp8-dynamic", "12.0", 30.8, **preset_options("32-gib")
-    )
+    # The file's are for NVFP4.
+    options = preset_options("32-gib") | {"moe_backend": "auto", "linear_backend": "auto"}
+    yield _shape("26B, fp8-dynamic, a 5090", "fp8-dynamic", "12.0", 30.8, **options)
     yield _refused("26B, fp8-dynamic, a 4090", "fp8-dynamic", "8.9", 23.0, "The weights take 24.3")
     yield _refused("26B, nvfp4, a T4", "nvfp4", "7.5", 0, "compute capability 7.5")
 
