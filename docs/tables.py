@@ -262,15 +262,17 @@ def _kernels(logged: Iterable[str]) -> tuple[str, str]:
 def small_gpus() -> str:
     """List what GPUs of 24 and 32 GiB have room for, by the starts of the null GPU."""
     rows = []
-    for match, found in _rehearsed(r"26B, ([\w-]+), a (\w+)(?:, canvases of (\d+))?"):
-        weights, gpu, canvas = match.groups(default="256")
+    for match, found in _rehearsed(r"26B, ([\w-]+), a (\w+)(?:, canvases of \d+)?"):
+        weights, gpu = match.groups()
         if not found["starts"]:
             rows.append([gpu, weights, "", "is refused", *[""] * 6])
             continue
         sizes, tokens = found["bytes"], found["kv_cache_tokens"]
+        # The smallest graph is of one.
+        canvas = found["capture_sizes"][0]
         rows.append(
             [
-                *(gpu, weights, canvas),
+                *(gpu, weights, str(canvas)),
                 *(_gib(sizes[part]) for part in ("device", "weights", "largest pass", "graphs")),
                 *(_gib(sizes["kv cache"]), f"{tokens:,}"),
                 f"{tokens / found['max_model_len']:.1f} of {found['max_model_len']:,}",
