@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.null_gpu.processes import environment
+from tests.support.null_gpu.processes import ROOT, environment
 from tests.support.server import start_server, stop_server
 
 pytestmark = pytest.mark.engine
@@ -17,9 +19,12 @@ def test_a_server_answers(tmp_path):
     # From 9.0 vLLM compiles a kernel of CUTLASS's for the router when few rows are routed, with a runtime of its
     # own that asks the driver for undocumented tables.
     variables = environment(tmp_path, NULL_GPU_CAPABILITY="8.9")
+    variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     # Every kernel is wrong on the null GPU.
     unchecked = ("--additional-config", '{"diffusion": {"self_check": "off"}}')
-    options = ("--max-num-batched-tokens", "512", *unchecked)
+    # What a pass emits would else be what memory happens to hold that no kernel has written.
+    decided = ("--worker-extension-cls", "tests.null_gpu.decided_outcomes.DecidedOutcomes")
+    options = ("--max-num-batched-tokens", "512", *unchecked, *decided)
     server = start_server(SHIPPED, tmp_path / "log", *options, **variables)
     try:
         body = {"prompt": "a", "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
