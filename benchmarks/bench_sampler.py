@@ -40,14 +40,14 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import RowDraws
 from tests.support.kernel_checks import TensorMemory
 from vllm_diffusion.canvas.cuda_graphs import cuda_capture
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.row_settings import (
+from vllm_diffusion.sampling.kept_rows import (
     CandidateFilters,
     FilteredRows,
     ReportedRows,
     RowSettings,
 )
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 

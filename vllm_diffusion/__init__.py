@@ -1,1 +1,1 @@
-"""Serve diffusion LLMs with stock vLLM. The entry points are in ``plugin`` and ``platforms``."""
+"""Serve diffusion LLMs with stock vLLM. ``pyproject.toml`` lists the entry points."""

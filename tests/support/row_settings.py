@@ -11,14 +11,14 @@ import torch
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from tests.support.heads import output_head
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.row_settings import (
+from vllm_diffusion.sampling.kept_rows import (
     CandidateFilters,
     FilteredRows,
     ReportedRows,
     RowSettings,
 )
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
 

@@ -1,8 +1,7 @@
-"""CUDA graphs around the backbone; which sizes vLLM captures of it, start-up chooses.
+"""A function as a CUDA graph for each captured shape, and as one compiled function.
 
-A step that replays graphs launches a handful of them: one embeds the canvases with their
-self-conditioning, vLLM's holds the backbone, one samples and decides. A batch that uses more settings
-than the plain step has, or holds a narrower canvas, runs the same functions without a graph.
+Which functions are captured: ``sampling/pass_graphs.py`` and ``families/diffusion_gemma/state.py``; for how many
+canvases: ``runner/model_state.py``; which sizes of the backbone vLLM captures: ``startup/passes.py``.
 """
 
 from __future__ import annotations

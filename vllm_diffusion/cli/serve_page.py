@@ -54,7 +54,7 @@ def add_parser(subcommands: Subcommands) -> None:
         metavar="MODEL",
         help="what `vllm serve` takes; default: the shipped checkpoint",
     )
-    # In the help only: `_own_options` reads them.
+    # In the help only: `plan_of` reads them.
     for option, meaning in (("--open", _OPEN_HELP), ("--verbose", VERBOSE_HELP)):
         parser.add_argument_group(option, meaning)
     parser.set_defaults(run=run)

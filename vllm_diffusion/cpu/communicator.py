@@ -14,7 +14,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 class OrderedCpuCommunicator(CpuCommunicator):
     """vLLM's communicator for the CPU, with sums in the ranks' order, and shares of several sizes.
 
-    The latter are what experts need whose tokens come from several engines (``cpu_experts``).
+    The latter are what experts need whose tokens come from several engines (``experts.py``).
     """
 
     def all_reduce(self, input_: Tensor) -> Tensor:

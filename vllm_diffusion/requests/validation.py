@@ -1,7 +1,7 @@
 """Checks of diffusion requests, in the API process.
 
 They replace vLLM's: what our sampler honours is accepted, and what it cannot honour is a 400 that names
-the field. Endpoints refuse fields that they cannot serve (``refusals.py``, ``live/http.py``), and
+the field. Endpoints refuse fields that they cannot serve (``live/http.py``), and
 the scheduler a transfer that does not fit.
 """
 

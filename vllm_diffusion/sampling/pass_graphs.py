@@ -21,11 +21,11 @@ from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
+from vllm_diffusion.sampling.kept_rows import RowSettings
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
-from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import (
     RowResults,
     draw_filtered,

@@ -1,4 +1,4 @@
-"""Settings of the rows of a pass: their draws, and which of them need more than a draw."""
+"""Sampling settings of requests, by slot, and what a pass makes of them for its rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import temperatures
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
-from vllm_diffusion.sampling.row_settings import (
+from vllm_diffusion.sampling.kept_rows import (
     CandidateFilters,
     FilteredRows,
     ReportedRows,
     RowSettings,
 )
+from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,17 @@ from vllm_diffusion.canvas.messages import CanvasConstraints, pack
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest
-from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
-from vllm_diffusion.sampling.pass_settings import PassSettings
-from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
-from vllm_diffusion.sampling.row_settings import (
+from vllm_diffusion.sampling.kept_rows import (
     CandidateFilters,
     FilteredRows,
     ReportedRows,
     RowSettings,
 )
+from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest
+from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
+from vllm_diffusion.sampling.pass_settings import PassSettings
+from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 

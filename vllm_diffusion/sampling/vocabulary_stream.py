@@ -30,9 +30,7 @@ from attention_kernels.vocab_statistics import (
     least_weight,
     update_statistics,
 )
-from vllm_diffusion.sampling.logprobs import row_logprobs
-from vllm_diffusion.sampling.output_head import OutputHead, Walk, one_ahead, one_by_one
-from vllm_diffusion.sampling.row_settings import (
+from vllm_diffusion.sampling.kept_rows import (
     CandidateFilters,
     KeptRows,
     ReportedRows,
@@ -40,6 +38,8 @@ from vllm_diffusion.sampling.row_settings import (
     RunningChoices,
     thresholds,
 )
+from vllm_diffusion.sampling.logprobs import row_logprobs
+from vllm_diffusion.sampling.output_head import OutputHead, Walk, one_ahead, one_by_one
 
 # Ids of a tile, on a CPU and on a GPU. Not measured on a GPU yet; by arithmetic, of one canvas of 256 rows
 # at a hidden size of 2816 in bf16 on an H200 (132 multiprocessors, 128 x 128 entries of a product each):

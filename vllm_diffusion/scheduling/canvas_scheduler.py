@@ -2,7 +2,7 @@
 
 :class:`CanvasScheduling` precedes one of vLLM's two diffusion schedulers in the method resolution
 order. Its methods are hooks of vLLM's scheduler, in the order in which a pass calls them;
-everything else is in features (``features.py``).
+everything else is in features (subclasses of ``SchedulerFeature``).
 """
 
 from __future__ import annotations

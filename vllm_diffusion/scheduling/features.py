@@ -1,4 +1,6 @@
-"""Features of a canvas scheduler: objects with the same few methods, of which the small ones are here."""
+"""Base of the features of a canvas scheduler, and three of them: last canvases that are kept, log-probabilities
+of prompts, reads that share a pass.
+"""
 
 from __future__ import annotations
 

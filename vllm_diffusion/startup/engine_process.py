@@ -1,4 +1,4 @@
-"""The engine's process: how it ends, and what the command that started it prints then.
+"""The engine's process: it asks its workers for no drafts; how it ends, and what its command prints then.
 
 vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal in a file, and
 the command prints it as one line, behind what vLLM prints of it.

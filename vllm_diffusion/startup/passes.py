@@ -1,4 +1,6 @@
-"""Choices about passes, where the operator makes none: their size, their order, and who runs them."""
+"""Choices where the operator makes none: size and order of passes, workers and scheduler, back ends that compile,
+images and videos, and which blocks of the cache stay.
+"""
 
 from __future__ import annotations
 

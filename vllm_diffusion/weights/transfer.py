@@ -3,6 +3,8 @@
 Our transfer refuses weights that are not finite before it writes. vLLM's own transfers write in
 place, so their weights are checked when an update finishes; the engine refuses requests until it
 has good ones.
+
+Also here: the executor reads the answers of all workers where one has refused a call.
 """
 
 from __future__ import annotations

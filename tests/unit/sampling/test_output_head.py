@@ -18,8 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from attention_kernels.testing import make_draws
 from tests.support.heads import on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
+from vllm_diffusion.sampling.kept_rows import RowSettings
 from vllm_diffusion.sampling.output_head import OutputHead, head_of, one_ahead
-from vllm_diffusion.sampling.row_settings import RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 

@@ -29,8 +29,8 @@ from tests.support.row_settings import (
     sampling_params,
 )
 from vllm_diffusion.sampling import vocabulary_stream
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_settings import CandidateFilters, RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 

@@ -16,8 +16,8 @@ from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
 from tests.support.row_settings import filtered_rows, reported_rows, row_draws
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_settings import CandidateFilters, RowSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 

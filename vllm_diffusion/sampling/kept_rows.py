@@ -1,5 +1,5 @@
-"""Settings of the rows of a pass, and the rows that are looked at more than once: those with filters or
-log-probabilities, and the few likeliest tokens of each row for rules that look beyond the likeliest.
+"""Rows of a pass whose logits are read more than once: those with filters or log-probabilities, and the likeliest
+tokens that a rule asks for.
 
 Top-k, top-p and min-p keep the tokens whose logit is at least a threshold of the row. The threshold is
 searched for, without ever sorting a row: a sweep counts what lies above each of some pivots, and the next one

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits, ordered_keys
 from tests.support.heads import identity_head, on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
-from vllm_diffusion.sampling.row_settings import CandidateFilters, RowSettings, thresholds
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings, thresholds
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 pytestmark = pytest.mark.engine
