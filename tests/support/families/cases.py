@@ -294,7 +294,7 @@ def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
         folder: For the checkpoint.
     """
     if family in CASES:
-        return CASES[family].make().save(folder), CASES[family].options
+        return CASES[family].make().save(folder), dict(CASES[family].options)
     return random_checkpoint(folder, generation_config={"max_denoising_steps": 6}), {}
 
 
