@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from importlib.metadata import distribution
 from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES, REFUSED, Family
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.hooks.upstream import INSTALL
 from vllm_diffusion.startup.environment import is_disabled
 
@@ -113,9 +113,7 @@ def _register_extensions() -> None:
     They come first: what one of them registers, such as a worker's weight transfer that knows of
     drafts, is not registered again.
     """
-    for entry in distribution("vllm-diffusion").entry_points.select(
-        group="vllm_diffusion.extensions"
-    ):
+    for entry in own_entry_points("vllm_diffusion.extensions"):
         try:
             entry.load()()
         except Exception as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import distribution, version
+from importlib.metadata import version
 
 from vllm_diffusion.cli import chat, checkpoint, demo, doctor, serve_page, tune
 from vllm_diffusion.cli.console import CommandError, fail
 from vllm_diffusion.cli.values import Parser, UsageError
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.environment import compile_once
 
 
@@ -21,12 +22,7 @@ def build_parser() -> Parser:
         "--version", action="version", version=f"%(prog)s {version('vllm-diffusion')}"
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    registered = [
-        entry.load()
-        for entry in distribution("vllm-diffusion").entry_points.select(
-            group="vllm_diffusion.commands"
-        )
-    ]
+    registered = [entry.load() for entry in own_entry_points("vllm_diffusion.commands")]
     for module in (demo, chat, serve_page, checkpoint, *registered, tune, doctor):
         module.add_parser(subcommands)
     return parser

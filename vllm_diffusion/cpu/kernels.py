@@ -10,13 +10,13 @@ tensors are on the CPU, so ``.numpy()`` shares their memory.
 from __future__ import annotations
 
 import ctypes
-from importlib.metadata import distribution
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from vllm_diffusion.cpu.launches import Functions, overrides
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 
 _RUNNER = "vllm.v1.worker.gpu."
 
@@ -28,9 +28,7 @@ def register() -> None:
     from vllm_diffusion.cpu import sampling_kernels
 
     functions = OVERRIDES | sampling_kernels.OVERRIDES
-    for entry in distribution("vllm-diffusion").entry_points.select(
-        group="vllm_diffusion.cpu_kernels"
-    ):
+    for entry in own_entry_points("vllm_diffusion.cpu_kernels"):
         functions |= entry.load()
     new = {name: each for name, each in functions.items() if name not in dispatcher._registry}
     if new:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.machine import kv_cache_bytes
 from vllm_diffusion.startup.passes import choose_worker
 
@@ -146,9 +146,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
             check_checkpoint_fits(model_config)
 
-        for entry in distribution("vllm-diffusion").entry_points.select(
-            group="vllm_diffusion.cpu_checks"
-        ):
+        for entry in own_entry_points("vllm_diffusion.cpu_checks"):
             entry.load()(vllm_config)
         if vllm_config.diffusion_config is None:
             check_cache(vllm_config)
