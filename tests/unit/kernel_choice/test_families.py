@@ -19,7 +19,9 @@ from vllm_diffusion.startup.kernel_choices import kernel_choices
 def test_the_step_of_a_family(family, tmp_path):
     """Its canvases and its rule run without an engine, and give the same bits replayed."""
     folder, options = checkpoint_of(family, tmp_path)
-    config = EngineArgs(str(folder), max_model_len=256, max_num_seqs=3, **options).create_engine_config()
+    config = EngineArgs(
+        str(folder), max_model_len=256, max_num_seqs=3, **options
+    ).create_engine_config()
     served = Served.of(config, kernel_choices(config))
     assert served.step.slots == 3
     assert served.step.vocab == few_tiles(config.model_config.get_vocab_size())

@@ -177,8 +177,9 @@ def compare(
     """
     begin_serving()
     accelerator = None if forces_cpu() else working_accelerator()
-    if arguments.one_at_a_time is None:
-        arguments.one_at_a_time = accelerator is not None and not any(each.url for each in entrants)
+    one_at_a_time = arguments.one_at_a_time
+    if one_at_a_time is None:
+        one_at_a_time = accelerator is not None and not any(each.url for each in entrants)
     plan = Plan(
         tuple(prompts),
         tuple(dict.fromkeys(arguments.concurrency)),
@@ -192,7 +193,7 @@ def compare(
         plan,
         serve_options=arguments.vllm_options,
         verbose=arguments.verbose,
-        one_at_a_time=arguments.one_at_a_time,
+        one_at_a_time=one_at_a_time,
     )
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -205,7 +206,7 @@ def compare(
         "rounds": plan.num_rounds,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
-        "one_at_a_time": arguments.one_at_a_time,
+        "one_at_a_time": one_at_a_time,
     }
     say("")
     figures = as_json(results, plan)
