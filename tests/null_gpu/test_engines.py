@@ -36,10 +36,17 @@ def test_the_cpu_platform_is_refused(null_gpu):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_starts_captured(null_gpu, tmp_path, family):
-    """Dynamo, the split of its graph and its captures run; Inductor is left out."""
+    """Dynamo, the split of its graph and its captures run; Inductor is left out of the backbone."""
     folder, options = checkpoint_of(family, tmp_path)
-    # The longest that all of these tiny models know.
-    options = {"compilation_config": {"backend": "eager"}, "max_model_len": 256} | options
+    options |= {
+        "compilation_config": {"backend": "eager"},
+        # The longest that all of these tiny models know.
+        "max_model_len": 256,
+        # Blocks take a second a million on the host.
+        "gpu_memory_utilization": 0.01,
+        # Of vLLM's own kernels, which the rehearsal compiles.
+        "kernel_config": {"enable_jit_warmup": False},
+    }
     found = null_gpu.run(SERVE, model=str(folder), options=options, kinds=["plain"]).checked()
     assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
@@ -63,6 +70,7 @@ def test_the_shipped_checkpoint_compiled(null_gpu):
     baselines.check("a steady pass on the null GPU, shipped checkpoint", found["steady"])
 
 
+@pytest.mark.slow
 def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
     """Six layers of the 26B's, with its vocabulary, experts and canvases, and weights that nothing fills."""
     model = write_checkpoint(tmp_path / "26b", "26b", "bf16")

@@ -23,8 +23,8 @@ def test_a_gpu_that_computes_nothing(null_gpu):
 
 
 def test_served_by_the_reference(null_gpu):
-    """Where no kernel is right, every kind of request passes all the same; graphs hold all but attention."""
-    fates = {"triton": "wrong", "cute": "raises"}
+    """Where nothing is right, every kind of request passes all the same; graphs hold the backbone's layers."""
+    fates = {"triton": "wrong", "cute": "raises", "graph": "wrong"}
     outcome = null_gpu.run(
         f"{CASES}:serve_checked", model=str(SHIPPED), options=CAPTURED, fates=fates
     )
@@ -36,10 +36,14 @@ def test_served_by_the_reference(null_gpu):
     assert served == {"reference"}
     assert len(chosen["choices"]["attention"]) == len(chosen["kinds"]) == 2
     assert chosen["choices"]["statistics"] == chosen["choices"]["kept_rows"] == "reference"
+    assert not chosen["choices"]["step_graphs"]
+    assert "with other sampling settings" not in outcome.text(), "the sampler was captured"
     assert "takes many times as long" in outcome.text()
 
 
+@pytest.mark.slow
 def test_served_without_graphs_that_are_wrong(null_gpu):
+    """Kernels stay, and the sampler runs uncaptured."""
     fates = {"graph": "wrong"}
     outcome = null_gpu.run(
         f"{CASES}:serve_checked", model=str(SHIPPED), options=CAPTURED, fates=fates
