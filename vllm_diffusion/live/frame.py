@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from vllm.logger import init_logger
 
-from vllm_diffusion.canvas.messages import ReportedFrame
+if TYPE_CHECKING:
+    from vllm_diffusion.canvas.messages import ReportedFrame
+
+# Without vLLM's own way to it: who imports this before vLLM may still set vLLM's variables.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True)
@@ -187,9 +191,6 @@ def _text_of(detokenizer: Any) -> str:
     """Return what it has made so far; nothing for a request that is not to be detokenized."""
     text: str = getattr(detokenizer, "output_text", "")
     return text
-
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class ParsedAnswers:

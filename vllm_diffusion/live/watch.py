@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import LLM, RequestOutput
 
     Item: TypeAlias = CanvasFrame | CanvasStepMap | RequestOutput
-    from vllm import LLM, RequestOutput
 
 # Frames of one call that wait. A reader slower than the denoising misses the oldest ones.
 MOST_WAITING_FRAMES = 64

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_diffusion.runner import masked_model
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
+from vllm_diffusion.weights.downcasts import counted_downcasts
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +41,7 @@ def load(dtype):
 
 def test_downcasts_are_one_line(lines):
     """Four tensors of float32 into bfloat16: vLLM's four warnings are one line with their number."""
-    with masked_model.counted_downcasts():
+    with counted_downcasts():
         assert len(load(torch.float32)) == 4
     assert [record.getMessage() for record in lines] == [
         "4 tensors of the checkpoint are torch.float32, and served in torch.bfloat16."
@@ -52,7 +52,7 @@ def test_downcasts_are_one_line(lines):
 
 
 def test_what_fits_is_not_mentioned(lines):
-    with masked_model.counted_downcasts():
+    with counted_downcasts():
         load(torch.bfloat16)
         logging.getLogger("vllm.model_executor.models.utils").warning("Something else")
     assert [record.getMessage() for record in lines] == ["Something else"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.support.checkpoints import SHIPPED
 from tests.support.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
+from vllm_diffusion.weights.update import ExpectedTensors, WeightUpdate
 from vllm_diffusion.weights.weight_files import largest_magnitude, stored_tensors
-from vllm_diffusion.weights.worker_engine import ExpectedTensors, WeightUpdate
 
 pytestmark = pytest.mark.engine
 

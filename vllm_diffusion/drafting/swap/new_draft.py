@@ -26,7 +26,7 @@ from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, reach_of_layer
 from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
-from vllm_diffusion.weights.worker_engine import UNHARMED, ExpectedTensors, WeightUpdate
+from vllm_diffusion.weights.update import UNHARMED, ExpectedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -50,9 +50,9 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
     EncoderDecoderLora,
 )
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.runner.masked_model import counted_downcasts
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.downcasts import counted_downcasts
 from vllm_diffusion.weights.tensor_rules import spell_out_patterns
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.

@@ -22,10 +22,10 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.nemotron.startup import TENSOR_NAME, DraftLora
-from vllm_diffusion.runner.masked_model import counted_downcasts
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.downcasts import counted_downcasts
 
 
 class _AdaptedLinearMethod(LinearMethodBase):
