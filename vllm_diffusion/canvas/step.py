@@ -51,22 +51,6 @@ class SlotPass(NamedTuple):
     free_from: Tensor
     free_to: Tensor
 
-    @staticmethod
-    def idle(num_slots: int, device: torch.device) -> SlotPass:
-        """A pass in which no slot has rows or a constraint."""
-
-        def filled(value: int, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_slots,), value, dtype=dtype, device=device)
-
-        return SlotPass(
-            num_rows=filled(0, torch.int32),
-            seed=filled(0, torch.int64),
-            seeding=filled(0, torch.bool),
-            num_valid=filled(-1, torch.int32),
-            free_from=filled(0, torch.int32),
-            free_to=filled(0, torch.int32),
-        )
-
 
 class StepOutput(NamedTuple):
     """Outcome of a pass by slot, for the engine and for clients that watch.

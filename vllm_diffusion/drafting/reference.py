@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from vllm_diffusion.drafting.reference_draft import KeysValues, ReferenceDraft
 from vllm_diffusion.drafting.reference_draft import draft_config as draft_config
 from vllm_diffusion.drafting.reference_draft import load_draft as load_draft
+from vllm_diffusion.drafting.reference_draft import reach_of_layer as reach_of_layer
 from vllm_diffusion.drafting.reference_draft import save_draft as save_draft
 from vllm_diffusion.drafting.reveal import (
     CONFIDENCE,

@@ -285,7 +285,7 @@ class ReferenceDraft(nn.Module):
         """Compute each layer's keys and values of the target's hidden states.
 
         Args:
-            rows: Result of :func:`context_rows`, [B, T, layers * hidden].
+            rows: Result of :func:`.reference.context_rows`, [B, T, layers * hidden].
             positions: [B, T], int64.
         """
         features = self.hidden_norm(self.fc(rows))

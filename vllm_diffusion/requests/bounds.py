@@ -188,6 +188,8 @@ _FIELD = re.compile(r"`\$\.(\w+)")
 def check_decodable(params: SamplingParams) -> None:
     """Encode sampling parameters for the engine and decode them as the engine will.
 
+    vLLM validated them before our checks lowered ``max_tokens``, and never checks the types of what Python sets.
+
     Args:
         params: Parameters of the request. An encoding that fails is left to vLLM, which answers the
             client: it fails in this process.
@@ -195,7 +197,6 @@ def check_decodable(params: SamplingParams) -> None:
     Raises:
         VLLMValidationError: Naming the field that the engine would refuse.
     """
-    import msgspec
     from vllm import SamplingParams
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -247,7 +248,7 @@ _KINDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 
 
 def reads_by_nixl(kv_transfer_config: Any) -> bool:
-    """Return true if a server reads the parameters that this module checks.
+    """Return true if a server reads the ``kv_transfer_params`` that :func:`transfer_form_problem` checks.
 
     Args:
         kv_transfer_config: vLLM's configuration; ``None`` without a connector.
@@ -255,8 +256,10 @@ def reads_by_nixl(kv_transfer_config: Any) -> bool:
     return kv_transfer_config is not None and any(map(kv_transfer_config.has_connector, _NIXL))
 
 
-def form_problem(params: Any, num_answers: int, kv_transfer_config: Any) -> tuple[str, str] | None:
-    """Find what is wrong with parameters by themselves.
+def transfer_form_problem(
+    params: Any, num_answers: int, kv_transfer_config: Any
+) -> tuple[str, str] | None:
+    """Find what is wrong with parameters of a KV transfer by themselves.
 
     Args:
         params: ``kv_transfer_params`` of a request.
@@ -298,7 +301,7 @@ def form_problem(params: Any, num_answers: int, kv_transfer_config: Any) -> tupl
     return None
 
 
-def agreement_problem(
+def transfer_agreement_problem(
     params: Mapping[str, Any],
     *,
     num_prefilled: int,
@@ -308,7 +311,7 @@ def agreement_problem(
     """Return why another engine's blocks cannot be a request's prompt; ``None`` if they can.
 
     Args:
-        params: ``kv_transfer_params`` of the request, which passed :func:`form_problem`.
+        params: ``kv_transfer_params`` of the request, which passed :func:`transfer_form_problem`.
         num_prefilled: Tokens of its prompt that are prefilled before its canvas.
         num_groups: Groups of cached layers of this engine.
         loading: ``remote_request_id`` of this engine's requests.

@@ -62,12 +62,13 @@ def _refusing_what_is_no_mapping(stock: Any, error: Any, *args: Any, **kwargs: A
     """Answer an exception as vLLM does; with a 400 where ``structured_outputs`` is asked for its keys."""
     from vllm.exceptions import VLLMValidationError
 
-    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, AttributeError) and _COUNTS_CONSTRAINTS.rpartition(".")[2] in functions:
-        error = VLLMValidationError(
-            'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
-            parameter="structured_outputs",
-        )
+    if isinstance(error, AttributeError):
+        functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if _COUNTS_CONSTRAINTS.rpartition(".")[2] in functions:
+            error = VLLMValidationError(
+                'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
+                parameter="structured_outputs",
+            )
     return stock(error, *args, **kwargs)
 
 

@@ -111,7 +111,7 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
 
     Args:
         params: The request's ``SamplingParams``.
-        model_config: vLLM's ``ModelConfig``.
+        model_config: vLLM's ``ModelConfig`` of a diffusion model.
 
     Raises:
         VLLMValidationError: Naming the field; the server answers 400.
@@ -172,7 +172,9 @@ def _check_transfers(params: Any, model_config: Any) -> None:
         refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
     value = extra.get("kv_transfer_params")
     transfer_config = getattr(model_config, "kv_transfer_config", None)
-    if value is not None and (problem := bounds.form_problem(value, params.n, transfer_config)):
+    if value is not None and (
+        problem := bounds.transfer_form_problem(value, params.n, transfer_config)
+    ):
         refuse(*problem)
 
 

@@ -28,7 +28,7 @@ from attention_kernels.vocab_statistics import (
     scaled_logits,
     weigh,
 )
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, LogprobsRequest
 from vllm_diffusion.sampling.output_head import OutputHead
 
 
@@ -104,14 +104,11 @@ def thresholds(
     return keys
 
 
-_IMPOSSIBLE = float("-inf")
-
-
 class RunningChoices:
     """The likeliest tokens of the tiles so far, for rules that look beyond the likeliest one."""
 
     def __init__(self, num_rows: int, num_likeliest: int, device: torch.device) -> None:
-        self._scores = torch.full((num_rows, num_likeliest), _IMPOSSIBLE, device=device)
+        self._scores = torch.full((num_rows, num_likeliest), IMPOSSIBLE, device=device)
         self._ids = torch.zeros(num_rows, num_likeliest, dtype=torch.int64, device=device)
 
     def update(self, rows: RowLogits, divisor: Tensor, impl: Impl = "auto") -> None:
@@ -129,7 +126,7 @@ class RunningChoices:
             index = logits.argmax(dim=-1, keepdim=True)
             scores.append(logits.gather(-1, index))
             ids.append(index + rows.first_id)
-            logits.scatter_(-1, index, _IMPOSSIBLE)
+            logits.scatter_(-1, index, IMPOSSIBLE)
         self._keep(torch.cat(scores, dim=-1), torch.cat(ids, dim=-1))
 
     def _keep(self, scores: Tensor, ids: Tensor) -> None:
@@ -153,7 +150,7 @@ class RunningChoices:
             self._keep(scores, ids)
         choices = [self._ids[:, 0]]
         for i in range(1, self._ids.shape[1]):
-            is_possible = self._scores[:, i] > _IMPOSSIBLE
+            is_possible = self._scores[:, i] > IMPOSSIBLE
             choices.append(torch.where(is_possible, self._ids[:, i], choices[-1]))
         return torch.stack(choices, dim=-1)
 

@@ -18,7 +18,7 @@ from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import StepOutput
 from vllm_diffusion.sampling.output_head import OutputHead
 
-_IMPOSSIBLE = float("-inf")
+IMPOSSIBLE = float("-inf")
 
 
 class LogprobsRequest(NamedTuple):
@@ -133,15 +133,15 @@ def _summary(
     # The very numbers that ranks are counted with: another kernel's differ in a bit.
     column = wanted - first_id
     inside = (column >= 0) & (column < num_ids)
-    scores = torch.full(wanted.shape, _IMPOSSIBLE, device=logits.device)
+    scores = torch.full(wanted.shape, IMPOSSIBLE, device=logits.device)
     if num_ids > 0:
         scores = logits.gather(1, column.clamp(0, num_ids - 1))
-        scores = torch.where(inside, scores, _IMPOSSIBLE)
+        scores = torch.where(inside, scores, IMPOSSIBLE)
     return (
         logits.logsumexp(dim=1),
         scores,
-        torch.nn.functional.pad(top.gather(1, order), pad, value=_IMPOSSIBLE),
-        torch.nn.functional.pad(index + first_id, pad),
+        F.pad(top.gather(1, order), pad, value=IMPOSSIBLE),
+        F.pad(index + first_id, pad),
     )
 
 
@@ -151,18 +151,18 @@ def _columns(
     """Ids and scores beside a row's own token: the ids that its request names, or the likeliest."""
     num_columns = request.num_columns - 1
     pad = (0, num_columns - request.num_top)
-    ids = torch.nn.functional.pad(top_ids[:, : request.num_top], pad)
-    scores = torch.nn.functional.pad(top_scores[:, : request.num_top], pad, value=_IMPOSSIBLE)
+    ids = F.pad(top_ids[:, : request.num_top], pad)
+    scores = F.pad(top_scores[:, : request.num_top], pad, value=IMPOSSIBLE)
     if request.token_ids.shape[1] == 0:
         return ids, scores
     pad = (0, num_columns - request.token_ids.shape[1])
-    named = torch.nn.functional.pad(request.token_ids, pad)
-    named_scores = torch.nn.functional.pad(named_scores, pad, value=_IMPOSSIBLE)
+    named = F.pad(request.token_ids, pad)
+    named_scores = F.pad(named_scores, pad, value=IMPOSSIBLE)
     has_own = request.num_token_ids[:, None] > 0
     valid = torch.arange(num_columns, device=ids.device) < request.num_token_ids[:, None]
     return (
         torch.where(has_own, torch.where(valid, named, 0), ids),
-        torch.where(has_own, torch.where(valid, named_scores, _IMPOSSIBLE), scores),
+        torch.where(has_own, torch.where(valid, named_scores, IMPOSSIBLE), scores),
     )
 
 
@@ -311,7 +311,7 @@ def _widened(report: LogprobsTensors, width: int) -> LogprobsTensors:
     pad = (0, width - report.logprobs.shape[-1])
     return LogprobsTensors(
         F.pad(report.logprob_token_ids, pad),
-        F.pad(report.logprobs, pad, value=float("-inf")),
+        F.pad(report.logprobs, pad, value=IMPOSSIBLE),
         report.selected_token_ranks,
     )
 

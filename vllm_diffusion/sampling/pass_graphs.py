@@ -3,7 +3,8 @@
 A pass in which no request uses more than temperatures and seeds is one function, the plain step. Any
 other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with filters,
 a canvas's length of them at a time, which need the statistics of the whole row; and the rows with
-log-probabilities, which need the tokens.
+log-probabilities, which need the tokens. Their statistics are scattered to the positions of their
+canvases.
 """
 
 from __future__ import annotations

@@ -283,8 +283,8 @@ class RowAdjustments:
         held = np.full(tuple(self._held.shape), -1, dtype=np.int32)
         for slot, own in self._offsets.items():
             held[:, slot] = own
-        for slot in self._penalised:
-            _SlotNumbers(*held).penalty_idx[slot] = slot
+        penalised = list(self._penalised)
+        _SlotNumbers(*held).penalty_idx[penalised] = penalised
         async_tensor_h2d(held, out=self._held)
         self._repetition.copy_(state.repetition_penalty.gpu[:num_slots])
         self._frequency.copy_(state.frequency_penalty.gpu[:num_slots])

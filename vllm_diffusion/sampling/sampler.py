@@ -1,4 +1,4 @@
-"""The sampler that the model runner calls after each forward pass.
+"""The sampler that the model runner calls after each forward pass, and the views of canvases that go out with it.
 
 The runner's calls, in their order, with what each of them needs:
 
@@ -46,7 +46,12 @@ from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
 class CanvasViewConnector:
-    """The runner's ``aux_output_connector``. A pass without such canvases costs it one comparison."""
+    """The runner's ``aux_output_connector``: canvases that a client watches or a constraint reads.
+
+    The runner copies them off the device with a pass's outputs and hands them to the scheduler. vLLM's own
+    connector carries routed experts, which no diffusion model is started with, so the place is free. A pass
+    without watched or constrained canvases costs one comparison.
+    """
 
     def __init__(self, slots: CanvasSlots, num_rows: Tensor, entropy: Tensor) -> None:
         """Bind the connector to a sampler, whose tensors hold the last pass.

@@ -332,7 +332,7 @@ def draw_filtered(
 
 
 def no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:
-    """Allocate log-probabilities of rows that report nothing."""
+    """Allocate log-probabilities of rows, of which nothing is reported yet."""
     return LogprobsTensors(
         torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
         torch.full((num_rows, num_columns), float("-inf"), device=device),

@@ -42,6 +42,7 @@ class CanvasGrammars(StructuredOutputManager):
     def _create_grammar(self, request: Request) -> Any:
         # The manager makes its back end for the first request that needs one.
         if self.backend_name == "outlines":
+            # Its guides keep the last few states, unless vLLM decodes speculatively: then one for each draft token.
             width = self.vllm_config.diffusion_config.canvas_length
             self.backend.vllm_config = SimpleNamespace(
                 speculative_config=SimpleNamespace(num_speculative_tokens=width)

@@ -68,7 +68,12 @@ class SchedulerFeature:
 
 
 class LastCanvas(SchedulerFeature):
-    """Answered requests that stay for one more pass, which encodes their last canvas."""
+    """Answered requests that stay for one more pass, which encodes their last canvas for a chat's next turn.
+
+    A request's last step emits its canvas and the finish reason, and its client waits for nothing more. It then
+    runs for one pass as known tokens without a canvas; their blocks are registered for the prefix cache when
+    that pass is scheduled. Where memory is short it is dropped, rather than computed again for no client.
+    """
 
     def __init__(self, scheduler: Scheduler, spec: CanvasSpec, is_on: bool) -> None:
         """Start without requests.
@@ -212,7 +217,11 @@ class _Group:
 
 
 class ReadGroups(SchedulerFeature):
-    """Feature that holds reads back until their group is complete or its deadline has passed."""
+    """Feature that holds reads back until their group is complete or its deadline has passed.
+
+    Scheduled in one pass, reads compute the shared part of their prompts once: with a prefix cache a block can
+    be found as soon as it is scheduled, and a pass writes all keys and values of a layer before it reads them.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}

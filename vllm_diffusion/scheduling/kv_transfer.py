@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces
-from vllm_diffusion.requests.bounds import agreement_problem, reads_by_nixl
+from vllm_diffusion.requests.bounds import reads_by_nixl, transfer_agreement_problem
 from vllm_diffusion.scheduling.features import SchedulerFeature
 
 
@@ -99,7 +99,7 @@ class KVTransfer(SchedulerFeature):
             return None
         if not reads_by_nixl(self._scheduler.vllm_config.kv_transfer_config):
             return None
-        return agreement_problem(
+        return transfer_agreement_problem(
             params,
             num_prefilled=self.num_final(request.num_prompt_tokens),
             num_groups=len(self._scheduler.kv_cache_config.transfer_groups),

@@ -1,4 +1,4 @@
-"""Rules for names and shapes of an unquantised checkpoint, which a family defines.
+"""Rules for names and shapes of a checkpoint, which a family defines, and for what a quantised one ignores.
 
 A model may use a tensor in two places, and a checkpoint may store it under either name; here it has
 one of them, the canonical name.

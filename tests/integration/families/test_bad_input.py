@@ -329,9 +329,7 @@ def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> Non
     from vllm_diffusion.requests import validation
 
     def validate(params: Any) -> None:
-        model_config = SimpleNamespace(
-            is_diffusion=True, canvas_spec=spec, get_vocab_size=lambda: 320
-        )
+        model_config = SimpleNamespace(canvas_spec=spec, get_vocab_size=lambda: 320)
         validation.validate_sampling_params(params, model_config)
         validation.validate_diffusion_arguments(params, spec, 320)
 

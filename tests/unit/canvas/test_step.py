@@ -22,6 +22,18 @@ SLOTS, CANVAS, VOCAB = 5, 8, 50
 CPU = torch.device("cpu")
 
 
+def idle_pass(num_slots: int) -> SlotPass:
+    """Describe a pass in which no slot has rows or a constraint."""
+    return SlotPass(
+        num_rows=torch.zeros(num_slots, dtype=torch.int32),
+        seed=torch.zeros(num_slots, dtype=torch.int64),
+        seeding=torch.zeros(num_slots, dtype=torch.bool),
+        num_valid=torch.full((num_slots,), -1, dtype=torch.int32),
+        free_from=torch.zeros(num_slots, dtype=torch.int32),
+        free_to=torch.zeros(num_slots, dtype=torch.int32),
+    )
+
+
 def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
     """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
     slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
@@ -38,7 +50,7 @@ def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
             entropy=torch.rand(SLOTS, CANVAS, generator=generator),
             drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
-        slot_pass = SlotPass.idle(SLOTS, CPU)
+        slot_pass = idle_pass(SLOTS)
         slot_pass.seed.copy_(torch.arange(SLOTS))
         slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
         output = step(statistics, slot_pass)
@@ -96,7 +108,7 @@ def test_a_draft_and_its_verification(backend):
 
     def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:
         drawn = torch.tensor(tokens)
-        slot_pass = SlotPass.idle(2, CPU)._replace(**changes)
+        slot_pass = idle_pass(2)._replace(**changes)
         output = step(SlotStatistics(drawn, drawn, entropy, entropy), slot_pass)
         return [output.num_emitted.tolist(), output.num_finished.tolist()]
 
@@ -126,7 +138,7 @@ def test_pins_are_of_a_masked_request_s_first_canvas():
     statistics = SlotStatistics(drawn, drawn, zeros, zeros)
     assert slots.canvas.tolist() == [[30] * CANVAS, [4] * CANVAS]
     assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
-    rows = SlotPass.idle(2, CPU)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
+    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
     assert step(statistics, rows).tokens[0].tolist() == [30] * CANVAS
     assert slots.canvas.tolist() == [[4] * CANVAS] * 2
     assert step(statistics, rows).tokens[0].tolist() == [7] * CANVAS
@@ -145,7 +157,7 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
     argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
     entropy = torch.zeros(2, CANVAS)
     entropy[:, 4:] = 3.0
-    slot_pass = SlotPass.idle(2, CPU)
+    slot_pass = idle_pass(2)
     slot_pass.num_rows.fill_(CANVAS)
     for i in range(2):
         argmax[:, 4:] = 10 + i
@@ -170,7 +182,7 @@ def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> li
             confidence=confidence,
             choices=choices,
         )
-        slot_pass = SlotPass.idle(R, CPU)
+        slot_pass = idle_pass(R)
         # The last slot has no rows.
         slot_pass.num_rows[:-1] = C
         step(statistics, slot_pass)

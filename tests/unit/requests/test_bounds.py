@@ -17,11 +17,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_diffusion.requests.bounds import (
     MOST_ITEMS,
     SAMPLING_PARAMS,
-    agreement_problem,
-    form_problem,
     sampling_problems,
     schema_problem,
     text_problems,
+    transfer_agreement_problem,
+    transfer_form_problem,
 )
 
 pytestmark = pytest.mark.engine
@@ -210,7 +210,7 @@ LOADS: dict[str, Any] = {
     ],
 )
 def test_taken(params: dict[str, Any]) -> None:
-    assert form_problem(params, 1, NIXL) is None
+    assert transfer_form_problem(params, 1, NIXL) is None
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_taken(params: dict[str, Any]) -> None:
 )
 def test_field_is_named(changes: dict[str, Any], field: str) -> None:
     """Of wrong types, missing, and contradicting ones."""
-    problem = form_problem(LOADS | changes, 1, NIXL)
+    problem = transfer_form_problem(LOADS | changes, 1, NIXL)
     assert problem is not None
     assert problem[0] == f"kv_transfer_params.{field}"
 
@@ -246,24 +246,24 @@ def test_field_is_named(changes: dict[str, Any], field: str) -> None:
 )
 def test_any_value(changes: dict[str, Any]) -> None:
     """Whatever a client sends, it is taken or a field is named."""
-    problem = form_problem(LOADS | changes, 1, NIXL)
+    problem = transfer_form_problem(LOADS | changes, 1, NIXL)
     assert problem is None or problem[0].removeprefix("kv_transfer_params.") in LOADS
 
 
 def test_one_answer() -> None:
     """Parameters are of one request, and the blocks are given back when it has them."""
     for params in (LOADS, {"do_remote_decode": True}):
-        problem = form_problem(params, 2, NIXL)
+        problem = transfer_form_problem(params, 2, NIXL)
         assert problem is not None
         assert problem[0] == "n"
-    assert form_problem({}, 2, NIXL) is None
+    assert transfer_form_problem({}, 2, NIXL) is None
 
 
 def test_other_connectors() -> None:
     """Theirs are not known here; what is no mapping is none of theirs either."""
-    assert form_problem({"remote_port": "x"}, 2, OTHER) is None
-    assert form_problem({"remote_port": "x"}, 2, None) is None
-    assert form_problem([1], 1, None) is not None
+    assert transfer_form_problem({"remote_port": "x"}, 2, OTHER) is None
+    assert transfer_form_problem({"remote_port": "x"}, 2, None) is None
+    assert transfer_form_problem([1], 1, None) is not None
 
 
 def test_agreement() -> None:
@@ -271,7 +271,7 @@ def test_agreement() -> None:
 
     def problem(**changes: Any) -> str:
         mine: dict[str, Any] = {"num_prefilled": 41, "num_groups": 2, "loading": [None, "x"]}
-        return agreement_problem(LOADS, **(mine | changes)) or ""
+        return transfer_agreement_problem(LOADS, **(mine | changes)) or ""
 
     assert problem() == ""
     assert "remote_num_tokens is 41" in problem(num_prefilled=40)

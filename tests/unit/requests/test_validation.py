@@ -24,7 +24,7 @@ def test_bias_that_is_no_number(bias: float) -> None:
 
     params = SamplingParams(logit_bias={5: bias})
     with pytest.raises(VLLMValidationError, match="logit_bias of token 5 must be between"):
-        validate_sampling_params(params, SimpleNamespace(is_diffusion=True))
+        validate_sampling_params(params, SimpleNamespace())
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
@@ -36,9 +36,7 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
 
     from vllm_diffusion.requests.validation import validate_sampling_params
 
-    model_config = SimpleNamespace(
-        is_diffusion=True, canvas_spec=diffusion_gemma_spec(32), get_vocab_size=lambda: 316
-    )
+    model_config = SimpleNamespace(canvas_spec=diffusion_gemma_spec(32), get_vocab_size=lambda: 316)
     with pytest.raises(VLLMValidationError, match=f"{field} must be a mapping") as raised:
         validate_sampling_params(SamplingParams(extra_args={field: value}), model_config)
     assert raised.value.parameter == field

@@ -1,4 +1,4 @@
-"""Ways to draft for a target, each as the options of a server."""
+"""Ways to draft for a target, each as the options of a server, and the files that a way needs."""
 
 from __future__ import annotations
 

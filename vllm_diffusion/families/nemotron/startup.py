@@ -6,8 +6,8 @@ masks, and are revealed by the model's own probability, whatever the temperature
 at an end token with no mask before it.
 
 With the rule ``linear_spec`` a block is a draft behind its seed, and the causal pass keeps what it
-agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora`` beside the weights acts on
-the draft. With ``autoregressive`` vLLM serves an ordinary causal model.
+agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's beside the
+weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive`` vLLM serves an ordinary causal model.
 
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in public
 copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:

@@ -2,7 +2,8 @@
 
 At the start, the adapters of ``--lora-modules`` are checked; while a server runs, requests for an
 adapter whose files have changed since: a worker that cannot load it in the middle of a batch would end
-the engine. :mod:`vllm_diffusion.live.http` checks what clients ask a server to load.
+the engine. :mod:`vllm_diffusion.live.http` checks what clients ask a server to load. The rules of a
+model's adapters, which workers read too, are chosen here.
 """
 
 from __future__ import annotations
