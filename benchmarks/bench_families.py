@@ -156,15 +156,15 @@ def rooms_of(llm: Any) -> Rooms:
     rooms.wrap(CanvasAttentionImpl, "forward", "our attention")
     rooms.wrap(CanvasAttentionImpl, "do_kv_cache_update", "our attention")
     rooms.wrap(type(runner.sampler), "__call__", "our sampler")
-    rooms.wrap(runner.sampler, "canvas_step", "our step")
+    rooms.wrap(runner.sampler.graphs, "_canvas_step", "our step")
     return rooms
 
 
-def profile(llm: Any, requests: list[Any], params: Any, data: Rows, **columns: Any) -> None:
+def profile(llm: Any, asked: list[Any], params: Any, data: Rows, **columns: Any) -> None:
     """Report where the time of the requests' passes goes."""
     rooms, counter = rooms_of(llm), RowCounter(llm)
     for _ in range(REPEATS):
-        llm.generate(requests, params, use_tqdm=False)
+        llm.generate(asked, params, use_tqdm=False)
     total, passes = sum(rooms.seconds.values()), counter.counts.passes
     rooms.seconds["a pass"] = total
     for room, seconds in sorted(rooms.seconds.items(), key=lambda item: -item[1]):

@@ -29,7 +29,7 @@ from typing import Any
 
 from memory_limit import pass_bytes
 from records import Rows, parser_of, read
-from serving import Sweep, fix_steps
+from serving import Sweep, fix_steps, passes_of
 from timing import STOCK, copy_rate, place
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -103,9 +103,12 @@ def main() -> None:
     print(f"{place()}, copies {rate / 1e9:.1f} GB/s", flush=True)
     data = Rows(args.data)
     with tempfile.TemporaryDirectory() as folder:
-        for one in args.formats:
-            for row in measure(one, Path(folder) / one, args, rate):
-                data.add("formats", **row)
+        try:
+            for one in args.formats:
+                for row in measure(one, Path(folder) / one, args, rate):
+                    data.add("formats", **row)
+        except ValueError as error:
+            sys.exit(str(error))
 
 
 def measure(
@@ -121,7 +124,8 @@ def measure(
     """
     from transformers import DiffusionGemmaConfig
 
-    made = write_checkpoint(folder / "diffusion", args.shape, name)
+    # Folders of the sweep's results are named by their side.
+    made = write_checkpoint(folder / "canvases", args.shape, name)
     fix_steps(made, args.steps)
     settings = json.loads((made / "config.json").read_text())
     quantization = settings.pop("quantization_config", None)
@@ -132,18 +136,20 @@ def measure(
     words += ["--max-model-len", str(2 * (args.input_len + args.output_len))]
 
     def row(
-        side: str, made: Path, passes: int, experts: float, *options: str, **variables: str
+        side: str, made: Path, experts: float, *options: str, **variables: str
     ) -> dict[str, Any]:
         found = sweep.of(side, made, [*words, *options], variables)[run]
+        denoises = "diffusion" in side
         size = pass_bytes(
             config,
             quantization,
             touched_experts=experts,
             context=args.input_len + args.output_len // 2 + config.canvas_length,
             kv_bytes=1 if (quantization or {}).get("kv_cache_scheme") else 2,
-            denoises=side != "autoregressive",
+            denoises=denoises,
         ).total
         # What comes as one chunk comes after the passes of a canvas, or of a token.
+        passes = passes_of(sweep.said(side), args.steps) if denoises else 1
         per_pass = found["median_itl_ms"] / passes
         return {
             "which": f"{name}, {side}",
@@ -155,14 +161,14 @@ def measure(
         }
 
     touched = experts_touched(made)
-    yield row("diffusion", made, args.steps, touched)
+    yield row("diffusion", made, touched)
     if args.stock:
-        yield row("stock diffusion", made, args.steps + 1, touched, **STOCK)
+        yield row("stock diffusion", made, touched, **STOCK)
     if args.no_autoregressive:
         return
     single = write_checkpoint(folder / "single", args.shape, name, autoregressive=True)
     top_k = config.text_config.top_k_experts
-    yield row("autoregressive", single, 1, top_k)
+    yield row("autoregressive", single, top_k)
     if args.mtp:
         speculative = {
             "model": args.mtp,
@@ -171,7 +177,7 @@ def measure(
             "synthetic_acceptance_rate": args.mtp_acceptance,
         }
         side = f"multi-token prediction, assumed acceptance {args.mtp_acceptance}"
-        found = row(side, single, 1, top_k, "--speculative-config", json.dumps(speculative))
+        found = row(side, single, top_k, "--speculative-config", json.dumps(speculative))
         # Its passes are those of target and drafter.
         unknown = dict.fromkeys(("ms_a_pass", "gigabytes_a_pass", "experts_a_layer", "of_limit"))
         yield found | unknown
@@ -185,7 +191,7 @@ def experts_touched(folder: Path) -> float:
         command += ["--canvases", "1", "--prompt-len", "20", "--data", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"counting experts failed:\n{done.stderr[-3000:]}")
+            raise ValueError(f"counting experts failed:\n{done.stderr[-3000:]}")
         (row,) = read(Path(file.name))
     return float(row["touched"])
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from records import Rows, parser_of
-from serving import Run, Sweep, prepare
+from serving import Run, Sweep, passes_of, prepare
 from timing import STOCK, place
 
 HERE = Path(__file__).resolve().parent
@@ -45,10 +45,10 @@ def row(
     """One line of the table.
 
     ``ms_a_pass`` is known where one request runs at a time: a canvas comes as one chunk, after the
-    passes of its order. Stock takes a pass of its own for a finished canvas.
+    passes of its order.
     """
     length, clients = asked
-    passes = options.steps if side == "ours" else options.steps + 1
+    passes = passes_of(log, options.steps)
     return {
         "model": options.model.name,
         "drafted": "--speculative-config" in options.options,
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
             variables, words = SIDES[side]
             words = ["--max-model-len", str(options.max_model_len), *words]
             found = sweep.of(side, folder, words + shlex.split(options.options), variables)
-            log = sweep.log(side).read_text(errors="replace")
+            log = sweep.said(side)
             for run in runs:
                 rows[run].append(row(side, run, found[run], options, log))
     except ValueError as error:

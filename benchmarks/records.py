@@ -42,15 +42,15 @@ class Rows:
             path.write_text("", encoding="utf-8")
 
     def add(self, table: str, **columns: Any) -> None:
-        """Print a row, behind the table's heads where it is the first, and append it to the file."""
+        """Append a row to the file, and print it, behind the table's heads where it is the first."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"table": table, **columns}) + "\n")
         heads, line, row = markdown(list(columns), [list(columns.values())]).splitlines()
         if self._heads != (table, *columns):
             self._heads = (table, *columns)
             print(f"\n{table}\n\n{heads}\n{line}")
         print(row, flush=True)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"table": table, **columns}) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -61,10 +61,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def flat(text: Any) -> str:
+    """Return a text on one line."""
+    return " ".join(str(text).split())
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table; cells that are ``None`` are empty."""
+    """Return a table; cells that are ``None`` are empty, and others have one line."""
     head, *lines = (
-        f"| {' | '.join('' if cell is None else str(cell) for cell in line)} |\n"
+        f"| {' | '.join('' if cell is None else flat(cell) for cell in line)} |\n"
         for line in [heads, *rows]
     )
     return head + "|" + "---|" * len(heads) + "\n" + "".join(lines)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -49,6 +51,11 @@ def proxy(prefill: str, denoise: str) -> Starlette:
     # A request may wait for as long as its server makes it.
     client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5))
 
+    @asynccontextmanager
+    async def closing_client(_: Starlette) -> AsyncIterator[None]:
+        async with client:
+            yield
+
     async def prefilled(request: Request, body: dict[str, Any]) -> dict[str, Any] | None:
         """How the denoising server gets the prompt's keys and values; ``None`` if it does not."""
         asked = {name: value for name, value in body.items() if name not in OF_THE_ANSWER}
@@ -60,23 +67,19 @@ def proxy(prefill: str, denoise: str) -> Starlette:
         try:
             response = await client.post(url, json=asked, headers=headers)
             return response.raise_for_status().json()["kv_transfer_params"]
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            logging.getLogger("uvicorn.error").warning("not prefilled by %s: %s", prefill, reason)
+        except (httpx.HTTPError, ValueError) as error:
+            logging.getLogger("uvicorn.error").warning("not prefilled by %s: %r", prefill, error)
             return None
 
     async def answer(request: Request) -> StreamingResponse:
         """The denoising server's response, as it comes."""
         content = await request.body()
         if request.url.path in ("/v1/completions", "/v1/chat/completions"):
-            try:
-                body = json.loads(content)
-            except ValueError:
-                # The denoising server says what is wrong with it.
-                body = None
-            if is_one_prompt(body):
-                body["kv_transfer_params"] = await prefilled(request, body)
-                content = json.dumps(body).encode()
+            # What is no JSON is for the denoising server to refuse.
+            with suppress(ValueError):
+                if is_one_prompt(body := json.loads(content)):
+                    body["kv_transfer_params"] = await prefilled(request, body)
+                    content = json.dumps(body).encode()
         url, headers = denoise + request.url.path, headers_of(request)
         sent = client.build_request(
             request.method, url, params=request.query_params, headers=headers, content=content
@@ -87,8 +90,8 @@ def proxy(prefill: str, denoise: str) -> Starlette:
             response.aiter_raw(), response.status_code, headers_of(response), background=closing
         )
 
-    methods = ["GET", "POST", "PUT", "DELETE"]
-    return Starlette(routes=[Route("/{path:path}", answer, methods=methods)])
+    routes = [Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "DELETE"])]
+    return Starlette(routes=routes, lifespan=closing_client)
 
 
 def main() -> None:

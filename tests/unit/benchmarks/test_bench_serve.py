@@ -13,6 +13,13 @@ import serving
 BENCHMARKS = Path(bench_serve.__file__).parent
 CONFIG = BENCHMARKS / "configs" / "diffusion-gemma-26b-fp8"
 SPEEDS = {"ours": (300.0, 50.0), "stock": (100.0, 40.0), "tuned": (200.0, 80.0)}
+OURS = "vllm-diffusion serves this model: attention FLASH_ATTN, scheduler canvas_scheduler"
+# Passes of a canvas of 16 steps, by the line that our server prints of its order.
+ORDERS = {
+    "(sync, encode fused with the next canvas)": 16,
+    "(sync, encode separate)": 17,
+    "(async, encode separate)": 17,
+}
 
 
 def write_run(out: Path, side: str, **changes: Any) -> None:
@@ -31,7 +38,8 @@ def write_run(out: Path, side: str, **changes: Any) -> None:
     folder = out / side / "BENCH--max_concurrency=1"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps([run | changes]))
-    (out / f"{side}.log").write_text("INFO Using FLASH_ATTN attention backend out of ...")
+    log = "INFO Using FLASH_ATTN attention backend out of ...\n"
+    (out / f"{side}.log").write_text(log + f"{OURS} {next(iter(ORDERS))}\n" * (side == "ours"))
 
 
 def test_rows(tmp_path, monkeypatch, capsys):
@@ -55,10 +63,20 @@ def test_rows(tmp_path, monkeypatch, capsys):
     assert "| stock | FLASH_ATTN |" in text
 
 
+def test_passes():
+    """A canvas takes a pass for its encoding alone, unless our server says that it shares one."""
+    found = {order: serving.passes_of(f"INFO 1\n{OURS} {order}\nINFO 2", 16) for order in ORDERS}
+    assert found == ORDERS
+    assert serving.passes_of("INFO Using FLASH_ATTN attention backend out of ...", 16) == 17
+    source = (BENCHMARKS.parent / "vllm_diffusion/runner/model_state.py").read_text()
+    assert "encode %s)" in source
+    assert '"fused with the next canvas"' in source
+
+
 def test_failed_requests_are_refused(tmp_path):
-    """A side that dropped requests has no speed, nor has one that did not answer."""
+    """A side that dropped requests has no speed, nor has one that did not answer; the log says why."""
     write_run(tmp_path, "stock", failed=1)
-    with pytest.raises(ValueError, match="stock at 1: 1 of 4 requests failed"):
+    with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock at 1: 1 of 4 requests failed"):
         serving.Sweep(tmp_path, [(64, 1)], 64, 4).read("stock")
     with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock did not answer 8 at once"):
         serving.Sweep(tmp_path, [(64, 8)], 64, 4).read("stock")

@@ -75,7 +75,9 @@ def test_attention_is_compared_where_the_peer_computes_the_same():
 
 
 def test_wrong_kernels_are_counted():
+    """Not what the probe finds of the device, which is in the same file."""
     rows = [{"table": "kernels", "state": state} for state in ("right", "WRONG")]
+    rows.append({"table": "probe", "state": "cannot run"})
     said = report.table([group(H200, kernels=rows)])
     assert "| 1, **missed** (NVIDIA H200, aaaaaaa) |" in said
 
@@ -97,6 +99,8 @@ def test_runs_stand_apart():
 def test_what_failed_answers_nothing():
     origin, found = group(H200, kernels=[{"table": "kernels", "state": "right"}])
     assert report.table([(origin, found)]).count("| open |") == len(report.FIGURES) - 1
+    probe = group(H200, kernels=[{"table": "probe", "state": "right"}])
+    assert report.table([probe]).count("| open |") == len(report.FIGURES)
     found["kernels"] = replace(found["kernels"], state="timed out", reason="why")
     said = report.table([(origin, found)])
     assert said.count("| open |") == len(report.FIGURES)

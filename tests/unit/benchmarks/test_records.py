@@ -1,0 +1,14 @@
+"""Rows of benchmarks: what is kept of them, and how they are printed."""
+
+from __future__ import annotations
+
+import records
+
+
+def test_a_cell_of_several_lines(tmp_path, capsys):
+    """It is kept as it is, and printed in one line."""
+    path = tmp_path / "rows.jsonl"
+    records.Rows(path).add("kernels", what="one", found="no such\n  kernel", left=None)
+    row = {"table": "kernels", "what": "one", "found": "no such\n  kernel", "left": None}
+    assert records.read(path) == [row]
+    assert "| one | no such kernel |  |\n" in capsys.readouterr().out
