@@ -91,7 +91,7 @@ def test_tokens_by_ray(
     monkeypatch.setenv("RAY_worker_niceness", "0")
     expected = answers_alone(server)
     with (
-        _two_nodes(cpus) as address,
+        _ray_nodes(cpus) as address,
         start_server(
             SHIPPED, tmp_path / "server.log", *options.split(), RAY_ADDRESS=address
         ) as running,
