@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
-from vllm_diffusion.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.denoising_settings import (
     NEUTRAL,

@@ -16,8 +16,8 @@ from tests.support.engine import TracedEngine
 from tests.support.families import model as tiny
 from tests.support.families.model import MASK_ID
 from tests.support.families.run import causal_then_block, most_confident, suppress
+from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules

@@ -49,7 +49,7 @@ FAMILY_FLAGS = frozenset(
         "num_choices",
     }
 )
-ROOMS_OF_FLAGS = ("decoding", "families", "layouts")
+ROOMS_OF_FLAGS = ("decoding", "families")
 WITHOUT_SUBJECT = re.compile(r"(Of|What|Whether|Those|As|Where|Which|How)\b")
 _LAYOUT_TOKENS = frozenset(
     {

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.layouts import AlignedBlock
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.kernel_choice.step_shape import free_canvas
-from vllm_diffusion.layouts import AlignedBlock
 
 
 def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:

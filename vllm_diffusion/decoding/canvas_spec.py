@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.decoding.rule import DecodingRule
-from vllm_diffusion.layouts import CanvasLayout
 
 
 class SlotStatistics(NamedTuple):

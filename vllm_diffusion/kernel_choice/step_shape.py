@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
-from vllm_diffusion.layouts import FreeCanvas
+from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.startup.kernel_choices import DEFAULT_KERNELS, KernelChoices
 
 # Settings of the shipped checkpoint's rule.

@@ -46,7 +46,7 @@ class UsedSettings:
 
 
 class SelectedRows:
-    """Rows of the pass as a layout looks at them; see :class:`vllm_diffusion.layouts.SampledRows`.
+    """Rows of the pass as a layout looks at them; see :class:`vllm_diffusion.decoding.layouts.SampledRows`.
 
     Attributes:
         rows: Which of the sampled rows they are: the first ones, or [n], int64.

@@ -25,7 +25,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.messages import CanvasView
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.layouts import ScheduledRequest
+from vllm_diffusion.decoding.layouts import ScheduledRequest
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports

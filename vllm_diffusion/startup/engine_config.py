@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
-from vllm_diffusion.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.startup import engine_process, passes
 from vllm_diffusion.startup.attention import choose_attention
 from vllm_diffusion.startup.denoising_settings import (

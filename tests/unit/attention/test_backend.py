@@ -26,7 +26,7 @@ from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadataBuilder,
     bind_canvas,
 )
-from vllm_diffusion.layouts import FreeCanvas
+from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.startup.attention import choose_attention, register_attention
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 from vllm_diffusion.startup.plugin_settings import PluginSettings

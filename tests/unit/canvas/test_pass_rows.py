@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import StepOutput
-from vllm_diffusion.layouts import (
+from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     CanvasLayout,
     FreeCanvas,

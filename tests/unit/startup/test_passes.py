@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.layouts import VerifiedDraft
 from vllm_diffusion.startup import passes
 from vllm_diffusion.startup.passes import FEWEST, PROMPTS_SHARE, choose_max_num_seqs, choose_worker
 

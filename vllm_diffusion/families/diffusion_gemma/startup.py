@@ -18,8 +18,8 @@ import torch
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.decoding.rule import INT32_MAX, Setting
-from vllm_diffusion.layouts import FreeCanvas
 from vllm_diffusion.startup.denoising_settings import (
     Published,
     denoising_settings,

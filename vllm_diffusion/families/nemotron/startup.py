@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 
 from transformers import Ministral3Config
 
+from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
-from vllm_diffusion.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.startup.checkpoint_file import checkpoint_file
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.weights.adapters.rules import (

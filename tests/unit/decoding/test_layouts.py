@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.layouts import (
+from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     CanvasLayout,
     FreeCanvas,

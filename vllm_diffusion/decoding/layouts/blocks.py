@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowDraws
-from vllm_diffusion.layouts.canvas_layout import (
+from vllm_diffusion.decoding.layouts.canvas_layout import (
     CanvasLayout,
     SampledRows,
     ScheduledRequest,

@@ -1,7 +1,12 @@
 """Layouts of canvases in a sequence; a family names one."""
 
-from vllm_diffusion.layouts.blocks import AlignedBlock, SeededBlock, ShiftedBlock, VerifiedDraft
-from vllm_diffusion.layouts.canvas_layout import (
+from vllm_diffusion.decoding.layouts.blocks import (
+    AlignedBlock,
+    SeededBlock,
+    ShiftedBlock,
+    VerifiedDraft,
+)
+from vllm_diffusion.decoding.layouts.canvas_layout import (
     CanvasLayout,
     FreeCanvas,
     SampledRows,
