@@ -1,9 +1,10 @@
 """The public functions: check the arguments, choose an implementation, call it."""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ from attention_kernels.canvas_attention.batch import (
     AttentionOptions,
     PagedCache,
     Sequences,
+    Window,
     check_query,
 )
 from attention_kernels.canvas_attention.reference import canvas_attention_reference
 
 Impl = Literal["auto", "reference", "triton", "cute"]
-Implementation = Callable[[Tensor, PagedCache, Sequences, AttentionOptions, Tensor], None]
+Attend = Callable[[Tensor, PagedCache, Sequences, AttentionOptions, Tensor], None]
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +70,11 @@ def canvas_attention(
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     if query.numel() == 0 or sequences.seq_lens.numel() == 0:
         return out
-    implementation = _implementation(_choose(query) if impl == "auto" else impl)
-    implementation(query, cache, sequences, options, out)
+    chosen = _choose(query) if impl == "auto" else impl
+    if chosen == "reference":
+        canvas_attention_reference(query, cache, sequences, options, out)
+    else:
+        _call_operator(query, cache, sequences, options, out, chosen)
     return out
 
 
@@ -107,15 +112,18 @@ def plan_canvas_attention(
     """
     sequences = _checked(query, cache, sequences, out, impl)
     chosen = _choose(query) if impl == "auto" else impl
-    implementation = _implementation(chosen)
-    if chosen == "triton":
-        from attention_kernels.canvas_attention.triton.launch import plan
-
-        return plan(query, cache, sequences, options)
+    attend: Attend = canvas_attention_reference
+    if chosen != "reference":
+        kernels = _kernels(chosen)
+        if chosen == "triton":
+            kernels.check_inputs(query)
+            planned: Planned = kernels.CanvasLaunch(query, cache, sequences, options)
+            return planned
+        attend = kernels.attend
     num_tokens = query.shape[0]
 
     def run(query: Tensor, cache: PagedCache, out: Tensor) -> None:
-        implementation(query[:num_tokens], cache, sequences, options, out[:num_tokens])
+        attend(query[:num_tokens], cache, sequences, options, out[:num_tokens])
 
     return run
 
@@ -139,14 +147,18 @@ def warm_up_canvas_attention(
     chosen = _choose(query) if impl == "auto" else impl
     if chosen == "reference":
         return
-    if chosen == "cute":
-        from attention_kernels.canvas_attention.cute.launch import warm_up as warm_up_cute
 
-        warm_up_cute(query, cache, options, with_spans)
-        return
-    from attention_kernels.canvas_attention.triton.launch import warm_up
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=query.device)
 
-    warm_up(query, cache, options, with_spans)
+    kernels, out = _kernels(chosen), torch.empty_like(query)
+    for spans in with_spans:
+        row_spans = zeros(query.shape[0], 2) if spans else None
+        # One sequence, without rows.
+        empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1), row_spans)
+        for num_splits in range(1, min(2, options.most_splits) + 1):
+            bounded = empty.bounded(query, cache)
+            kernels.attend(query, cache, bounded, options, out, num_splits=num_splits)
 
 
 def _checked(
@@ -164,25 +176,17 @@ def _check_impl(impl: str) -> None:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}.")
 
 
-def _implementation(impl: Impl) -> Implementation:
-    """The function behind a name; what is not installed is imported only when it is asked for."""
-    if impl == "reference":
-        return canvas_attention_reference
-    if impl == "triton":
-        try:
-            from attention_kernels.canvas_attention.triton.launch import (
-                canvas_attention_triton,
-            )
-        except ImportError as error:
-            raise NotImplementedError(
-                f'impl="triton" cannot be imported ({error}); install triton or use '
-                'impl="reference".'
-            ) from error
-        return canvas_attention_triton
-    # What it extends is imported when a kernel is compiled, for a GPU that can run it.
-    from attention_kernels.canvas_attention.cute.launch import canvas_attention_cute
+def _kernels(impl: str) -> Any:
+    """Return the module of an implementation in kernels, imported only when it is asked for.
 
-    return canvas_attention_cute
+    What FlashAttention-4 needs is imported later, when a kernel is compiled for a GPU that can run it.
+    """
+    try:
+        return importlib.import_module(f"attention_kernels.canvas_attention.{impl}.launch")
+    except ImportError as error:
+        raise NotImplementedError(
+            f'impl="{impl}" cannot be imported ({error}); install {impl} or use impl="reference".'
+        ) from error
 
 
 def _choose(query: Tensor) -> Impl:
@@ -203,3 +207,95 @@ def _choose(query: Tensor) -> Impl:
 @functools.cache
 def _log_choice(choice: str, reason: str) -> None:
     logger.info("canvas attention runs %s: %s.", choice, reason)
+
+
+def _call_operator(
+    query: Tensor,
+    cache: PagedCache,
+    sequences: Sequences,
+    options: AttentionOptions,
+    out: Tensor,
+    impl: str,
+) -> None:
+    """Call kernels through an operator of PyTorch: a compiler that traces the call finds one node."""
+    window = options.window
+    _canvas_attention(
+        query,
+        cache.key,
+        cache.value,
+        sequences.block_table,
+        sequences.query_start_loc,
+        sequences.seq_lens,
+        sequences.causal_rows,
+        out,
+        sequences.row_spans,
+        *_parts(cache.key_scale),
+        *_parts(cache.value_scale),
+        options.scale,
+        options.softcap,
+        window.left,
+        window.right,
+        window.anchor,
+        options.most_splits,
+        sequences.query_bound,
+        sequences.key_bound,
+        impl,
+    )
+
+
+def _parts(scale: float | Tensor | None) -> tuple[Tensor | None, float | None]:
+    """Return a scale as an operator takes it: on the device, or as a number."""
+    return (scale, None) if isinstance(scale, Tensor) else (None, scale)
+
+
+@torch.library.custom_op("attention_kernels::canvas_attention", mutates_args=("out",))
+def _canvas_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal_rows: Tensor,
+    out: Tensor,
+    row_spans: Tensor | None,
+    key_scale: Tensor | None,
+    key_factor: float | None,
+    value_scale: Tensor | None,
+    value_factor: float | None,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    window_anchor: str,
+    most_splits: int,
+    max_query_len: int,
+    max_seq_len: int,
+    impl: str,
+) -> None:
+    window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
+    _kernels(impl).attend(
+        query,
+        PagedCache(
+            key_cache,
+            value_cache,
+            key_factor if key_scale is None else key_scale,
+            value_factor if value_scale is None else value_scale,
+        ),
+        Sequences(
+            block_table,
+            query_start_loc,
+            seq_lens,
+            causal_rows,
+            row_spans,
+            max_query_len,
+            max_seq_len,
+        ),
+        AttentionOptions(scale, softcap, window, most_splits),
+        out,
+    )
+
+
+@_canvas_attention.register_fake
+def _(*args: object) -> None:
+    """Write ``out`` and return nothing."""

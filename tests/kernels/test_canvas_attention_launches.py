@@ -57,7 +57,9 @@ def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
         max_seq_len=max(seq_lens),
     )
     cut = kernels.Cut(config, num_splits, visited)
-    kernels.plan(query, cache, sequences, options, cut)(query, cache, torch.zeros_like(query))
+    kernels.CanvasLaunch(query, cache, sequences, options, cut)(
+        query, cache, torch.zeros_like(query)
+    )
     tokens_per_tile = 32 // 2  # two query heads share a key head
     starts = batch.query_start_loc.tolist()
     for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -119,7 +121,7 @@ def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
             **batch.tensors(), scale=0.2, left=left, max_query_len=16, max_seq_len=131072
         )
         cut = kernels.Cut(config, num_splits, visited)
-        kernels.plan(query, cache, sequences, options, cut)(query, cache, out)
+        kernels.CanvasLaunch(query, cache, sequences, options, cut)(query, cache, out)
         return out, visited
 
     @settings(SWEEP, max_examples=max_examples)
@@ -222,14 +224,13 @@ def test_programs_of_a_launch(canvases, context, window, grid):
 
 
 def test_canvas_attention_op():
-    """The custom op passes torch's own checks."""
-    import attention_kernels.canvas_attention.triton.launch  # noqa: F401 (registers the op)
-
+    """The operator passes torch's own checks."""
     batch = make_batch([4, 3], [10, 9], [2, 0])
     tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
     out = torch.zeros_like(batch.query)
-    arguments = (*tensors, out, None, None, None, 1.0, 1.0, 0.2, 0.0, 5, -1, "canvas", 7, 32, 8)
-    torch.library.opcheck(torch.ops.attention_kernels.canvas_attention_triton.default, arguments)
+    options = (0.2, 0.0, 5, -1, "canvas", 8, 7, 32, "triton")
+    arguments = (*tensors, out, None, None, None, None, None, *options)
+    torch.library.opcheck(torch.ops.attention_kernels.canvas_attention.default, arguments)
 
 
 @pytest.mark.parametrize("impl", ["triton"])

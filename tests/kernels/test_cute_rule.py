@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from attention_kernels.canvas_attention import Window
+from attention_kernels.canvas_attention import AttentionOptions, Window
 from attention_kernels.canvas_attention.cute import launch
 from attention_kernels.canvas_attention.cute.visibility import Visibility
 from attention_kernels.testing import make_canvas_batch
@@ -182,8 +182,10 @@ def test_cute_gpu(capability, head_dim):
 def test_cute_bad_input(changes, error, message):
     """What it does not compute is refused, naming the argument, its value and what is allowed."""
     given_batch = batch(**changes)
+    scales = (1.0, 1.0) if "cache_dtype" in changes else ()
+    query, cache, sequences, _ = given_batch.arguments(AttentionOptions(1.0), scales=scales)
     with pytest.raises(error, match=message):
-        launch.check_inputs(given_batch.query, given_batch.key_cache, given_batch.row_spans)
+        launch.check_inputs(query, cache, sequences)
 
 
 @pytest.mark.parametrize(

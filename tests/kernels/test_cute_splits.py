@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
 
 from attention_kernels.canvas_attention import (
     AttentionOptions,
@@ -275,13 +274,10 @@ def test_splits_bounded(most_splits):
     """The bound of a layer reaches the launch; with 1 nothing is cut."""
     batch = make_canvas_batch([4], [8], [2], head_dim=256, dtype=torch.bfloat16)
     tensors = {name: tensor for name, tensor in batch.tensors().items() if tensor is not None}
-    with FakeTensorMode(), mock.patch.object(launch, "_canvas_attention_op") as run:
-        traced = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-            for name, tensor in tensors.items()
-        }
-        attend(**traced, impl="cute", most_splits=most_splits)
-    assert run.call_args.args[-4:-2] == (most_splits, None)
+    with mock.patch.object(launch, "attend") as run:
+        attend(**tensors, impl="cute", most_splits=most_splits)
+    assert run.call_args.args[3].most_splits == most_splits
+    assert not run.call_args.kwargs
 
 
 def test_warm_up():
@@ -290,7 +286,7 @@ def test_warm_up():
     for most_splits, cut in ((8, [False, True]), (1, [False])):
         with (
             mock.patch.object(launch, "compile_kernel") as compiled,
-            mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+            mock.patch.object(launch, "attend", partial(launch.launch, 9)),
         ):
             warm_up_canvas_attention(
                 batch.query,

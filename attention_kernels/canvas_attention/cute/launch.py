@@ -10,7 +10,7 @@ Which key tiles it walks is ours to say, and ``combine.py`` folds what they wrot
 
 import functools
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from attention_kernels.canvas_attention.batch import (
     AttentionOptions,
     PagedCache,
     Sequences,
-    Window,
 )
 from attention_kernels.canvas_attention.splits import (
     MIN_SPLIT_KEYS,
@@ -64,52 +63,36 @@ class CuteKernel:
         return 128, 64 if self.has_window_left or self.has_window_right else 80
 
 
-def canvas_attention_cute(
+def attend(
     query: Tensor,
     cache: PagedCache,
     sequences: Sequences,
     options: AttentionOptions,
     out: Tensor,
+    *,
+    num_splits: int | None = None,
 ) -> None:
-    """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
+    """Write the attention of every live row into ``out``; arguments as in ``api.py``.
+
+    ``num_splits`` is the number of pieces that keys are cut into; chosen if left out.
+
+    Raises:
+        ValueError: If the dtype or the head size has no kernel, or a tensor's rows are not aligned.
+        NotImplementedError: If there are image spans, no GPU, or one without a kernel for them.
+    """
     if query.device.type != "cuda":
         raise NotImplementedError(
             f'impl="cute" needs CUDA tensors and got {query.device}; use impl="reference", or '
             'impl="triton" with TRITON_INTERPRET=1.'
         )
-    check_inputs(query, cache.key, sequences.row_spans)
-    _run(query, cache, sequences, options, out, None)
-
-
-def _run(
-    query: Tensor,
-    cache: PagedCache,
-    sequences: Sequences,
-    options: AttentionOptions,
-    out: Tensor,
-    num_splits: int | None,
-) -> None:
-    """Run the operator; ``num_splits`` fixes how the keys are cut."""
-    window = options.window
-    _canvas_attention_op(
-        query,
-        cache.key,
-        cache.value,
-        sequences.block_table,
-        sequences.query_start_loc,
-        sequences.seq_lens,
-        sequences.causal_rows,
-        out,
-        options.scale,
-        options.softcap,
-        window.left,
-        window.right,
-        window.anchor,
-        options.most_splits,
-        num_splits,
-        sequences.query_bound,
-        sequences.key_bound,
-    )
+    check_inputs(query, cache, sequences)
+    check_memory(query=query, key_cache=cache.key, value_cache=cache.value, out=out)
+    capability = torch.cuda.get_device_capability(query.device)
+    reason = refusal(capability, query.shape[2])
+    if reason is not None:
+        name = torch.cuda.get_device_name(query.device)
+        raise NotImplementedError(f'impl="cute" {reason} The device is {name}.')
+    launch(capability[0], query, cache, sequences, options, out, num_splits=num_splits)
 
 
 def refusal(capability: tuple[int, int], head_dim: int) -> str | None:
@@ -134,8 +117,8 @@ def refusal(capability: tuple[int, int], head_dim: int) -> str | None:
     return None
 
 
-def check_inputs(query: Tensor, key_cache: Tensor, row_spans: Tensor | None) -> None:
-    """Raise for what no GPU runs with ``impl="cute"``.
+def check_inputs(query: Tensor, cache: PagedCache, sequences: Sequences) -> None:
+    """Refuse what no GPU runs with ``impl="cute"``.
 
     Raises:
         ValueError: If a dtype or the head size has no kernel.
@@ -146,9 +129,9 @@ def check_inputs(query: Tensor, key_cache: Tensor, row_spans: Tensor | None) -> 
             f'query has dtype {query.dtype}; impl="cute" takes '
             f'{" and ".join(map(str, SUPPORTED_DTYPES))}. Use impl="triton" for others.'
         )
-    if key_cache.dtype != query.dtype:
+    if cache.key.dtype != query.dtype:
         raise ValueError(
-            f'key_cache has dtype {key_cache.dtype}; impl="cute" takes that of query, '
+            f'key_cache has dtype {cache.key.dtype}; impl="cute" takes that of query, '
             f'{query.dtype}. Use impl="triton" for an FP8 cache.'
         )
     if query.shape[2] not in HEAD_DIMS[9]:
@@ -156,7 +139,7 @@ def check_inputs(query: Tensor, key_cache: Tensor, row_spans: Tensor | None) -> 
             f'query has head_dim {query.shape[2]}; impl="cute" takes 256 and 512. Use '
             'impl="triton" for others.'
         )
-    if row_spans is not None:
+    if sequences.row_spans is not None:
         raise NotImplementedError(
             'row_spans are not built for impl="cute"; use impl="triton" for batches with images.'
         )
@@ -293,21 +276,6 @@ def launch(
         combine_splits(written, lse, sequences.query_start_loc, sequences.seq_lens, out)
 
 
-def warm_up(
-    query: Tensor, cache: PagedCache, options: AttentionOptions, with_spans: Iterable[bool]
-) -> None:
-    """Compile both kernels for layers of this kind, by launching each on a sequence without rows."""
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=query.device)
-
-    empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1)).bounded(query, cache)
-    for spans in with_spans:
-        check_inputs(query, cache.key, zeros(query.shape[0], 2) if spans else None)
-        for num_splits in range(1, min(2, options.most_splits) + 1):
-            _run(query, cache, empty, options, torch.empty_like(query), num_splits)
-
-
 def splits_of(
     kernel: CuteKernel,
     query_shape: Sequence[int],
@@ -330,55 +298,3 @@ def splits_of(
 def _scratch(*shape: int, device: torch.device) -> Tensor:
     """Uninitialised memory for partials; every number read from it was written in the launch."""
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-@torch.library.custom_op("attention_kernels::canvas_attention_cute", mutates_args=("out",))
-def _canvas_attention_op(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    out: Tensor,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    most_splits: int,
-    num_splits: int | None,
-    max_query_len: int,
-    max_seq_len: int,
-) -> None:
-    # Here and not before the operator, where a compiler's tensors have no memory.
-    check_memory(query=query, key_cache=key_cache, value_cache=value_cache, out=out)
-    capability = torch.cuda.get_device_capability(query.device)
-    reason = refusal(capability, query.shape[2])
-    if reason is not None:
-        name = torch.cuda.get_device_name(query.device)
-        raise NotImplementedError(f'impl="cute" {reason} The device is {name}.')
-    sequences = Sequences(
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-    )
-    window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
-    launch(
-        capability[0],
-        query,
-        PagedCache(key_cache, value_cache),
-        sequences,
-        AttentionOptions(scale, softcap, window, most_splits),
-        out,
-        num_splits=num_splits,
-    )
-
-
-@_canvas_attention_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    """Writes ``out`` and returns nothing."""

@@ -1,6 +1,5 @@
 """Launches of the kernels: tiles, splits and scratch memory."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from attention_kernels.canvas_attention.batch import (
     AttentionOptions,
     PagedCache,
     Sequences,
-    Window,
 )
 from attention_kernels.canvas_attention.splits import (
     MIN_SPLIT_KEYS,
@@ -38,42 +36,26 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def canvas_attention_triton(
+def attend(
     query: Tensor,
     cache: PagedCache,
     sequences: Sequences,
     options: AttentionOptions,
     out: Tensor,
+    *,
+    num_splits: int | None = None,
 ) -> None:
-    """Write the attention of every live row into ``out``; arguments as in ``api.py``."""
-    check_supported(query)
-    if not torch.compiler.is_compiling():
-        CanvasLaunch(query, cache, sequences, options)(query, cache, out)
-        return
-    window = options.window
-    _canvas_attention_op(
-        query,
-        cache.key,
-        cache.value,
-        sequences.block_table,
-        sequences.query_start_loc,
-        sequences.seq_lens,
-        sequences.causal_rows,
-        out,
-        sequences.row_spans,
-        cache.key_scale if isinstance(cache.key_scale, Tensor) else None,
-        cache.value_scale if isinstance(cache.value_scale, Tensor) else None,
-        _number(cache.key_scale, 1.0),
-        _number(cache.value_scale, 1.0),
-        options.scale,
-        options.softcap,
-        window.left,
-        window.right,
-        window.anchor,
-        sequences.query_bound,
-        sequences.key_bound,
-        options.most_splits,
-    )
+    """Write the attention of every live row into ``out``; arguments as in ``api.py``.
+
+    ``num_splits`` is the number of pieces that keys are cut into; chosen if left out.
+
+    Raises:
+        ValueError: If the dtype or the head size has no kernel.
+        NotImplementedError: Without a GPU and without Triton's interpreter.
+    """
+    check_inputs(query)
+    cut = Cut(num_splits=num_splits)
+    CanvasLaunch(query, cache, sequences, options, cut)(query, cache, out)
 
 
 def _number(scale: float | Tensor | None, otherwise: float) -> float:
@@ -236,35 +218,6 @@ class CanvasLaunch:
             )
 
 
-def plan(
-    query: Tensor,
-    cache: PagedCache,
-    sequences: Sequences,
-    options: AttentionOptions,
-    cut: Cut = Cut(),
-) -> CanvasLaunch:
-    """The launch of a step; arguments as in the class."""
-    check_supported(query)
-    return CanvasLaunch(query, cache, sequences, options, cut)
-
-
-def warm_up(
-    query: Tensor, cache: PagedCache, options: AttentionOptions, with_spans: Iterable[bool]
-) -> None:
-    """Compile each variant for layers of this kind, by launching it on a sequence without rows."""
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=query.device)
-
-    check_supported(query)
-    out = torch.empty_like(query)
-    for row_spans in (zeros(query.shape[0], 2) if spans else None for spans in with_spans):
-        empty = Sequences(zeros(1, 1), zeros(2), zeros(1), zeros(1), row_spans)
-        for num_splits in range(1, min(2, options.most_splits) + 1):
-            step = plan(query, cache, empty.bounded(query, cache), options, Cut(None, num_splits))
-            step(query, cache, out)
-
-
 def _most_pieces(reach: int, block_n: int) -> int:
     """Pieces of the longest tile; where a tile is cut, its own sequence decides on the device."""
     # One key tile more than the reach fills, since it need not start on a border.
@@ -272,8 +225,13 @@ def _most_pieces(reach: int, block_n: int) -> int:
     return max(1, -(-key_tiles // (MIN_SPLIT_KEYS // block_n)))
 
 
-def check_supported(query: Tensor) -> None:
-    """Raise ValueError or NotImplementedError for what these kernels do not take."""
+def check_inputs(query: Tensor) -> None:
+    """Refuse what these kernels do not take.
+
+    Raises:
+        ValueError: If the dtype or the head size has no kernel.
+        NotImplementedError: Without a GPU and without Triton's interpreter.
+    """
     if query.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f'query has dtype {query.dtype}; impl="triton" takes '
@@ -294,52 +252,3 @@ def check_supported(query: Tensor) -> None:
 def _scratch(size: int, device: torch.device) -> Tensor:
     """Uninitialised memory for partials; every number read from it was written in the launch."""
     return torch.empty(size, dtype=torch.float32, device=device)
-
-
-@torch.library.custom_op("attention_kernels::canvas_attention_triton", mutates_args=("out",))
-def _canvas_attention_op(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    out: Tensor,
-    row_spans: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    key_factor: float,
-    value_factor: float,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    max_query_len: int,
-    max_seq_len: int,
-    most_splits: int,
-) -> None:
-    cache = PagedCache(
-        key_cache,
-        value_cache,
-        key_factor if key_scale is None else key_scale,
-        value_factor if value_scale is None else value_scale,
-    )
-    sequences = Sequences(
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal_rows,
-        row_spans,
-        max_query_len,
-        max_seq_len,
-    )
-    window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
-    options = AttentionOptions(scale, softcap, window, most_splits)
-    CanvasLaunch(query, cache, sequences, options)(query, cache, out)
-
-
-@_canvas_attention_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    """Writes ``out`` and returns nothing."""
