@@ -25,9 +25,11 @@ def start_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
     """What this package says at start, at whatever level vLLM logs."""
-    # Its set-up, on import, resets the loggers that are there.
-    import vllm.logger  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
 
+    # At the first start of a process it resets the loggers that are there.
+    configure_logging_if_needed(LoggingConfig())
     logger = logging.getLogger("vllm.vllm_diffusion")
     monkeypatch.setattr(logger, "propagate", False)
     caplog.set_level(logging.INFO, logger=logger.name)

@@ -342,7 +342,12 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Refere
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
-    missing, unexpected = draft.load_state_dict(tensors, strict=False)
+    try:
+        missing, unexpected = draft.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        # torch's lines behind the first have a tensor of another size each.
+        misfit = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{folder} is not a draft of its config.json: {misfit}") from None
     if missing or unexpected:
         raise ValueError(
             f"{folder} is not a draft of its config.json: "

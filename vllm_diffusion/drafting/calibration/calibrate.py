@@ -79,7 +79,7 @@ def load_first_draft(folder: Path) -> ReferenceDraft:
         raise ValueError(f"--from {folder} has no config.json; name the folder of a draft.")
     try:
         return load_draft(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"--from {folder} cannot be read: {error}") from None
 
 

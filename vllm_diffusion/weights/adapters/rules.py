@@ -59,7 +59,7 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("peft_type", Literal["LORA"], '"LORA", the kind that is served'),
     ("r", _Rank, "an integer of at least 1"),
     ("lora_alpha", _Factor, "a finite number above 0"),
-    ("rank_pattern", dict[str, _Rank] | None, "an object of finite numbers above 0"),
+    ("rank_pattern", dict[str, _Rank] | None, "an object of integers of at least 1"),
     ("alpha_pattern", dict[str, _Factor] | None, "an object of finite numbers above 0"),
     ("bias", Literal["none"], '"none": biases are not adapted'),
 )
@@ -324,7 +324,7 @@ def read_config(folder: Path) -> Any:
 
     for key, kind, what in _KINDS:
         try:
-            msgspec.convert(config.get(key) or None, kind)
+            msgspec.convert(config.get(key), kind)
         except msgspec.ValidationError:
             raise _MisfitError(f"{CONFIG}: {key}={config.get(key)!r} must be {what}") from None
     for key in _UNSUPPORTED:

@@ -177,7 +177,11 @@ OLD = ("--from", "old")
             "has hidden_states of .* extract its target_layer_ids",
         ),
         (OLD, {"old": {"vocab_size": 161}}, "vocab_size=161 is not the target's 160"),
-        (OLD, {"old": {"hidden_size": 32}}, "cannot be read"),
+        (
+            OLD,
+            {"old": {"hidden_size": 32}},
+            "^--from old .*is not a draft of its .* size mismatch for",
+        ),
         (
             OLD,
             {"old": {"dflash_config": {"mask_token_id": drafts.MASK, "target_layer_ids": [0, 2]}}},
@@ -196,7 +200,6 @@ def test_refused_training(
     status, lines = train(*words)
     # A value is refused before torch is imported, what the files hold when they are read.
     assert status == (2 if message.startswith("--") else 1)
-    # What torch says of tensors that do not fit takes several lines.
     assert any(re.search(message, line) for line in lines), lines
     assert not Path("draft").exists()
 

@@ -97,7 +97,8 @@ def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None
         (pair(), {"bias": "all"}, "bias='all' must be \"none\""),
         (pair(), {"use_dora": True}, "use_dora=True must be left out"),
         (pair(), {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out"),
-        (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of finite numbers above 0"),
+        (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of integers of at least 1"),
+        (pair(), {"rank_pattern": []}, "rank_pattern=[] must be an object"),
         (pair(), {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be one that leaves"),
     ],
 )  # fmt: skip
