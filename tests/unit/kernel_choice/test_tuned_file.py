@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,6 @@ def configure(monkeypatch: pytest.MonkeyPatch, model: Path | None = None, **diff
         config = arguments.create_engine_config()
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     return config
-
-
-@pytest.fixture
-def caplog_vllm(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> pytest.LogCaptureFixture:
-    """vLLM's loggers do not propagate."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm")
-    return caplog
 
 
 @pytest.fixture
@@ -124,17 +113,17 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kernels: KernelCho
 
 
 def test_servers_that_share_a_file_compute_alike(
-    measured: tuple[Path, KernelChoices], monkeypatch: pytest.MonkeyPatch, caplog_vllm: Any
+    measured: tuple[Path, KernelChoices], monkeypatch: pytest.MonkeyPatch, vllm_log: Any
 ) -> None:
     """Two servers get the same kernels, each choice is a line of both logs, and their layers run them."""
     path, kernels = measured
     logs = []
     for _ in range(2):
         config = configure(monkeypatch, tuned=str(path))
-        caplog_vllm.clear()
+        vllm_log.clear()
         apply_tuned(config)
         assert kernel_choices(config) == kernels
-        logs.append([record.getMessage() for record in caplog_vllm.records])
+        logs.append([record.getMessage() for record in vllm_log.records])
     assert logs[0] == logs[1]
     (kind,) = kernels.attention
     assert logs[0] == [
@@ -164,7 +153,7 @@ def test_layers_run_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_explicit_settings_win(
-    measured: tuple[Path, KernelChoices], monkeypatch: pytest.MonkeyPatch, caplog_vllm: Any
+    measured: tuple[Path, KernelChoices], monkeypatch: pytest.MonkeyPatch, vllm_log: Any
 ) -> None:
     """What the operator sets is served, and the log says that the file's choice is not."""
     path, kernels = measured
@@ -173,8 +162,8 @@ def test_explicit_settings_win(
     found = kernel_choices(config)
     assert (found.default_attention, found.attention, found.most_splits) == ("triton", {}, {})
     assert (found.skip_unlikely, found.two_streams) == (False, True)
-    assert 'the setting attention="triton" wins over its choices of attention' in caplog_vllm.text
-    assert "the setting skip_unlikely=false wins over its choice" in caplog_vllm.text
+    assert 'the setting attention="triton" wins over its choices of attention' in vllm_log.text
+    assert "the setting skip_unlikely=false wins over its choice" in vllm_log.text
 
 
 def test_another_gpu_is_refused(
@@ -209,7 +198,7 @@ def test_another_model_or_option_is_refused(
 def test_another_build_is_ignored(
     measured: tuple[Path, KernelChoices],
     monkeypatch: pytest.MonkeyPatch,
-    caplog_vllm: Any,
+    vllm_log: Any,
     name: str,
 ) -> None:
     """A stale file is one line, and the server starts with the defaults."""
@@ -218,9 +207,9 @@ def test_another_build_is_ignored(
     content["build"][name] = "0.1"
     path.write_text(json.dumps(content), encoding="utf-8")
     config = configure(monkeypatch, tuned=str(path))
-    caplog_vllm.clear()
+    vllm_log.clear()
     apply_tuned(config)
-    (record,) = caplog_vllm.records
+    (record,) = vllm_log.records
     assert f"is ignored: it was measured with {name} 0.1, and here is " in record.getMessage()
     assert kernel_choices(config) == KernelChoices()
 
@@ -305,7 +294,7 @@ def test_a_start_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_the_check_replaces_is_a_warning(
-    measured: tuple[Path, KernelChoices], monkeypatch: pytest.MonkeyPatch, caplog_vllm: Any
+    measured: tuple[Path, KernelChoices], monkeypatch: pytest.MonkeyPatch, vllm_log: Any
 ) -> None:
     """Replicas then differ, which one line says; where nothing was replaced there is none."""
     path, kernels = measured
@@ -319,7 +308,7 @@ def test_a_kernel_that_the_check_replaces_is_a_warning(
         raising=False,
     )
     for decided, warns in ((kernels, False), (KernelChoices(), True)):
-        caplog_vllm.clear()
+        vllm_log.clear()
         monkeypatch.setattr(on_ranks, "checked_choices", lambda *_, decided=decided, **__: decided)
         assert on_ranks.decide(config, 0) == decided
-        assert ("replicas whose GPUs pass it compute otherwise" in caplog_vllm.text) == warns
+        assert ("replicas whose GPUs pass it compute otherwise" in vllm_log.text) == warns
