@@ -58,6 +58,19 @@ def log_lines_are_kept() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.fixture
+def vllm_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """What vLLM and this package log at the level of information and above, in the order of the lines."""
+    # Its set-up, on import, resets the loggers that are there, and keeps records from the root.
+    import vllm.logger  # noqa: F401
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    return caplog
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One ``vllm serve`` process for every test that asks for it."""

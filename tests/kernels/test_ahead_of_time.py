@@ -9,14 +9,20 @@ is checked by running this file. By hand it prints what the compiler reports:
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.support import baselines
 from tests.support.chips import CHIPS
-from tests.support.triton_compile import COMPILED, SHARED_MEMORY, compile_for, run_uninterpreted
+from tests.support.triton_compile import (
+    COMPILED,
+    SHARED_MEMORY,
+    compile_for,
+    empty,
+    recorded,
+    run_uninterpreted,
+)
 
 
 @dataclass(frozen=True)
@@ -60,50 +66,30 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
 
     num_seqs, canvas, num_heads = 4, 256, 16
     query_dtype, cache_dtype = getattr(torch, case.query_dtype), getattr(torch, case.cache_dtype)
-    launches = []
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
-
-    def empty(*shape, dtype=torch.int32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     query = empty(num_seqs * canvas, num_heads, case.head_dim, dtype=query_dtype)
     # Heads, then positions, then keys beside values: the layout of vLLM's cache.
     cache = empty(64, case.num_kv_heads, case.block_size, 2 * case.head_dim, dtype=cache_dtype)
     cache = cache.transpose(1, 2)
     scale = empty(dtype=torch.float32) if case.cache_dtype != case.query_dtype else None
-    with (
-        mock.patch.object(
-            kernels, "canvas_attention_kernel", Recorder(kernels.canvas_attention_kernel)
-        ),
-        mock.patch.object(kernels, "combine_kernel", Recorder(kernels.combine_kernel)),
-    ):
-        right = case.window_left if case.window_anchor == "query" else -1
-        paged = PagedCache(cache[..., : case.head_dim], cache[..., case.head_dim :], scale, scale)
-        sequences = Sequences(
-            empty(num_seqs, case.max_seq_len // case.block_size),
-            empty(num_seqs + 1),
-            empty(num_seqs),
-            empty(num_seqs),
-            empty(num_seqs * canvas, 2) if case.spans else None,
-            canvas,
-            case.max_seq_len,
+    right = case.window_left if case.window_anchor == "query" else -1
+    paged = PagedCache(cache[..., : case.head_dim], cache[..., case.head_dim :], scale, scale)
+    sequences = Sequences(
+        empty(num_seqs, case.max_seq_len // case.block_size),
+        empty(num_seqs + 1),
+        empty(num_seqs),
+        empty(num_seqs),
+        empty(num_seqs * canvas, 2) if case.spans else None,
+        canvas,
+        case.max_seq_len,
+    )
+    window = Window(case.window_left, right, case.window_anchor)
+    options = AttentionOptions(0.0625, case.softcap, window)
+    config = tuned_config(case.head_dim, query_dtype, cache_dtype, capability)
+    cut = kernels.Cut(config, case.num_splits)
+    with recorded() as launches:
+        kernels.CanvasLaunch(query, paged, sequences, options, cut)(
+            query, paged, torch.empty_like(query)
         )
-        window = Window(case.window_left, right, case.window_anchor)
-        config = tuned_config(case.head_dim, query_dtype, cache_dtype, capability)
-        launch = kernels.CanvasLaunch(
-            query,
-            paged,
-            sequences,
-            AttentionOptions(0.0625, case.softcap, window),
-            kernels.Cut(config, case.num_splits),
-        )
-        launch(query, paged, torch.empty_like(query))
     return launches
 
 

@@ -21,6 +21,7 @@ from tests.support.canvas_attention import (
     nan_scratch,
 )
 from tests.support.kernel_checks import visibility_mask
+from tests.support.triton_compile import empty
 
 
 @pytest.mark.parametrize(
@@ -199,9 +200,6 @@ def test_programs_of_a_launch(canvases, context, window, grid):
     from attention_kernels.canvas_attention.triton import launch as kernels
 
     head_dim, num_kv_heads = (512, 2) if window < 0 else (256, 8)
-
-    def empty(*shape, dtype=torch.int32):
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     config = configs.tuned_config(head_dim, torch.bfloat16, torch.bfloat16, (9, 0))
     with mock.patch.object(kernels, "multiprocessors", return_value=132):

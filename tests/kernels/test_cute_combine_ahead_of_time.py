@@ -4,12 +4,11 @@ Triton compiles for a chip that is not there only in a process without its inter
 """
 
 import json
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.triton_compile import compile_for, run_uninterpreted
+from tests.support.triton_compile import compile_for, empty, recorded, run_uninterpreted
 
 CHIPS = ("sm_90", "sm_100")
 
@@ -18,20 +17,10 @@ def recorded_launch(head_dim: int) -> tuple:
     """The launch for a canvas in two splits, on tensors without memory."""
     from attention_kernels.canvas_attention.cute import combine
 
-    launches = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: launches.append((kernel, args, kwargs))
-
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    kernel = combine.combine_splits_kernel
     out = empty(256, 16, head_dim, dtype=torch.bfloat16)
-    numbers = empty(2, dtype=torch.int32), empty(1, dtype=torch.int32)
-    with mock.patch.object(combine, "combine_splits_kernel", Recorder()):
-        combine.combine_splits(empty(2, *out.shape), empty(2, 16, 256), *numbers, out)
+    parts, sums = (empty(*shape, dtype=torch.float32) for shape in ((2, *out.shape), (2, 16, 256)))
+    with recorded() as launches:
+        combine.combine_splits(parts, sums, empty(2), empty(1), out)
     (launch,) = launches
     return launch
 

@@ -31,6 +31,7 @@ from attention_kernels.testing import make_canvas_batch
 from tests.kernels.test_cute_rule import CUTS, sequences
 from tests.support.canvas_attention import attend
 from tests.support.kernel_checks import visibility_mask
+from tests.support.triton_compile import empty
 
 pytest.importorskip("triton")
 
@@ -238,9 +239,6 @@ def test_splits_of(capability, head_dim, group, window, counts):
 
 def test_splits_launched_unread():
     """What is launched follows from shapes: no value of the batch is read on the host."""
-
-    def empty(*shape, dtype=torch.int32):
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     query, cache = (
         empty(*s, dtype=torch.bfloat16) for s in (query_shape(1, 512), (64, 16, 2, 512))

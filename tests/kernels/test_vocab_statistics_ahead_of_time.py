@@ -7,7 +7,6 @@ As ``test_ahead_of_time.py``, in a process without Triton's interpreter. By hand
 
 import json
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from tests.support.triton_compile import (
     COMPILED,
     SHARED_MEMORY,
     compile_for,
+    empty,
+    recorded,
     run_uninterpreted,
     variant,
 )
@@ -33,19 +34,13 @@ KERNELS = ["update", "skipping update", "plain update", "product", "product of m
 KERNELS += ["scaled", "largest", "count", "mass", "one mass", "narrow", "draw"]
 
 
-def empty(*shape, dtype=torch.float32):
-    """A tensor without memory."""
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
 def row_logits(dtype, softcap, adjusted):
     from attention_kernels.vocab_statistics import LogitAdjustments, RowLogits
 
     adjustments = None
     if adjusted:
-        index, words = empty(ROWS, dtype=torch.int32), empty(4, IDS // 32, dtype=torch.int32)
-        table, number = empty(4, IDS), empty(4)
-        counts = empty(4, IDS, dtype=torch.int32)
+        index, words, counts = empty(ROWS), empty(4, IDS // 32), empty(4, IDS)
+        table, number = empty(4, IDS, dtype=torch.float32), empty(4, dtype=torch.float32)
         adjustments = LogitAdjustments(
             index, table, index, number, number, number, words, counts, index, words, index
         )
@@ -65,13 +60,14 @@ def recorded_launches(logits):
     from attention_kernels.vocab_statistics.triton import add_product, kept_rows, narrow, update
 
     device = torch.device("meta")
-    number, integer = empty(ROWS), empty(ROWS, dtype=torch.int32)
+    number, integer = empty(ROWS, dtype=torch.float32), empty(ROWS)
     keys = integer.long()
     draws = RowDraws(number, number, keys, integer, integer, integer)
     running = RunningStatistics.empty(ROWS, device)
     weights = empty(ROWS, IDS, dtype=logits.projected.dtype)
     occupied = empty(ROWS, IDS // CHUNK, dtype=torch.uint8)
-    product, embedding = empty(ROWS, 2816), empty(IDS, 2816, dtype=weights.dtype)
+    product = empty(ROWS, 2816, dtype=torch.float32)
+    embedding = empty(IDS, 2816, dtype=weights.dtype)
     pivots, bounds = keys[:, None].expand(ROWS, 16), keys[:, None].expand(ROWS, 2)
     calls = {
         "update": lambda: update.update_statistics(
@@ -97,13 +93,8 @@ def recorded_launches(logits):
         "narrow": lambda: narrow(Piece(bounds, pivots, keys), pivots, keys),
         "draw": lambda: kept_rows.draw(logits, number, number, keys, draws),
     }
-    launches = []
-    with mock.patch.object(
-        type(update._update_statistics_kernel),
-        "__getitem__",
-        lambda kernel, grid: lambda *args, **kwargs: launches.append((kernel, args, kwargs)),
-    ):
-        names = kernels_of(logits)
+    names = kernels_of(logits)
+    with recorded() as launches:
         for name in names:
             calls[name]()
     return zip(names, launches, strict=True)

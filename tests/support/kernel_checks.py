@@ -1,4 +1,4 @@
-"""The visibility rule as a mask, FlashAttention-4's walk over key tiles, and the memory of tensors."""
+"""The visibility rule as a mask, FlashAttention-4's walk over key tiles, operations and the memory of tensors."""
 
 from __future__ import annotations
 
@@ -63,6 +63,18 @@ def walk_key_tiles(
         remaining = min(remaining, whole)
         tiles += [(tile, True) for tile in range(remaining - 1, first - 1, -1)]
     return tiles
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class TensorMemory(TorchDispatchMode):

@@ -54,6 +54,31 @@ def all_filters(top_k: Any, top_p: Any, min_p: Any) -> CandidateFilters:
     return CandidateFilters(*(torch.as_tensor(values) for values in (top_k, top_p, min_p)))
 
 
+def filtered_probs(
+    logits: torch.Tensor, divisor: torch.Tensor, filters: CandidateFilters
+) -> torch.Tensor:
+    """The candidate's distribution by definition: whole rows, sorted.
+
+    Args:
+        logits: [num_rows, vocab_size], float64.
+        divisor: [num_rows], float64.
+        filters: One entry per row.
+    """
+    probs = (logits / divisor[:, None]).softmax(-1)
+    if filters.min_p is not None:
+        floor = filters.min_p.double()[:, None] * probs.amax(-1, keepdim=True)
+        probs = torch.where(probs >= floor, probs, 0.0)
+    if filters.top_k is not None:
+        least = probs.sort(dim=1, descending=True)[0].gather(1, filters.top_k[:, None] - 1)
+        probs = torch.where(probs >= least, probs, 0.0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    if filters.top_p is not None:
+        ordered, order = probs.sort(dim=1, descending=True)
+        kept = ordered.cumsum(-1) - ordered < filters.top_p.double()[:, None]
+        probs = torch.zeros_like(probs).scatter(1, order, torch.where(kept, ordered, 0.0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
 class Case:
     """Rows of several requests that ask for everything at once."""
 

@@ -1,13 +1,16 @@
-"""Canvas specifications for tests that have no checkpoint."""
+"""Canvas specifications and a step's inputs, for tests that have no checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import AlignedBlock
 from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.decoding.rule import StepInputs
 from vllm_diffusion.kernel_choice.step_shape import free_canvas
 
 
@@ -21,3 +24,27 @@ def masked_spec(length: int, **changes: Any) -> CanvasSpec:
     settings = {"reveal_threshold": 0.9, "strategy": "dynamic"}
     own = {"rule": Reveal(4), "max_denoising_steps": length, "settings": settings}
     return CanvasSpec(AlignedBlock(length), **(own | {"mask_token_id": 4} | changes))
+
+
+def step_inputs(**values: Any) -> StepInputs:
+    """A rule's inputs of R slots and C positions, with everything not given at zero.
+
+    Args:
+        values: Fields of the inputs; the first of two dimensions says R and C.
+    """
+    R, C = next(v.shape for v in values.values() if v.dim() == 2)
+    zeros = torch.zeros(R, C, dtype=torch.int64)
+    defaults = {
+        "canvas": zeros,
+        "candidate": zeros,
+        "drawn_confidence": torch.zeros(R, C),
+        "argmax": zeros,
+        "entropy": torch.zeros(R, C),
+        "previous_result": zeros - 1,
+        "valid": torch.ones(R, C, dtype=torch.bool),
+        "fixed": torch.zeros(R, C, dtype=torch.bool),
+        "end_tokens": None,
+        "step": torch.zeros(R, dtype=torch.int32),
+        "max_steps": torch.full((R,), C, dtype=torch.int32),
+    }
+    return StepInputs(**(defaults | values))

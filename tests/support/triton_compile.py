@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -33,6 +36,25 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Launches inside are noted and not made: each kernel, its arguments by place and by name."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def launcher(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **kwargs: launches.append((kernel, args, kwargs))
+
+    with mock.patch.object(JITFunction, "__getitem__", launcher):
+        yield launches
 
 
 def compile_for(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import command_server
-from tests.support.commands import refusal_of, status_of
+from tests.support.commands import status_of
 from vllm_diffusion.cli import checkpoint, demo, server
 from vllm_diffusion.cli.main import main
 
@@ -91,13 +91,6 @@ def test_checkpoint_complete(family: str) -> None:
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 10_000_000
 
 
-@pytest.mark.parametrize("command", ["demo", "checkpoint"])
-def test_no_draft(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A family without a draft is refused, and the one that has one is named."""
-    said = refusal_of(capsys, command, "--family", "sdar", "--draft")
-    assert "set --family to qwen3" in said
-
-
 @pytest.mark.parametrize("family", checkpoint.FOLDERS)
 def test_checkpoint_missing(family: str, tmp_path: Path, monkeypatch, capsys) -> None:
     """One sentence that names the file, nothing on standard output."""
@@ -107,21 +100,6 @@ def test_checkpoint_missing(family: str, tmp_path: Path, monkeypatch, capsys) ->
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert str(tmp_path / "config.json") in captured.err
-
-
-@pytest.mark.parametrize("command", ["demo", "checkpoint"])
-def test_family_choices(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The help names every family; another is refused in one line that names them too."""
-    with pytest.raises(SystemExit) as error:
-        main([command, "--help"])
-    assert error.value.code == 0
-    said = capsys.readouterr().out
-    with pytest.raises(SystemExit) as error:
-        main([command, "--family", "llada"])
-    assert error.value.code == 2
-    refused = capsys.readouterr().err.splitlines()[-1]
-    assert "invalid choice: 'llada'" in refused
-    assert all(family in said and family in refused for family in checkpoint.FOLDERS)
 
 
 def test_demo_family(run_demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,10 @@ def test_every_command_is_tried() -> None:
 
 
 COMBINATIONS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("demo", "--family", "sdar", "--draft"), "--draft"),
+    *(
+        ((command, "--family", "sdar", "--draft"), "set --family to qwen3")
+        for command in ("demo", "checkpoint")
+    ),
     (("chat", "--model", "a"), "--model needs the server's --url"),
     (("chat", "--api-key", "a"), "--api-key needs the server's --url"),
     (("chat", "--url", "http://127.0.0.1:9", "--family", "sdar"), "--family"),

@@ -23,7 +23,7 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.sampling.kept_rows import RowSettings
-from vllm_diffusion.sampling.logprobs import row_logprobs
+from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
@@ -313,7 +313,7 @@ class PassGraphs:
         ranks = reports.selected_token_ranks[:n]
         # The other rows report nothing.
         ids.zero_()
-        logprobs.fill_(float("-inf"))
+        logprobs.fill_(IMPOSSIBLE)
         ranks.zero_()
         for index in self._canvases_of(used.reported):
             self.reported_rows(index)

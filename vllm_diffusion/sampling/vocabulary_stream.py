@@ -38,7 +38,7 @@ from vllm_diffusion.sampling.kept_rows import (
     RunningChoices,
     thresholds,
 )
-from vllm_diffusion.sampling.logprobs import row_logprobs
+from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead, Walk, one_ahead, one_by_one
 
 # Ids of a tile, on a CPU and on a GPU. Not measured on a GPU yet; by arithmetic, of one canvas of 256 rows
@@ -335,7 +335,7 @@ def no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> Logpro
     """Allocate log-probabilities of rows, of which nothing is reported yet."""
     return LogprobsTensors(
         torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
-        torch.full((num_rows, num_columns), float("-inf"), device=device),
+        torch.full((num_rows, num_columns), IMPOSSIBLE, device=device),
         torch.zeros(num_rows, dtype=torch.int64, device=device),
     )
 

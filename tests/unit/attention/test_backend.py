@@ -1,6 +1,5 @@
 """The back end as vLLM sees it: what it accepts, what it writes to the cache, what it reads back."""
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -253,15 +252,15 @@ def test_another_plugin_s_slot():
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_ours_is_the_default_on_a_gpu_and_stock_s_can_be_chosen(caplog_vllm):
+def test_ours_is_the_default_on_a_gpu_and_stock_s_can_be_chosen(vllm_log):
     assert choose() == "CUSTOM"
     assert AttentionBackendEnum.CUSTOM.get_class() is CanvasAttentionBackend
-    assert not caplog_vllm.records
+    assert not vllm_log.records
     for name in ("TRITON_ATTN", "FLASH_ATTN"):
         assert choose(name) == name
         # Whatever runs it, the name keeps its meaning: peers are measured with it.
         assert "vllm_diffusion" not in AttentionBackendEnum[name].get_path()
-        assert f"{name} differs from the reference" in caplog_vllm.text
+        assert f"{name} differs from the reference" in vllm_log.text
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -311,7 +310,7 @@ def test_flash_attention_4_is_refused_where_it_has_no_kernel(capability):
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("has_images", [False, True])
 def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
-    capability, cache_dtype, has_images, caplog_vllm
+    capability, cache_dtype, has_images, vllm_log
 ):
     assert choose(attention="cute") == "CUSTOM"
     # Logged once in a process otherwise.
@@ -507,10 +506,3 @@ def test_every_variant_that_serving_launches_is_compiled_at_the_start(has_images
     assert served == at_start
     # Two kinds of layers, in one piece or cut and folded, without and with images.
     assert len(at_start) == 2 * 3 * (2 if has_images else 1)
-
-
-@pytest.fixture
-def caplog_vllm(caplog, monkeypatch):
-    """vLLM's loggers do not propagate."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return caplog

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.kernel_checks import Operations
 from vllm_diffusion.canvas.messages import CanvasView, ReportedFrame, RequestReport, pack
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput
@@ -99,18 +99,6 @@ def test_reports(report: RequestReport) -> None:
     assert RequestReport.decode(np.repeat(array, 2)[::2]) == report
 
 
-class _Operations(TorchDispatchMode):
-    """Counts operations on tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 class _Slots:
     """As much of the canvases as the connector looks at."""
 
@@ -122,7 +110,7 @@ def test_nobody_watches() -> None:
     num_rows, entropy = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8)
     connector = CanvasViewConnector(_Slots(), num_rows, entropy)  # type: ignore[arg-type]
     output = random_output(4, 8, torch.Generator().manual_seed(0))
-    with _Operations() as operations:
+    with Operations() as operations:
         connector.begin_step(None)
         connector.begin_pass()
         connector.keep(output)

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from tests.support.families import llada2, run
 from tests.support.families.model import scripted
+from tests.support.specs import step_inputs
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import DYNAMIC, STRATEGIES
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 
 VOCAB, MASK, DELETE, SPLIT = 14, 4, 12, 13
 RULE = Levenshtein(MASK, delete_token_id=DELETE, split_token_id=SPLIT)
+PUBLISHED = {
+    "reveal_threshold": 0.5,
+    "strategy": STRATEGIES.index(DYNAMIC),
+    "editing_threshold": 0.0,
+    "max_post_steps": 16,
+    "reveal_steps": 32,
+}
 
 # The tokens of a block's prompt and of itself in, its logits [length, VOCAB] out.
 Script = Callable[[Sequence[int]], Tensor]
@@ -37,9 +45,7 @@ def decoded(
 ) -> tuple[list[list[int]], list[int], list[bool]]:
     """Blocks decoded together: their tokens, steps, and whether the last one's keys are final."""
     R, cap = len(scripts), int(chosen.pop("max_steps_per_block", 40))
-    values = {"reveal_threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16} | chosen
-    values |= {"strategy": STRATEGIES.index(DYNAMIC)}
-    values.setdefault("reveal_steps", length)
+    values = PUBLISHED | {"reveal_steps": length} | chosen
     canvas = torch.full((R, length), MASK)
     fixed = torch.zeros(R, length, dtype=torch.bool)
     for i, tokens in enumerate(given_tokens):
@@ -56,16 +62,13 @@ def decoded(
         choices = logits.sort(dim=-1, descending=True, stable=True).indices[..., :3]
         confidence = probabilities.amax(-1)
         decision = RULE.decide(
-            StepInputs(
+            step_inputs(
                 canvas=canvas,
                 candidate=choices[..., 0],
                 drawn_confidence=confidence,
                 argmax=choices[..., 0],
-                entropy=torch.zeros(R, length),
                 previous_result=previous,
-                valid=torch.ones(R, length, dtype=torch.bool),
                 fixed=fixed,
-                end_tokens=None,
                 step=torch.full((R,), step, dtype=torch.int32),
                 max_steps=torch.full((R,), cap, dtype=torch.int32),
                 confidence=confidence,
@@ -182,38 +185,26 @@ def test_the_published_loop(blocks, threshold, editing, max_post_steps, reveal_s
         assert not {MASK, DELETE, SPLIT} & set(tokens[i][len(prompt) :])
 
 
-def step_inputs(canvas: Tensor, said: Tensor, **changes: Any) -> StepInputs:
+def certain(canvas: Tensor, said: Tensor, **changes: Any) -> StepInputs:
     """One step in which every position says something with certainty, or else token 5 or 6."""
-    R, C = canvas.shape
+    sure = torch.full(canvas.shape, 0.9)
+    others = [torch.full_like(said, token) for token in (5, 6)]
     values: dict[str, Any] = {
-        "canvas": canvas,
         "candidate": said,
-        "drawn_confidence": torch.full((R, C), 0.9),
         "argmax": said,
-        "entropy": torch.zeros(R, C),
-        "previous_result": torch.full_like(canvas, -1),
-        "valid": torch.ones(R, C, dtype=torch.bool),
-        "fixed": torch.zeros(R, C, dtype=torch.bool),
-        "end_tokens": None,
-        "step": torch.full((R,), 3, dtype=torch.int32),
-        "max_steps": torch.full((R,), 9, dtype=torch.int32),
-        "confidence": torch.full((R, C), 0.9),
-        "choices": torch.stack([said, torch.full_like(said, 5), torch.full_like(said, 6)], dim=-1),
+        "drawn_confidence": sure,
+        "confidence": sure,
+        "choices": torch.stack([said, *others], dim=-1),
+        "step": torch.full((len(canvas),), 3, dtype=torch.int32),
+        "max_steps": torch.full((len(canvas),), 9, dtype=torch.int32),
     }
-    return StepInputs(**(values | changes))
+    return step_inputs(canvas=canvas, **(values | changes))
 
 
 def decide(inputs: StepInputs, **remembered: Tensor) -> StepDecision:
     """At the published settings."""
     R, C = inputs.canvas.shape
-    values = {
-        "reveal_threshold": 0.5,
-        "strategy": STRATEGIES.index(DYNAMIC),
-        "editing_threshold": 0.0,
-        "max_post_steps": 16,
-        "reveal_steps": 32,
-    }
-    chosen = {name: torch.full((R,), value) for name, value in values.items()}
+    chosen = {name: torch.full((R,), value) for name, value in PUBLISHED.items()}
     return RULE.decide(inputs, chosen, memory_of(R, C, 9) | remembered)
 
 
@@ -222,7 +213,7 @@ def test_fixed_positions_do_not_move():
     canvas = torch.tensor([[7, 8, 9, 10, 11]] * 2)
     fixed = torch.tensor([[False, False, True, False, False]] * 2)
     said = torch.tensor([[DELETE, 8, 3, 10, 11], [SPLIT, 8, 3, 10, 11]])
-    decision = decide(step_inputs(canvas, said, fixed=fixed))
+    decision = decide(certain(canvas, said, fixed=fixed))
     assert decision.tokens.tolist() == [[8, 10, 9, 11, MASK], [MASK, 7, 9, 8, 10]]
     assert decision.keep.tolist() == [[True] * 4 + [False], [False] + [True] * 4]
 
@@ -231,7 +222,7 @@ def test_what_follows_an_end_token_is_no_reason_to_go_on():
     """Where a canvas is judged up to it; what is emitted behind it is no mask and no operation."""
     canvas = torch.tensor([[7, 9, MASK, MASK]])
     said = torch.tensor([[7, 9, SPLIT, DELETE]])
-    inputs = step_inputs(canvas, said, previous_result=canvas, end_tokens=torch.tensor([[9]]))
+    inputs = certain(canvas, said, previous_result=canvas, end_tokens=torch.tensor([[9]]))
     decision = decide(inputs)
     assert bool(decision.done)
     assert not bool(decision.has_final_kv)
@@ -242,7 +233,7 @@ def test_what_follows_an_end_token_is_no_reason_to_go_on():
 def test_a_canvas_that_a_constraint_masks_again_is_done_when_it_repeats():
     """The frontier is a mask in each step, and what was said there is what was said before."""
     said = torch.tensor([[7, 8, 9, 10]])
-    inputs = step_inputs(torch.tensor([[7, MASK, 9, 10]]), said)
+    inputs = certain(torch.tensor([[7, MASK, 9, 10]]), said)
     assert not decide(inputs).done.any()
     decision = decide(inputs._replace(previous_result=said))
     assert bool(decision.done)
@@ -252,7 +243,7 @@ def test_a_canvas_that_a_constraint_masks_again_is_done_when_it_repeats():
 def test_a_position_with_one_possible_token():
     """Has no other choice, so that a step that repeats an earlier one is left as it is."""
     canvas, said = torch.tensor([[7, 8]]), torch.tensor([[9, 8]])
-    inputs = step_inputs(canvas, said, choices=torch.stack([said] * 3, dim=-1))
+    inputs = certain(canvas, said, choices=torch.stack([said] * 3, dim=-1))
     remembered = decide(inputs).memory["fingerprints"]
     inputs = inputs._replace(step=inputs.step + 1)
     decision = decide(inputs, fingerprints=remembered)

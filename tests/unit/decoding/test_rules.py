@@ -7,31 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.families.run import even_schedule, most_confident
+from tests.support.specs import step_inputs
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.reveal import DYNAMIC, SEQUENTIAL, STATIC, STRATEGIES, Reveal
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 
 MASK = 99
-
-
-def inputs(**values: torch.Tensor) -> StepInputs:
-    """Step inputs of R slots and C positions with everything not given at zero."""
-    R, C = next(v.shape for v in values.values() if v.dim() == 2)
-    zeros = torch.zeros(R, C, dtype=torch.int64)
-    defaults = {
-        "canvas": zeros,
-        "candidate": zeros,
-        "drawn_confidence": torch.zeros(R, C),
-        "argmax": zeros,
-        "entropy": torch.zeros(R, C),
-        "previous_result": zeros - 1,
-        "valid": torch.ones(R, C, dtype=torch.bool),
-        "fixed": torch.zeros(R, C, dtype=torch.bool),
-        "end_tokens": None,
-        "step": torch.zeros(R, dtype=torch.int32),
-        "max_steps": torch.full((R,), C, dtype=torch.int32),
-    }
-    return StepInputs(**(defaults | values))
 
 
 def entropy_bound(
@@ -76,7 +57,7 @@ def test_acceptance_is_that_of_transformers(seed, bound, gain):
     current = torch.zeros(3, 16, dtype=torch.int64)
     sampler.accept_canvas(current, current, logits, 1)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
-    decision = entropy_bound(inputs(entropy=entropy), entropy_bound=bound)
+    decision = entropy_bound(step_inputs(entropy=entropy), entropy_bound=bound)
     assert torch.equal(decision.keep, sampler.accepted_token_mask)
 
 
@@ -98,7 +79,7 @@ def test_stopping_is_that_of_transformers(threshold, canvases, confident):
     for value in canvases:
         argmax = torch.full((1, 4), value)
         decision = entropy_bound(
-            inputs(argmax=argmax, previous_result=previous, entropy=entropy),
+            step_inputs(argmax=argmax, previous_result=previous, entropy=entropy),
             stable_steps,
             stability_threshold=threshold,
         )
@@ -112,7 +93,7 @@ def test_positions_beyond_a_narrow_canvas_do_not_count():
     valid = torch.tensor([[True, True, False, False]])
     argmax = torch.tensor([[1, 2, 3, 4]])
     decision = entropy_bound(
-        inputs(
+        step_inputs(
             entropy=entropy,
             valid=valid,
             argmax=argmax,
@@ -145,7 +126,7 @@ def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
         candidate = torch.randint(0, 50, (2, length), generator=generator)
         decision = reveal(
             rule,
-            inputs(
+            step_inputs(
                 candidate=candidate,
                 canvas=canvas,
                 drawn_confidence=torch.rand(2, length, generator=generator),
@@ -197,7 +178,7 @@ def test_reveal_is_the_published_choice(seed, threshold, strategy, steps):
             expected = most_confident(p, masked, schedule[step])
         decision = reveal(
             Reveal(MASK),
-            inputs(
+            step_inputs(
                 canvas=canvas[None],
                 drawn_confidence=p[None],
                 step=torch.tensor([step]),
@@ -223,7 +204,7 @@ def test_a_canvas_s_own_masks_are_spread(num_known, steps, strategy):
     for step in range(steps):
         decision = reveal(
             Reveal(MASK, spreads_masks=True),
-            inputs(
+            step_inputs(
                 canvas=canvas,
                 drawn_confidence=torch.rand(1, length),
                 step=torch.tensor([step]),
@@ -241,7 +222,7 @@ def test_a_canvas_s_own_masks_are_spread(num_known, steps, strategy):
 def test_an_end_with_no_mask_before_it_ends_the_canvas():
     """If the family says so, or the server; the prompt's own end tokens end nothing."""
     canvas = torch.tensor([[3, MASK, MASK, MASK], [3, MASK, MASK, MASK], [9, MASK, MASK, MASK]])
-    given_inputs = inputs(
+    given_inputs = step_inputs(
         canvas=canvas,
         candidate=torch.tensor([[0, 9, 1, 1], [0, 1, 9, 1], [0, 1, 2, 1]]),
         drawn_confidence=torch.tensor([[0, 0.9, 0.1, 0.1], [0, 0.1, 0.9, 0.1], [0, 0.9, 0.1, 0.1]]),

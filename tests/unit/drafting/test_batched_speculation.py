@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from tests.support.drafts import greedy_tokens
+from tests.support.drafts import greedy_tokens, target_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "drafting"))
 
@@ -25,23 +25,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def language_model(seed: int, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1.2 / parameter.shape[1] ** 0.5)
-    return model.eval()
+    return target_model("qwen3", seed, vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

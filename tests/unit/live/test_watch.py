@@ -146,6 +146,17 @@ def named(items: Iterable[object]) -> list[object]:
     ]
 
 
+async def texts(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+    """A server's stream."""
+    async for output in outputs:
+        yield output.outputs[0].text
+
+
+def watched(outputs: AsyncGenerator[Any, None], *, has_stream: bool) -> AsyncGenerator[Any, None]:
+    """Outputs and frames, as Python or a client over HTTP reads them."""
+    return _with_events(texts, outputs, chunks()) if has_stream else watch_async(outputs)
+
+
 def chunks() -> _Chunks:
     return _Chunks({}, {}, 1, Inbox())
 
@@ -158,8 +169,7 @@ def test_each_canvas_is_shown_before_its_tokens_and_behind_the_last_one(size: in
     """However much has come since the reader looked: nothing is merged, nothing is left."""
 
     async def run() -> list[object]:
-        watched = watch_async(engine(rounds_of(5, size), []))
-        return named([item async for item in watched])
+        return named([item async for item in watch_async(engine(rounds_of(5, size), []))])
 
     assert asyncio.run(run()) == ORDER
 
@@ -202,14 +212,9 @@ def test_frames_have_their_place_in_a_stream(size: int, withheld: int) -> None:
 def test_whoever_stops_watching_stops_the_request(has_stream: bool) -> None:
     """As with the outputs alone: their iterator is closed."""
 
-    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        async for output in outputs:
-            yield output.outputs[0].text
-
     async def run(num_read: int) -> list[str]:
         log: list[str] = []
-        outputs = engine(rounds_of(5, 1), log)
-        reading = _with_events(stream, outputs, chunks()) if has_stream else watch_async(outputs)
+        reading = watched(engine(rounds_of(5, 1), log), has_stream=has_stream)
         for _ in range(num_read):
             await anext(reading)
         await reading.aclose()
@@ -222,13 +227,9 @@ def test_whoever_stops_watching_stops_the_request(has_stream: bool) -> None:
 def test_a_client_that_is_gone_stops_the_request() -> None:
     """The server cancels the task that reads the stream, wherever it is."""
 
-    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        async for output in outputs:
-            yield output.outputs[0].text
-
     async def run() -> list[str]:
         log: list[str] = []
-        reading = _with_events(stream, engine([[frame(1)]], log), chunks())
+        reading = watched(engine([[frame(1)]], log), has_stream=True)
         await anext(reading)
         waiting = asyncio.ensure_future(anext(reading))
         await asyncio.sleep(0.01)
@@ -244,14 +245,9 @@ def test_a_client_that_is_gone_stops_the_request() -> None:
 def test_an_error_is_raised(has_stream: bool) -> None:
     """What goes wrong reaches whoever watches."""
 
-    async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        async for output in outputs:
-            yield output.outputs[0].text
-
     async def run() -> None:
-        outputs = engine([[frame(1), answered(0)], [ValueError("gone")]], [])
-        reading = _with_events(stream, outputs, chunks()) if has_stream else watch_async(outputs)
-        async for _ in reading:
+        rounds = [[frame(1), answered(0)], [ValueError("gone")]]
+        async for _ in watched(engine(rounds, []), has_stream=has_stream):
             pass
 
     with pytest.raises(ValueError, match="gone"):

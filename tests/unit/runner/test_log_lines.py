@@ -15,22 +15,6 @@ from vllm_diffusion.weights.downcasts import counted_downcasts
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def lines():
-    """Everything that vLLM and this package log at the level of information and above."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    # vLLM keeps its records from the root logger.
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield records
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
 def load(dtype):
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -39,23 +23,23 @@ def load(dtype):
     return AutoWeightsLoader(model).load_weights(weights)
 
 
-def test_downcasts_are_one_line(lines):
+def test_downcasts_are_one_line(vllm_log):
     """Four tensors of float32 into bfloat16: vLLM's four warnings are one line with their number."""
     with counted_downcasts():
         assert len(load(torch.float32)) == 4
-    assert [record.getMessage() for record in lines] == [
+    assert [record.getMessage() for record in vllm_log.records] == [
         "4 tensors of the checkpoint are torch.float32, and served in torch.bfloat16."
     ]
-    lines.clear()
+    vllm_log.clear()
     load(torch.float32)
-    assert [record.levelno for record in lines] == [logging.WARNING] * 4
+    assert [record.levelno for record in vllm_log.records] == [logging.WARNING] * 4
 
 
-def test_what_fits_is_not_mentioned(lines):
+def test_what_fits_is_not_mentioned(vllm_log):
     with counted_downcasts():
         load(torch.bfloat16)
         logging.getLogger("vllm.model_executor.models.utils").warning("Something else")
-    assert [record.getMessage() for record in lines] == ["Something else"]
+    assert [record.getMessage() for record in vllm_log.records] == ["Something else"]
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.kernel_checks import TensorMemory
+from tests.support.kernel_checks import Operations, TensorMemory
 from tests.support.row_settings import (
     Case,
     all_filters,
     bind,
     fake_penalties,
+    filtered_probs,
     filtered_rows,
     reported_rows,
     row_adjustments,
@@ -55,22 +55,13 @@ def test_candidates_follow_the_exact_distribution(params):
     for token, bias in params.get("bias", {}).items():
         logits[token] += bias
     temperature = params.get("temperature", 1.0)
-    top_k, top_p = params.get("top_k", vocab), params.get("top_p", 1.0)
-    min_p = params.get("min_p", 0.0)
-
-    probs = (logits.double() / temperature).softmax(-1)
-    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
-    probs = torch.where(probs >= probs.topk(top_k).values[-1], probs, 0.0)
-    probs /= probs.sum()
-    ordered, order = probs.sort(descending=True)
-    # The smallest set of likeliest tokens that reaches p.
-    kept = order[ordered.cumsum(-1) - ordered < top_p]
-    expected = torch.zeros(vocab, dtype=torch.float64)
-    expected[kept] = probs[kept] / probs[kept].sum()
-
     filters = all_filters(
-        torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
+        torch.full((rows,), params.get("top_k", vocab)),
+        torch.full((rows,), params.get("top_p", 1.0)),
+        torch.full((rows,), params.get("min_p", 0.0)),
     )
+    divisor = torch.tensor([temperature], dtype=torch.float64)
+    expected = filtered_probs(logits[None].double(), divisor, filters.rows(slice(1)))[0]
     draws = row_draws(rows, temperature, torch.arange(rows) * 7919)
     requests = RowSettings(draws, filtered=filtered_rows(range(rows), filters))
     drawn = sample_rows(
@@ -246,18 +237,6 @@ def test_a_rank_without_ids():
     whole = case.run()
     for result in on_shards(case.weight, [32], 5.0, lambda head: case.run(head, 16)):
         assert_same(result, whole)
-
-
-class Operations(TorchDispatchMode):
-    """Counts what is handed to the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):

@@ -15,7 +15,7 @@ from attention_kernels.testing import make_adjustments
 from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.row_settings import filtered_rows, reported_rows, row_draws
+from tests.support.row_settings import filtered_probs, filtered_rows, reported_rows, row_draws
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
@@ -99,31 +99,6 @@ def test_min_p_of_one_draws_the_argmax(implementation):
     assert torch.equal(results.candidate, logits.argmax(-1))
     # Nothing else is kept.
     assert torch.equal(results.drawn_confidence, torch.ones(rows))
-
-
-def filtered_probs(
-    logits: torch.Tensor, divisor: torch.Tensor, filters: CandidateFilters
-) -> torch.Tensor:
-    """The candidate's distribution by definition: whole rows, sorted.
-
-    Args:
-        logits: [num_rows, vocab_size], float64.
-        divisor: [num_rows], float64.
-        filters: One entry per row.
-    """
-    probs = (logits / divisor[:, None]).softmax(-1)
-    if filters.min_p is not None:
-        floor = filters.min_p.double()[:, None] * probs.amax(-1, keepdim=True)
-        probs = torch.where(probs >= floor, probs, 0.0)
-    if filters.top_k is not None:
-        least = probs.sort(dim=1, descending=True)[0].gather(1, filters.top_k[:, None] - 1)
-        probs = torch.where(probs >= least, probs, 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    if filters.top_p is not None:
-        ordered, order = probs.sort(dim=1, descending=True)
-        kept = ordered.cumsum(-1) - ordered < filters.top_p.double()[:, None]
-        probs = torch.zeros_like(probs).scatter(1, order, torch.where(kept, ordered, 0.0))
-    return probs / probs.sum(-1, keepdim=True)
 
 
 FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]

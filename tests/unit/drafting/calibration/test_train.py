@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from tests.support.drafts import features
+from tests.support.drafts import features, target_model
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.extract import _batches, _choose
@@ -51,22 +51,7 @@ VOCAB, MASK, BLOCK, LAYERS = 24, 23, 5, [0, 2]
 
 @pytest.fixture(scope="module")
 def target() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-            end.weight.normal_(std=0.5)
-    return model
+    return target_model("qwen3", vocab_size=VOCAB, hidden_size=32)
 
 
 @pytest.fixture(scope="module")
