@@ -11,8 +11,8 @@ published), with a KV cache: a call computes the rows behind the longest prefix 
 computed before. The engine gets all requests at once. By default a model has three layers of width 96,
 whose passes are host overhead; ``--width`` and ``--layers`` make one whose passes are arithmetic.
 
-``--profile`` prints where the engine's time goes instead: milliseconds a pass by room, each without
-the rooms inside it.
+``--profile`` prints where the engine's time goes instead: milliseconds a pass by stage, each without
+the stages inside it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import argparse
 import os
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from records import Rows, parser_of
+from stages import Stages
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -107,69 +106,16 @@ class CachedModel:
         return len(visible) > 1 and not bool(visible[0, 1])
 
 
-class Rooms:
-    """Seconds of each room, without those of the rooms that it calls."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inside: list[str] = []
-        self._since = 0.0
-
-    def wrap(self, owner: Any, name: str, room: str) -> None:
-        """Count every call of ``owner.name`` as ``room``."""
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._switch()
-            self._inside.append(room)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._switch()
-                self._inside.pop()
-
-        setattr(owner, name, timed)
-
-    def _switch(self) -> None:
-        now = time.perf_counter()
-        if self._inside:
-            self.seconds[self._inside[-1]] += now - self._since
-        self._since = now
-
-
-def rooms_of(llm: Any) -> Rooms:
-    """The rooms of an engine in this process, timed from now on."""
-    from vllm_diffusion.attention.backend import CanvasAttentionImpl
-
-    core = llm.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker.worker
-    runner = worker.model_runner
-    rooms = Rooms()
-    rooms.wrap(llm.llm_engine, "step", "output: detokenising, the engine's loop")
-    rooms.wrap(core.scheduler, "schedule", "scheduler")
-    rooms.wrap(core.scheduler, "update_from_output", "scheduler")
-    rooms.wrap(worker, "execute_model", "model runner")
-    rooms.wrap(worker, "sample_tokens", "model runner")
-    rooms.wrap(runner.model_state, "prepare_inputs", "our inputs")
-    rooms.wrap(runner.model_state, "prepare_attn", "our inputs")
-    rooms.wrap(runner.model, "forward", "model, without attention")
-    rooms.wrap(CanvasAttentionImpl, "forward", "our attention")
-    rooms.wrap(CanvasAttentionImpl, "do_kv_cache_update", "our attention")
-    rooms.wrap(type(runner.sampler), "__call__", "our sampler")
-    rooms.wrap(runner.sampler.graphs, "_canvas_step", "our step")
-    return rooms
-
-
 def profile(llm: Any, asked: list[Any], params: Any, data: Rows, **columns: Any) -> None:
     """Report where the time of the requests' passes goes."""
-    rooms, counter = rooms_of(llm), RowCounter(llm)
+    stages, counter = Stages.of(llm), RowCounter(llm)
     for _ in range(REPEATS):
         llm.generate(asked, params, use_tqdm=False)
-    total, passes = sum(rooms.seconds.values()), counter.counts.passes
-    rooms.seconds["a pass"] = total
-    for room, seconds in sorted(rooms.seconds.items(), key=lambda item: -item[1]):
+    found, passes = stages.take(), counter.counts.passes
+    total = sum(found.values())
+    for stage, seconds in {"a pass": total, **found}.items():
         ms, share = round(1e3 * seconds / passes, 2), round(seconds / total, 2)
-        data.add("profile", **columns, room=room, ms_a_pass=ms, share=share)
+        data.add("profile", **columns, stage=stage, ms_a_pass=ms, share=share)
 
 
 def sizes(width: int | None, layers: int | None) -> dict[str, int]:
