@@ -182,12 +182,12 @@ class TestLive:
     def test_bad_updates(self, live: Server, tmp_path: Path) -> None:
         """A sentence that names the tensor; a request in flight, and those after it, are unharmed."""
         expected = tokens(live, "Once", 5, LONG)
-        asked, pool = self.in_flight(live)
         weights = changed(1)
         path = tmp_path / "update.safetensors"
         save_file(weights | {NAME: weights[NAME][:-1]}, path)
         damaged = tmp_path / "damaged.safetensors"
         damaged.write_bytes(path.read_bytes()[:-9])
+        asked, pool = self.in_flight(live)
         for update_info, words in (
             ({"path": str(path)}, (NAME, "[255, 128]", "[256, 128]")),
             # vLLM takes paths out of what it tells a client.
