@@ -13,8 +13,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -50,19 +53,23 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def start(model: str, **options: Any) -> Any:
-    """An engine as a test has room for it: short sequences, few requests, a small share of the memory."""
+    """Start an engine with the defaults of ``vllm serve``, but for short sequences and a small share of the memory.
+
+    The number of requests and of a pass's tokens are a server's, since the sizes that are captured follow from them.
+    """
     from vllm import LLM
+    from vllm.entrypoints import llm
+    from vllm.usage.usage_lib import UsageContext
 
     small: dict[str, Any] = {
         "max_model_len": 512,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 512,
         "gpu_memory_utilization": 0.1,
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
     }
     options = small | options | {"additional_config": left_unchecked(options)}
-    # ``None`` stands for vLLM's own choice.
-    return LLM(model, **{name: value for name, value in options.items() if value is not None})
+    as_served = SimpleNamespace(LLM_CLASS=UsageContext.OPENAI_API_SERVER)
+    with patch.object(llm, "UsageContext", as_served):
+        return LLM(model, **options)
 
 
 def left_unchecked(options: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +145,7 @@ def serve(
     kinds: list[str],
     steady: list[str] = (),
     adapter: str | None = None,
+    every_row: bool = False,
 ) -> dict[str, Any]:
     """Start an engine and send two requests of each kind.
 
@@ -147,10 +155,11 @@ def serve(
         kinds: Of requests, one after the other.
         steady: Of those, kinds of which a pass in steady state is counted too.
         adapter: Folder of a LoRA adapter that the requests have.
+        every_row: Runs passes of every number of rows too.
 
     Returns:
         What was chosen at the start; by kind the passes, and the tokens of each request that was answered; by kind
-        what a steady pass asks of the driver.
+        what a steady pass asks of the driver; the result of :func:`every_number_of_rows`.
     """
     decide_outcomes()
     llm = start(model, **options)
@@ -168,6 +177,7 @@ def serve(
         },
         "requests": {kind: passes_of(llm, kind, adapter) for kind in kinds},
         "steady": {kind: steady_pass(llm, kind) for kind in steady},
+        "every_row": every_number_of_rows(llm) if every_row else None,
     }
 
 
@@ -312,6 +322,46 @@ def drop(engine: Any, request_ids: list[str]) -> None:
         engine.step()
 
 
+def every_number_of_rows(llm: Any) -> dict[str, Any]:
+    """Run passes with prompts, of every number of rows up to three captured sizes after the first gap between sizes.
+
+    Up to there each number has a graph. A prompt is as long as its model knows, the rest is another request's. They
+    share no block of the cache.
+
+    Returns:
+        ``most``, the last of those sizes; ``sizes``, all of them; ``rows``, how many the passes had, by kind of graph.
+    """
+    engine, runner = llm.llm_engine, runner_of(llm)
+    config = runner.vllm_config
+    sizes = sorted(config.compilation_config.cudagraph_capture_sizes)
+    beyond = [size for low, size in pairwise(sizes) if size - low > sizes[0]]
+    most = (beyond or sizes)[:3][-1]
+    longest = config.model_config.max_model_len - 2 * config.diffusion_config.canvas_length
+    rows: dict[str, set[int]] = {}
+    prepare = runner.model_state.prepare_attn
+
+    def prepare_attn(input_batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.setdefault(mode.name, set()).add(input_batch.num_tokens)
+        return prepare(input_batch, mode, *args, **kwargs)
+
+    with patch.object(runner.model_state, "prepare_attn", prepare_attn):
+        for num_tokens in range(1, most + 1):
+            ids = []
+            for first in range(0, num_tokens, longest):
+                ids.append(f"steady {num_tokens} {first}")
+                length = min(longest, num_tokens - first)
+                own = [7 + num_tokens % 100, 7 + num_tokens // 100, 7 + len(ids)]
+                prompt = {"prompt_token_ids": (own * length)[:length]}
+                engine.add_request(ids[-1], prompt, params_of("plain"))
+            engine.step()
+            drop(engine, ids)
+    return {
+        "most": most,
+        "sizes": sizes,
+        "rows": {mode: sorted(counts) for mode, counts in rows.items()},
+    }
+
+
 def serve_from_another_process(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Requests to an engine that has a process of its own, which still answers calls when they have had their time.
 
@@ -369,8 +419,7 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
     _leave_out_cute()
     decide_outcomes()
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
-    unset = {"max_num_batched_tokens": None, "max_num_seqs": None}
-    llm = start(model, **(defaults | unset | options))
+    llm = start(model, **(defaults | options))
     worker = worker_of(llm)
     runner = worker.model_runner
     config = runner.vllm_config

@@ -18,8 +18,11 @@ from tests.support.null_gpu.processes import ROOT
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 
 ENGINES = "tests.null_gpu.engine_cases"
+# Graphs of few sizes, so that many starts are rehearsed; CI's starts have the defaults of a server.
+FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
 # Without Inductor: Dynamo, the split of its graph and the captures are those of a compiled start.
-CAPTURED: dict[str, Any] = {"compilation_config": {"backend": "eager"}}
+EAGER_BACKEND: dict[str, Any] = {"compilation_config": {"backend": "eager"}}
+CAPTURED = FEW | EAGER_BACKEND
 DIFFUSION = "diffusion"
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # GPUs that people have at home: capability, the GiB that torch finds there less half of one, for the context that
@@ -90,7 +93,7 @@ def orders() -> Iterator[Case]:
 
 def process_starts() -> Iterator[Case]:
     """``LLM(...)`` as a user's script has it: the engine in a process of its own."""
-    arguments = {"model": str(SHIPPED), "options": {"enforce_eager": True}}
+    arguments = {"model": str(SHIPPED), "options": FEW | {"enforce_eager": True}}
     yield Case(
         "LLM(...) with vLLM's default process start",
         f"{ENGINES}:serve_from_another_process",
@@ -236,7 +239,7 @@ def _shape(name: str, weights: str, capability: str, gib: float, **options: Any)
 
         return {
             "model": str(write_checkpoint(folder / "26b", "26b", weights)),
-            "options": {"max_model_len": 32768, **CAPTURED, **options},
+            "options": {"max_model_len": 32768, **EAGER_BACKEND, **options},
         }
 
     return Case(name, f"{ENGINES}:serve_shape", arguments, capability, gib)
@@ -265,7 +268,7 @@ def _rows(name: str, **order: Any) -> Case:
             "gpu_memory_utilization": 0.9,
             "enable_prefix_caching": False,
         }
-        return {"model": str(model), "options": options | CAPTURED | order}
+        return {"model": str(model), "options": CAPTURED | options | order}
 
     return Case(name, f"{ENGINES}:count_rows", arguments)
 

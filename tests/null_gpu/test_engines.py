@@ -21,6 +21,19 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 # The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a number: they are
 # rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
+# One for each layout but DiffusionGemma's, and the rows that it rounds up to.
+LAYOUTS = {"sdar": 4, "llada2.2": 32, "nemotron": 1, "fast-dllm": 32}
+# What their starts have besides a server's defaults.
+TINY = {
+    # Dynamo, the split of its graph and its captures run; Inductor is left out of the backbone.
+    "compilation_config": {"backend": "eager"},
+    # The longest that all of these tiny models know.
+    "max_model_len": 256,
+    # Blocks take a second a million on the host.
+    "gpu_memory_utilization": 0.01,
+    # Of vLLM's own kernels, which the rehearsal compiles.
+    "kernel_config": {"enable_jit_warmup": False},
+}
 # Of which a steady pass is counted.
 COUNTED = ("plain", "top_p", "logprobs")
 
@@ -34,20 +47,31 @@ def test_the_cpu_platform_is_refused(null_gpu):
         )
 
 
+def assert_every_row(found, given):
+    """Every number of rows was run that the layout schedules, those between two captured sizes with a graph too.
+
+    Args:
+        found: Result of ``every_number_of_rows``.
+        given: Rows that the layout rounds up to: a block where known tokens share it with the canvas.
+    """
+    rows = found["rows"]["PIECEWISE"]
+    # A canvas that shares the pass with a short prompt is at least a few rows.
+    assert rows[0] <= found["sizes"][0]
+    assert set(rows) >= set(range(rows[0], found["most"] + 1, given))
+    assert not set(rows) <= set(found["sizes"]), "no pass lay between two captured sizes"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_starts_captured(null_gpu, tmp_path, family):
-    """Dynamo, the split of its graph and its captures run; Inductor is left out of the backbone."""
+    """With a server's defaults, a family is captured and runs prompts of every number of rows."""
     folder, options = checkpoint_of(family, tmp_path)
-    options |= {
-        "compilation_config": {"backend": "eager"},
-        # The longest that all of these tiny models know.
-        "max_model_len": 256,
-        # Blocks take a second a million on the host.
-        "gpu_memory_utilization": 0.01,
-        # Of vLLM's own kernels, which the rehearsal compiles.
-        "kernel_config": {"enable_jit_warmup": False},
-    }
-    found = null_gpu.run(SERVE, model=str(folder), options=options, kinds=["plain"]).checked()
+    options |= TINY
+    outcome = null_gpu.run(
+        SERVE, model=str(folder), options=options, kinds=["plain"], every_row=family in LAYOUTS
+    )
+    found = outcome.checked()
+    if family in LAYOUTS:
+        assert_every_row(found["every_row"], LAYOUTS[family])
     assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
     assert found["chosen"]["checked_kinds"] == found["chosen"]["kinds"]
@@ -59,12 +83,15 @@ def test_the_shipped_checkpoint_compiled(null_gpu):
     outcome = null_gpu.run(
         SERVE,
         model=str(SHIPPED),
-        options={},
+        # A prompt alone fills the largest pass that is tried.
+        options={"max_model_len": 1024},
         kinds=list(KINDS),
         steady=COUNTED,
+        every_row=True,
         seconds=500,
     )
     found = outcome.checked()
+    assert_every_row(found["every_row"], 1)
     assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
     assert found["requests"]["watched"]["frames"] > 0
     baselines.check("a steady pass on the null GPU, shipped checkpoint", found["steady"])

@@ -100,10 +100,20 @@ class BlockDiffusionModelState(ModelState):
         """
         raise NotImplementedError
 
-    def row_spans(self, input_batch: InputBatch) -> Tensor | None:
-        """[num_tokens, 2], int32: the span that each causal row attends in both directions."""
-        n = input_batch.num_tokens_after_padding
-        return self.spec.layout.row_spans(input_batch.positions[:n], self._spans[:n])
+    def row_spans(self, input_batch: InputBatch, num_tokens: int) -> Tensor | None:
+        """Return the span that each causal row attends in both directions, if rows have spans.
+
+        Args:
+            input_batch: Batch of the pass.
+            num_tokens: Rows that attention is given: those of the batch, or of the graph that is
+                replayed for it where attention is in the graph.
+
+        Returns:
+            [num_tokens, 2], int32, at an address that does not change between passes.
+        """
+        return self.spec.layout.row_spans(
+            input_batch.positions[:num_tokens], self._spans[:num_tokens]
+        )
 
     # What the model runner calls.
 
@@ -313,6 +323,6 @@ class BlockDiffusionModelState(ModelState):
         return bind_canvas(
             attn_metadata,
             places.causal.num_rows[:num_reqs],
-            self.row_spans(input_batch),
+            self.row_spans(input_batch, num_tokens),
             self.settings.window_anchor,
         )

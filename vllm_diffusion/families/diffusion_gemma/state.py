@@ -158,11 +158,11 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]} if self.is_first_stage else {}
 
-    def row_spans(self, input_batch: InputBatch) -> Tensor | None:
-        """The image that each prompt row lies in, from positions known on the host."""
+    def row_spans(self, input_batch: InputBatch, num_tokens: int) -> Tensor | None:
+        """Return the image that each prompt row lies in, from positions known on the host."""
         if not self._has_image_spans or not input_batch.has_prefill:
             return None
-        spans = np.zeros((input_batch.num_tokens, 2), dtype=np.int32)
+        spans = np.zeros((num_tokens, 2), dtype=np.int32)
         any_span = False
         for i, req_id in enumerate(input_batch.req_ids):
             if not input_batch.is_prefilling_np[i]:
