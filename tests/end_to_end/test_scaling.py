@@ -58,6 +58,24 @@ def test_tokens(replicas: Server, expected: list[Tokens]) -> None:
     replicas.wait_until_idle()
 
 
+def test_no_seed(replicas: Server) -> None:
+    """Of equal requests without a seed, the first ones of two engines are answered differently."""
+    # One step leaves in an answer what was drawn.
+    steps = {"vllm_xargs": {"diffusion_max_steps": 1}}
+    length = {"max_tokens": 90, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "Red", "return_token_ids": True} | length | steps
+    answers = [
+        httpx.post(
+            f"{replicas.url}/v1/completions",
+            json=body,
+            headers={"X-data-parallel-rank": str(i % 2)},
+            timeout=120,
+        ).json()["choices"][0]["token_ids"]
+        for i in range(8)
+    ]
+    assert answers[0::2] != answers[1::2]
+
+
 @pytest.mark.parametrize("engine", "01")
 def test_chosen_engine(engine: str, replicas: Server) -> None:
     """A header chooses the engine, whichever API server reads it; metrics say who did the work."""

@@ -77,7 +77,8 @@ class DiffusionCpuWorker(CPUWorker):
             self.local_rank,
             current_platform.dist_backend,
         )
-        set_random_seed(self.model_config.seed)
+        # Data-parallel engines share the seed.
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         self.model_runner = self._make_model_runner()
 
     def _make_model_runner(self) -> Any:

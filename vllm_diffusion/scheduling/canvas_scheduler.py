@@ -11,7 +11,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import numpy as np
 from vllm.config import VllmConfig
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
@@ -38,6 +37,7 @@ from vllm_diffusion.scheduling.features import (
     SchedulerFeature,
 )
 from vllm_diffusion.scheduling.kv_transfer import KVTransfer
+from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
 from vllm_diffusion.weights.adapters.rows import AdapterLoad
@@ -71,7 +71,7 @@ class CanvasScheduling(Scheduler):
         # Rows that the next pass has left, and canvas rows beyond the granted ones, by request.
         self._num_rows_left = 0
         self._num_added: dict[str, int] = {}
-        self._seeds = np.random.default_rng(self.vllm_config.model_config.seed)
+        self._seeds = source_of_seeds(self.vllm_config)
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = PassCounters()
