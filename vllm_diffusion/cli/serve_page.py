@@ -138,14 +138,14 @@ def plan_of(arguments: Sequence[str]) -> Plan:
     set_to = _set_to(options)
     if not options or options[0].startswith("-"):
         options.insert(0, str(shipped_checkpoint()))
-        name = MODEL_NAME
+        served_as: str | None = MODEL_NAME
     else:
         values.checked(values.model, "argument MODEL", options[0])
         # Otherwise vLLM calls a model by its path.
-        name = Path(options[0]).resolve().name if Path(options[0]).is_dir() else None
+        served_as = Path(options[0]).resolve().name if Path(options[0]).is_dir() else None
     # A file of options may hold a name, which one on the command line would replace.
-    if name and set_to.served_model_name is None and set_to.config is None:
-        options += ["--served-model-name", name]
+    if served_as and set_to.served_model_name is None and set_to.config is None:
+        options += ["--served-model-name", served_as]
     if set_to.host is None:
         options += ["--host", _HOST]
     host = set_to.host or _HOST
