@@ -16,7 +16,7 @@ from openai import OpenAI
 
 
 def main() -> None:
-    question = " ".join(sys.argv[1:]) or "Reverse the words: stone, river, cloud."
+    question = " ".join(sys.argv[1:]) or "Write in upper case: lamp, river, stone, cloud."
     client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
     chunks = client.chat.completions.create(
         model=client.models.list().data[0].id,

@@ -375,6 +375,23 @@ def test_documented_benchmark(server: Server, tmp_path: Path) -> None:
     assert result["mean_ttft_ms"] > 0
 
 
+def test_live_canvas_example(server: Server) -> None:
+    """The example's own question is answered rightly, and tokens of its canvases change from step to step."""
+    done = subprocess.run(
+        [sys.executable, "examples/live_canvas.py"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1"},
+    )
+    frames = re.findall(r"^canvas (\d+), step +\d+: (.*)$", done.stdout, re.MULTILINE)
+    assert len(set(frames)) >= len({block for block, _ in frames}) + 2
+    answer = "lamp: LAMP, river: RIVER, stone: STONE, cloud: CLOUD"
+    assert done.stdout.endswith(f"answer: {answer}\n")
+
+
 # A process that imports vLLM again, to ask what the other tests ask.
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8])
