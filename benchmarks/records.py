@@ -1,4 +1,4 @@
-"""What scripts have in common: their options, the rows that they find, and tables of ``RESULTS.md``."""
+"""What scripts have in common: their options, the rows that they find, and tables of ``gpu-figures.md``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
+DOCUMENT = ROOT / "docs" / "develop" / "gpu-figures.md"
 # What tests and examples share with benchmarks. Behind a script's own folder, and before packages: one of an
 # example's name may be installed.
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples" / "checkpoints")]

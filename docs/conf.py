@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from tables import with_tables  # noqa: E402
 
 project = "vllm-diffusion"
 extensions = ["myst_parser"]
@@ -47,9 +43,10 @@ def navigation() -> str:
     return "\n".join(parts) + "\n"
 
 
-def complete_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Fill in the tables of a page, and the navigation of the first one."""
-    source[0] = with_tables(source[0]) + (navigation() if page == root_doc else "")
+def add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
+    """Append the navigation to the first page."""
+    if page == root_doc:
+        source[0] += navigation()
 
 
 def open_with_readme(app: Sphinx, error: Exception | None) -> None:
@@ -61,5 +58,5 @@ def open_with_readme(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Register what Sphinx does not know: two steps, and blocks that a test of the package reads."""
     app.add_lexer("floors", TextLexer)
-    app.connect("source-read", complete_page)
+    app.connect("source-read", add_navigation)
     app.connect("build-finished", open_with_readme)

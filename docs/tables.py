@@ -1,16 +1,16 @@
 """Tables of the documentation that are made from the package's data.
 
-A page has the line ``<!-- table: options -->`` where the site shows the table.
+A page has each table between two markers, ``<!-- table: options -->`` and ``<!-- end of options -->``.
 
-    python docs/tables.py              # names of the tables
-    python docs/tables.py options
+    python docs/tables.py              # names the pages whose tables are not those of the data
+    python docs/tables.py --write      # writes the tables into the pages
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule
     from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"])
 # Measured figures, as tables of this file.
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results.toml"
+RESULTS = ROOT / "benchmarks/results.toml"
 # What starts on the null GPU chose, took and asked of the driver, by case.
-REHEARSAL = Path(__file__).resolve().parents[1] / "tests/null_gpu/rehearsal.json"
+REHEARSAL = ROOT / "tests/null_gpu/rehearsal.json"
 # Name of sampling without any parameter.
 PLAIN = "temperature 1, no filters"
 
@@ -192,28 +194,22 @@ def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
 
 
 def _read_results() -> dict[str, dict[str, Any]]:
-    """Return the measured figures and, as ``machines``, where they were measured."""
+    """Return the measured figures and, as ``machines``, the machines on which they were measured."""
     with RESULTS.open("rb") as file:
         return tomllib.load(file)
 
 
-def machines() -> str:
-    """List the machines of the measured figures."""
-    rows = [[name, machine] for name, machine in _read_results()["machines"].items()]
-    return _table(["machine", "what it is"], rows)
-
-
 def measured(name: str) -> str:
-    """Return a table of measured figures, behind a line that says how to measure it again.
+    """Return a table of measured figures, and a line that says how to measure it again.
 
     Args:
         name: Name of the table in ``benchmarks/results.toml``.
     """
     result = _read_results()[name]
-    where = f"machine {result['machine']}; load: {result['load']}"
-    head = f"`{result['command']}` ({result['date']}, commit {result['commit']}; {where})"
-    asked = f". Asked: {result['threshold']}." if result["threshold"] else "."
-    return f"{head}{asked}\n\n" + _table(result["columns"], result["rows"])
+    where = f"{result['date']}, commit {result['commit']}, load: {result['load']}"
+    target = f" Target: {result['threshold']}." if result["threshold"] else ""
+    table = _table(result["columns"], result["rows"])
+    return f"{table}\nMeasured by `{result['command']}` ({where}).{target}\n"
 
 
 def _rehearsed(pattern: str) -> list[tuple[re.Match[str], dict[str, Any]]]:
@@ -289,24 +285,48 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "published": published,
     "rules": rules,
-    **{name: partial(measured, name) for name in _read_results()},
-    "machines": machines,
+    **{name: partial(measured, name) for name in _read_results() if name != "machines"},
     "published_shape": published_shape,
     "small_gpus": small_gpus,
 }
-_MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+_PART = re.compile(
+    r"^<!-- table: (?P<name>\w+) -->\n.*?^<!-- end of (?P=name) -->$", re.MULTILINE | re.DOTALL
+)
 
 
 def with_tables(page: str) -> str:
-    """Return the text of a page with each table in the place of its marker.
+    """Return the text of a page with the current tables between its markers.
 
     Raises:
         KeyError: If a marker names no table.
     """
-    return _MARKER.sub(lambda marker: TABLES[marker[1]](), page)
+    return _PART.sub(
+        lambda part: (
+            f"<!-- table: {part['name']} -->\n\n{TABLES[part['name']]()}\n"
+            f"<!-- end of {part['name']} -->"
+        ),
+        page,
+    )
+
+
+def stale_pages() -> dict[Path, str]:
+    """Return the pages whose tables are not those of the data, each with the text that it should have."""
+    pages = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    current = {path: with_tables(text) for path, text in pages.items()}
+    return {path: text for path, text in current.items() if text != pages[path]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Keep the tables of the documentation current.")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
+    is_writing = parser.parse_args().write
+    stale = stale_pages()
+    for path, text in stale.items():
+        print(path.relative_to(ROOT))
+        if is_writing:
+            path.write_text(text, encoding="utf-8")
+    return 1 if stale and not is_writing else 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in TABLES:
-        sys.exit(f"usage: python docs/tables.py {{{','.join(TABLES)}}}")
-    print(TABLES[sys.argv[1]]())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Watch a canvas settle: the frames of a streamed answer, one after each denoise step.
 
-    vllm serve "$(vllm-diffusion checkpoint)" --host 127.0.0.1 --api-key "$OPENAI_API_KEY"
+    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1 --api-key "$OPENAI_API_KEY"
     python examples/live_canvas.py "Count: oak, elm, ash, oak."
 
 ``OPENAI_API_KEY`` and ``OPENAI_BASE_URL`` are those of ``openai_client.py``. docs/use/live-canvas.md lists
@@ -16,7 +16,7 @@ from openai import OpenAI
 
 
 def main() -> None:
-    question = " ".join(sys.argv[1:]) or "Reverse the words: stone, river, cloud."
+    question = " ".join(sys.argv[1:]) or "Write in upper case: lamp, river, stone, cloud."
     client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
     chunks = client.chat.completions.create(
         model=client.models.list().data[0].id,

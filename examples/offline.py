@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import sys
 
-from vllm import LLM, SamplingParams
+from vllm_diffusion.cli.console import quieten
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.metrics import request_metrics
+# Answers are printed, and not vLLM's log; the variable reaches the engine's process.
+quieten()
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint  # noqa: E402
+from vllm_diffusion.metrics import request_metrics  # noqa: E402
 
 
 def main() -> None:
     prompts = sys.argv[1:] or ["What is 7+8?", "What is 9+4?"]
-    llm = LLM(str(shipped_checkpoint()), max_model_len=1024, max_num_seqs=4)
+    llm = LLM(str(shipped_checkpoint()), max_model_len=1024, max_num_seqs=4, use_tqdm_on_load=False)
     outputs = llm.chat(
         [[{"role": "user", "content": prompt}] for prompt in prompts],
         SamplingParams(max_tokens=128, seed=0),
+        use_tqdm=False,
     )
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = output.outputs[0]

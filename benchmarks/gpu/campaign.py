@@ -3,7 +3,7 @@
     python benchmarks/gpu/campaign.py run                   # all of it, on this machine's GPU
     python benchmarks/gpu/campaign.py run --toy             # a rehearsal on the CPU
     python benchmarks/gpu/campaign.py report                # what is known by now
-    python benchmarks/gpu/campaign.py report --write        # the same into RESULTS.md
+    python benchmarks/gpu/campaign.py report --write        # the same into gpu-figures.md
 
 Experiments run one after another, each in a process of its own that is stopped at its limit, and
 each leaves its result on disk. The same command goes on where an interrupted one stopped. What
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     runs.set_defaults(act=run)
     reports = commands.add_parser("report", help="a table of what is known")
     reports.add_argument("folders", nargs="*", type=Path, help="all that are kept by default")
-    reports.add_argument("--write", action="store_true", help="into RESULTS.md")
+    reports.add_argument("--write", action="store_true", help="into gpu-figures.md")
     reports.set_defaults(act=report.run)
     listing = commands.add_parser("list", help="the experiments")
     listing.set_defaults(act=list_experiments)

@@ -8,7 +8,7 @@ all warps together, of 64 query rows (rows times heads) for attention and of one
 Issue cycles are these over the four that a multiprocessor issues at once, tensor-core cycles the
 least that the products of a key take; neither is a time: what loads cost is in no count. A row in
 which ours is above another names the experiment of the campaign that decides it. ``--write`` puts
-the table into ``benchmarks/RESULTS.md``.
+the table into ``docs/develop/gpu-figures.md``.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def table(found: list[Row]) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="into docs/develop/gpu-figures.md")
     parser.add_argument("--chip", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.chip:

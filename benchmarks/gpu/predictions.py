@@ -4,7 +4,7 @@ A pass takes, for its layers, its attention and its head, the longer of what mem
 and what tensor cores need for their products. Expected of an H100 (SXM, NVIDIA's data sheet: 3.35 TB/s,
 989 TFLOP/s in BF16, 1,979 in FP8) are 0.9 of its memory and 0.6 of its tensor cores; launches are in
 graphs and count nothing, and neither does the host. Experts are chosen at random, as random weights
-choose them. Attention is compared by what its loop takes a key (the compiled kernels of RESULTS.md).
+choose them. Attention is compared by what its loop takes a key (the compiled kernels of gpu-figures.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the campaign found, as one table; and the same into RESULTS.md.
+"""What the campaign found, as one table; and the same into gpu-figures.md.
 
 Only results of a GPU at full size are written into the document. What every experiment measured in
 detail is in its result's file. Results of two commits or machines never meet in one figure.
@@ -73,7 +73,7 @@ def wrong_kernels(rows: Rows) -> float | None:
 
 @dataclass(frozen=True)
 class Figure:
-    """A question that RESULTS.md keeps open until the campaign answers it.
+    """A question that gpu-figures.md keeps open until the campaign answers it.
 
     Attributes:
         text: What is measured.

@@ -24,6 +24,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.cli.console import quieten
+
+# Answers are printed, and not vLLM's log; vLLM starts its engine in a process that imports this file again.
+quieten()
 
 # Named as in transformers; modules of the vision tower have these names too, and are not meant.
 TARGETS = (
@@ -146,6 +150,7 @@ def serve(adapter: Path) -> None:
         max_num_seqs=8,
         enable_lora=True,
         max_lora_rank=8,
+        use_tqdm_on_load=False,
     )
     asked = ["What is 7+8?", "What is 4+2?", "What is 3+9?"]
     requests = [None, LoRARequest(SERVED_AS, 1, str(adapter.resolve()))]
@@ -176,6 +181,5 @@ def main() -> None:
         serve(args.out)
 
 
-# vLLM starts its engine in a process that imports this file again.
 if __name__ == "__main__":
     main()

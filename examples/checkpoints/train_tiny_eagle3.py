@@ -1,7 +1,7 @@
 """Train an EAGLE-3 draft for the shipped tiny target, in some minutes on a CPU.
 
     python examples/checkpoints/train_tiny_eagle3.py --out eagle3
-    vllm serve "$(vllm-diffusion checkpoint --family qwen3)" --speculative-config \
+    vllm serve "$(vllm-diffusion checkpoint --family qwen3)" --served-model-name tiny --speculative-config \
         '{"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}'
 
 EAGLE-3 (arXiv:2503.01840) says one token after another: a layer reads a token's embedding beside what is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -340,6 +341,55 @@ def test_eight_clients_that_go_away(server: Server) -> None:
         list(pool.map(leave, [0.02 + 0.04 * i for i in range(12)]))
     server.wait_until_idle(30)
     server.assert_alive()
+
+
+def test_documented_benchmark(server: Server, tmp_path: Path) -> None:
+    """The page's command for the shipped checkpoint measures a server with the page's parsers."""
+    page = (Path(__file__).parents[2] / "docs/use/serving.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^vllm bench serve (?:.*\\\n)*.*$", page, re.MULTILINE)
+    assert len(commands) == 2
+    # The last one; only the port is another.
+    command = commands[-1].replace("http://127.0.0.1:8000", server.url)
+    assert command != commands[-1]
+    command += f" --save-result --result-dir '{tmp_path}' --result-filename result.json"
+    programs = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={
+            **os.environ,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "OPENAI_API_KEY": "none",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        },
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (result["completed"], result["failed"]) == (4, 0)
+    assert result["total_output_tokens"] == 4 * 128
+    assert result["mean_tpot_ms"] > 0
+    assert result["mean_itl_ms"] > result["mean_tpot_ms"]
+    assert result["mean_ttft_ms"] > 0
+
+
+def test_live_canvas_example(server: Server) -> None:
+    """The example's own question is answered rightly, and tokens of its canvases change from step to step."""
+    done = subprocess.run(
+        [sys.executable, "examples/live_canvas.py"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1"},
+    )
+    frames = re.findall(r"^canvas (\d+), step +\d+: (.*)$", done.stdout, re.MULTILINE)
+    assert len(set(frames)) >= len({block for block, _ in frames}) + 2
+    answer = "lamp: LAMP, river: RIVER, stone: STONE, cloud: CLOUD"
+    assert done.stdout.endswith(f"answer: {answer}\n")
 
 
 # A process that imports vLLM again, to ask what the other tests ask.

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support import page_stub
-from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect
+from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter
 from tests.support.page_stub import Stub, running_stub
 
 pytestmark = MARKS
@@ -123,7 +123,7 @@ def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
     scrubber = page.get_by_role("slider", name="Step")
     expect(scrubber).to_be_focused()
     page.keyboard.press("ArrowLeft")
-    words = f"canvas 2, step {page_stub.STEPS - 1} of at most 16"
+    words = f"canvas 2 of 2, step {page_stub.STEPS - 1} of at most 16"
     assert scrubber.get_attribute("aria-valuetext") == words
     page.keyboard.press("Tab")
     positions = page.get_by_role("listbox", name="Canvas").get_by_role("option")
@@ -153,8 +153,12 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
     change = page.get_by_role("button", name="Connected, change key")
     expect(form).to_be_visible()
     expect(change).to_be_hidden()
+    hint = page.locator("#prompt-hint")
+    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    expect(hint).to_have_text("Enter the key first; then messages can be sent.")
     connect(page, page_stub.KEY)
     expect(form).to_be_hidden()
+    expect(hint).to_contain_text("Enter sends it")
     expect(page.get_by_role("textbox", name="Message")).to_be_focused()
     ask(page, "Something.")
     change.focus()
@@ -177,6 +181,38 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
         expect(page.locator("#connect")).to_be_hidden()
         expect(page.locator("#change-key")).to_be_hidden()
+
+
+def test_narrow_screen(new_page: Callable[..., Page]) -> None:
+    """Nothing is wider than 400 pixels, though the model's name is a path and two choices are compared."""
+    with running_stub(name="/a/path/that/goes/on" * 8) as stub:
+        page = new_page(stub.url, viewport={"width": 400, "height": 800})
+        expect(page.locator("#prompt-hint")).to_be_visible()
+        connect(page, page_stub.KEY)
+        page.get_by_label("Compare two choices").check()
+        page.get_by_text("More", exact=True).click()
+        ask(page, "hostile", panels=2)
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 400
+
+
+def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """Before the first step there is an empty canvas, and the seconds run."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    page.get_by_role("textbox", name="Message").fill("cold")
+    page.keyboard.press("Enter")
+    expect(page.locator(".state")).to_have_text("Waiting for the first step")
+    assert cells(page) == [""] * page_stub.CANVAS_LENGTH
+    first = counter(page.locator(".panel"), "Seconds")
+    page.wait_for_function(
+        "number => document.querySelector('.counters > div:last-child dd').textContent > number",
+        arg=first,
+    )
+    expect(page.locator(".state")).to_have_text("Waiting for the first step")
+    expect(page.locator(".state")).to_have_text("Done")
+    ended = counter(page.locator(".panel"), "Seconds")
+    page.wait_for_timeout(300)
+    assert counter(page.locator(".panel"), "Seconds") == ended
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (400, 800)], ids=["desk", "phone"])
@@ -270,10 +306,10 @@ def test_past_the_cap(stub: Stub, new_page: Callable[..., Page]) -> None:
     connect(page, page_stub.KEY)
     ask(page, "past the cap")
     scrubber, output = page.get_by_role("slider", name="Step"), page.locator("output")
-    expect(output).to_contain_text("canvas 2, step 6, 2 past the cap of 4: ")
-    assert scrubber.get_attribute("aria-valuetext") == "canvas 2, step 6, 2 past the cap of 4"
+    expect(output).to_contain_text("canvas 2 of 2, step 6, 2 past the cap of 4: ")
+    assert scrubber.get_attribute("aria-valuetext") == "canvas 2 of 2, step 6, 2 past the cap of 4"
     scrubber.fill("3")
-    expect(output).to_contain_text("canvas 1, step 4 of at most 4: ")
+    expect(output).to_contain_text("canvas 1 of 2, step 4 of at most 4: ")
     heats = page.locator(".map .cell").evaluate_all(
         "nodes => nodes.map(node => Number(node.style.getPropertyValue('--heat')))"
     )

@@ -90,7 +90,8 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
         expect(positions).to_have_count(num_shown)
         expect(scrubber).to_have_value(str(index))
         expect(page.locator("output")).to_contain_text(
-            f"canvas {frame['block'] + 1}, step {frame['step']} of at most {frame['total']}"
+            f"canvas {frame['block'] + 1} of {frames[-1]['block'] + 1}, "
+            f"step {frame['step']} of at most {frame['total']}"
         )
         page.keyboard.press("ArrowRight")
     expect(page.locator(".text .committed")).to_have_text(answer)

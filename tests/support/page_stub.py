@@ -60,17 +60,18 @@ def engine_client(spec: Any, **model: Any) -> Any:
     )
 
 
-def stub_app(asked: list[dict[str, Any]], key: str | None) -> FastAPI:
+def stub_app(asked: list[dict[str, Any]], key: str | None, name: str) -> FastAPI:
     """A server with the page.
 
     Args:
         asked: Where the bodies of requests are noted.
         key: What it asks of its clients.
+        name: Of the served model.
     """
     page = LiveCanvasPage()
     engine = engine_client(
         diffusion_gemma_spec(CANVAS_LENGTH, 16),
-        served_model_name="stub",
+        served_model_name=name,
         architecture="DiffusionGemmaForBlockDiffusion",
         max_model_len=1024,
     )
@@ -115,6 +116,8 @@ async def _events(prompt: str) -> AsyncIterator[str]:
     texts = ["Canvases ", "of ", "this ", "server ", "say ", "what ", "they ", "are ", "told."]
     if prompt == "hostile":
         texts = list(HOSTILE)
+    if prompt == "cold":
+        await asyncio.sleep(1.5)
     for block, chunk in enumerate((texts, ["\n", "The end."])):
         tokens = chunk + ["<eos>"] * (CANVAS_LENGTH - len(chunk))
         committed = _event({"choices": [{"index": 0, "delta": {"content": "".join(chunk)}}]})
@@ -186,9 +189,9 @@ class Stub:
         asked: Bodies of the requests that it got.
     """
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(self, key: str | None, name: str) -> None:
         self.asked: list[dict[str, Any]] = []
-        config = uvicorn.Config(stub_app(self.asked, key), port=0, log_level="critical")
+        config = uvicorn.Config(stub_app(self.asked, key, name), port=0, log_level="critical")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
@@ -206,9 +209,9 @@ class Stub:
 
 
 @contextmanager
-def running_stub(key: str | None = KEY) -> Iterator[Stub]:
+def running_stub(key: str | None = KEY, name: str = "stub") -> Iterator[Stub]:
     """A stub on a free port, which asks for a key or for none."""
-    stub = Stub(key)
+    stub = Stub(key, name)
     try:
         yield stub
     finally:

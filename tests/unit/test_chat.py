@@ -161,7 +161,7 @@ def test_commands(served) -> None:
     assert ended.returncode == 0, ended.stderr
     # Each setting is asked of the server when it is typed, in a request for one token.
     tried = [request for request in handler.requests if not request.get("stream")]
-    assert [request["max_tokens"] for request in tried] == [1] * 6
+    assert [request["max_tokens"] for request in tried] == [1] * 7
     first, second = (request for request in handler.requests if request.get("stream"))
     assert first["vllm_xargs"] == {"diffusion_preset": "fast", "diffusion_max_steps": 7}
     assert (first["temperature"], first["seed"]) == (0.5, 3)
@@ -182,6 +182,8 @@ def test_commands(served) -> None:
         "/image: nowhere.png cannot be read",
         "/image needs the file or the address of an image; got notes.txt.",
         "/nonsense is no command",
+        'schema: {"type": "object"}\n',
+        "quality or speed: fast\n",
         "/temperature X",
     ):
         assert said in ended.stderr

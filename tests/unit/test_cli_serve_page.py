@@ -22,6 +22,7 @@ from vllm_diffusion.cli.values import UsageError
 
 SHIPPED = str(shipped_checkpoint())
 LOCAL = ["--host", "127.0.0.1"]
+NAMED = ["--served-model-name", "tiny"]
 
 
 @pytest.fixture
@@ -57,11 +58,11 @@ def address_in(text: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "options", "page"),
     [
-        ([], [SHIPPED, *LOCAL], "http://127.0.0.1:8000/diffusion/"),
+        ([], [SHIPPED, *NAMED, *LOCAL], "http://127.0.0.1:8000/diffusion/"),
         (["a/model"], ["a/model", *LOCAL], "http://127.0.0.1:8000/diffusion/"),
         (
             ["--port", "81", "--max-num-seqs", "4", "--open"],
-            [SHIPPED, "--port", "81", "--max-num-seqs", "4", *LOCAL],
+            [SHIPPED, "--port", "81", "--max-num-seqs", "4", *NAMED, *LOCAL],
             "http://127.0.0.1:81/diffusion/",
         ),
         (
@@ -84,6 +85,20 @@ def test_plan(arguments: list[str], options: list[str], page: str) -> None:
     assert plan.opens == ("--open" in arguments)
     assert plan.is_verbose == ("--verbose" in arguments)
     assert serve_page.plan_of(["m", "--host", "::"]).listening.url == "http://127.0.0.1:8000"
+
+
+def test_name_of_the_model(tmp_path: Path) -> None:
+    """A folder's name is the model's; a name of the user's, and a file that may hold one, come first."""
+    folder = tmp_path / "a-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    assert serve_page.plan_of([str(folder)]).options[1:] == (
+        "--served-model-name",
+        "a-model",
+        *LOCAL,
+    )
+    for named in (["--served-model-name", "mine"], ["--served_model_name=mine"], ["--config", "x"]):
+        assert serve_page.plan_of([str(folder), *named]).options[1:] == (*named, *LOCAL)
 
 
 def test_address_twice(serve, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.tables import TABLES
+from docs.tables import PAGES, TABLES, stale_pages
 from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.main import build_parser
@@ -28,7 +28,6 @@ from vllm_diffusion.startup.options import sentences
 from vllm_diffusion.startup.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"])
 
 
 def text_of(name: str) -> str:
@@ -51,13 +50,14 @@ def commands(page: str, program: str = "vllm") -> list[list[str]]:
 
 @pytest.mark.engine
 def test_tables() -> None:
-    """Each table has a page, is whole, and names every refused option, replacement, family and rule."""
-    shown = [
-        name
-        for page in PAGES
-        for name in re.findall(r"^<!-- table: (\w+) -->$", page.read_text("utf-8"), re.M)
-    ]
-    assert sorted(shown) == sorted(TABLES)
+    """Each table has a page, is current and whole, and names every refused option, replacement, family and rule."""
+    texts = [page.read_text("utf-8") for page in PAGES]
+    for marker in (r"^<!-- table: (\w+) -->$", r"^<!-- end of (\w+) -->$"):
+        shown = [name for text in texts for name in re.findall(marker, text, re.M)]
+        # The campaign's scripts write two parts of their own.
+        assert sorted(set(shown) - {"campaign", "compiled"}) == sorted(TABLES)
+        assert len(shown) == len(set(shown))
+    assert [path.name for path in stale_pages()] == [], "run python docs/tables.py --write"
     tables = {name: make() for name, make in TABLES.items()}
     for name, table in tables.items():
         for block in re.findall(r"(?:^\|.*\n)+", table, re.M):
@@ -267,19 +267,11 @@ print(json.dumps(told))
 
 
 def documented_commands() -> list[list[str]]:
-    """Those for vLLM's parser: of the documentation, and of ``vllm-diffusion drafts``."""
-    names = (
-        "use/serving",
-        "use/settings",
-        "use/quantization",
-        "operate/scaling",
-        "operate/disaggregation",
-        "operate/adapters",
-        "use/drafts",
-        "use/draft-training",
-    )
-    pages = ("README.md", *(f"docs/{name}.md" for name in names))
-    found = [command for page in pages for command in commands(text_of(page))]
+    """Those for vLLM's parser: of all pages, of examples, and of ``vllm-diffusion drafts``."""
+    found = [command for page in PAGES for command in commands(page.read_text("utf-8"))]
+    for script in sorted(ROOT.glob("examples/**/*.py")):
+        lines = re.findall(r"^    (vllm serve .*)", script.read_text("utf-8"), re.MULTILINE)
+        found += [shlex.split(line)[1:] for line in lines if not line.endswith("\\")]
     return found + [shlex.split(preset.command)[1:] for preset in presets()]
 
 
@@ -302,7 +294,7 @@ def told() -> dict[str, str]:
 @pytest.mark.engine
 def test_commands_are_understood(told: dict[str, str]) -> None:
     """vLLM's own parser takes every command of the documentation, and of ``vllm-diffusion drafts``."""
-    assert len(documented_commands()) >= 6
+    assert len(documented_commands()) >= 40
     assert told["commands"] == "held"
 
 
@@ -318,6 +310,30 @@ def test_own_commands_are_understood(page: Path) -> None:
     """Every ``vllm-diffusion`` command of a page parses, on a machine that has what it names."""
     for command in commands(page.read_text(encoding="utf-8"), "vllm-diffusion"):
         build_parser().parse_args(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_of_commands(page: Path) -> None:
+    """Each script and module that a page runs is there, and its source has each option that it is given."""
+    text = page.read_text(encoding="utf-8")
+    for words in commands(text, "pytest"):
+        for path in (word for word in words if word.startswith("tests")):
+            assert (ROOT / path.partition("::")[0]).exists(), words
+    for words in commands(text, "python"):
+        if words[0] == "-m":
+            module = ROOT / words[1].replace(".", "/")
+            script, given = module.with_suffix(".py"), words[2:]
+            if module.is_dir():
+                script = module / "__main__.py"
+        else:
+            script, given = ROOT / words[0], words[1:]
+        # Options are parsed by the script, or by a file beside it.
+        sources = "".join(path.read_text("utf-8") for path in script.parent.glob("*.py"))
+        assert script.exists(), words
+        # What follows two hyphens alone is another program's.
+        own = given[: given.index("--")] if "--" in given else given
+        options = {word.partition("=")[0] for word in own if word.startswith("--")}
+        assert [option for option in sorted(options) if f'"{option}"' not in sources] == [], words
 
 
 def test_evaluation_commands() -> None:

@@ -252,11 +252,17 @@ class LiveDisplay:
         return drawing
 
 
+def count(number: float, singular: str, plural: str | None = None) -> str:
+    """Return a number with its noun, whose plural ends in ``s`` unless another one is given."""
+    return f"{number:.0f} {singular if number == 1 else plural or singular + 's'}"
+
+
 def figures(answer: Answer) -> str:
     """Describe in one line what an answer took, without what is not known."""
     parts = []
     if answer.num_steps:
-        parts.append(f"{answer.num_steps} steps on {answer.num_canvases} canvases")
+        steps = count(answer.num_steps, "step")
+        parts.append(f"{steps} on {count(answer.num_canvases, 'canvas', 'canvases')}")
     if answer.num_steps and answer.num_tokens:
         parts.append(f"{answer.num_tokens / answer.num_steps:.1f} tokens a step")
     if answer.seconds and answer.num_tokens:

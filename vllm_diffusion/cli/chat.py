@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 import mimetypes
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -176,7 +178,8 @@ class Conversation:
         name, _, value = line[1:].partition(" ")
         value = value.strip()
         if name == "help":
-            return _HELP
+            presets = self._presets()
+            return _HELP.format(presets=f": {presets}" if presets else "")
         if name == "reset":
             self.messages.clear()
             self.images.clear()
@@ -193,7 +196,9 @@ class Conversation:
         except (values.Refusal, AnswerError) as error:
             return f"/{name}: {error}"
         self.settings = changed
-        return f"{name}: {'left to the server' if read is None else printable(str(read))}"
+        if read is None:
+            return f"{name}: left to the server"
+        return f"{name}: {printable(json.dumps(read) if name == 'schema' else str(read))}"
 
     def _try(self, settings: Settings) -> None:
         """Have the server take settings, in a request for one token, whose answer is dropped.
@@ -211,6 +216,15 @@ class Conversation:
         except Exception as error:
             # Errors of the HTTP library and of the client.
             raise AnswerError(reason(error)) from error
+
+    def _presets(self) -> str:
+        """Return the names of the model's presets as its server lists them where it refuses another one."""
+        try:
+            self._try(Settings(preset="?"))
+        except AnswerError as error:
+            names = re.search(r"diffusion_preset must be one of ([\w, ]+)", str(error))
+            return names[1] if names else ""
+        return ""
 
     def _add_image(self, value: str) -> str:
         if not value:
@@ -239,11 +253,11 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "schema": values.schema,
 }
 _HELP = """\
-/preset NAME        the model's settings for quality or speed
+/preset NAME        the model's settings for quality or speed{presets}
 /steps N            at most N denoising steps a canvas
 /temperature X      of the draws; 0 takes the likeliest tokens
 /seed N             the same draws every time
-/schema FILE        answers are JSON that fits this schema (or the schema itself)
+/schema FILE        answers are JSON that fits the schema in this file; the schema itself does too
 /image FILE         goes with the next message; an address does too
 /reset              forget what was said
 /quit               or Ctrl-D

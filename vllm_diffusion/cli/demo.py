@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.answer import Answer, display_for, stream_answer
+from vllm_diffusion.cli.answer import Answer, count, display_for, stream_answer
 from vllm_diffusion.cli.checkpoint import (
     MAX_MODEL_LEN,
     MODEL_NAME,
@@ -94,11 +94,11 @@ def report(answer: Answer, counters: dict[str, float]) -> str:
         rows = [
             (
                 "denoise steps per canvas",
-                f"{steps / canvases:.1f}  ({steps:.0f} steps, {_count(canvases, 'canvas', 'canvases')})",
+                f"{steps / canvases:.1f}  ({steps:.0f} steps, {count(canvases, 'canvas', 'canvases')})",
             ),
             (
                 "tokens per pass",
-                f"{answer.num_tokens / passes:.1f}  ({_count(answer.num_tokens, 'token')}, "
+                f"{answer.num_tokens / passes:.1f}  ({count(answer.num_tokens, 'token')}, "
                 f"{passes:.0f} passes: prompt and denoise steps)",
             ),
         ]
@@ -108,7 +108,7 @@ def report(answer: Answer, counters: dict[str, float]) -> str:
         rows.append(
             (
                 "tokens per verification",
-                f"{1 + kept / verifications:.1f}  ({_count(verifications, 'verification')}, "
+                f"{1 + kept / verifications:.1f}  ({count(verifications, 'verification')}, "
                 f"{kept:.0f} of {proposed:.0f} proposals kept)",
             )
         )
@@ -120,19 +120,4 @@ def report(answer: Answer, counters: dict[str, float]) -> str:
                 "first request of a cold server)",
             )
         )
-    stock = [
-        f"{counters[name]:.0f} {words}"
-        for name, words in (
-            ("vllm:diffusion_num_denoising_steps_total", "passes over canvases"),
-            ("vllm:diffusion_num_canvas_positions_total", "positions"),
-            ("vllm:diffusion_num_committed_tokens_total", "committed tokens"),
-        )
-        if name in counters
-    ]
-    if stock:
-        rows.append(("vLLM's own counters", ", ".join(stock)))
     return table(rows, indent="  ")
-
-
-def _count(number: float, singular: str, plural: str | None = None) -> str:
-    return f"{number:.0f} {singular if number == 1 else plural or singular + 's'}"

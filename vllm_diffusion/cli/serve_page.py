@@ -11,10 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.checkpoint import begin_serving, shipped_checkpoint
+from vllm_diffusion.cli.checkpoint import MODEL_NAME, begin_serving, shipped_checkpoint
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError
 from vllm_diffusion.cli.console import VERBOSE_HELP, say
 from vllm_diffusion.cli.server import VLLM_SERVE, Listening, Server
@@ -41,7 +42,8 @@ def add_parser(subcommands: Subcommands) -> None:
         help="run `vllm serve` with a page that shows canvases live",
         description="Run `vllm serve` with the page of the live canvas, on this machine only unless "
         "--host says otherwise. Sets VLLM_PLUGINS, without which vLLM loads no page, and says so. The "
-        "page asks for the key of VLLM_API_KEY or --api-key. Ctrl-C ends the server.",
+        "page asks for the key of VLLM_API_KEY or --api-key. A model in a folder is served under the "
+        "folder's name, the shipped checkpoint as tiny, unless --served-model-name says otherwise. Ctrl-C ends the server.",
         usage="%(prog)s [-h] [--open] [--verbose] [MODEL] [OPTION ...]",
         epilog="All other options are those of `vllm serve`, and are handed on.",
         # vLLM's options stand anywhere among ours, with values that only vLLM's parser knows.
@@ -136,8 +138,14 @@ def plan_of(arguments: Sequence[str]) -> Plan:
     set_to = _set_to(options)
     if not options or options[0].startswith("-"):
         options.insert(0, str(shipped_checkpoint()))
+        served_as: str | None = MODEL_NAME
     else:
         values.checked(values.model, "argument MODEL", options[0])
+        # Otherwise vLLM calls a model by its path.
+        served_as = Path(options[0]).resolve().name if Path(options[0]).is_dir() else None
+    # A file of options may hold a name, which one on the command line would replace.
+    if served_as and set_to.served_model_name is None and set_to.config is None:
+        options += ["--served-model-name", served_as]
     if set_to.host is None:
         options += ["--host", _HOST]
     host = set_to.host or _HOST
@@ -160,12 +168,14 @@ def plan_of(arguments: Sequence[str]) -> Plan:
 
 
 def _set_to(options: Sequence[str]) -> argparse.Namespace:
-    """Read the options of ``vllm serve`` that decide where the page is, and how the server ends."""
+    """Read the options of ``vllm serve`` that decide where the page is, the model's name and how the server ends."""
     parser = values.Parser(prog="vllm-diffusion serve-page", add_help=False, allow_abbrev=False)
     parser.add_argument("--host", type=values.text)
     parser.add_argument("--port", type=values.port, default=_PORT)
     # vLLM takes an underscore for a hyphen.
     parser.add_argument("--root-path", "--root_path", type=values.text)
+    parser.add_argument("--served-model-name", "--served_model_name", nargs="+")
+    parser.add_argument("--config")
     parser.add_argument("--ssl-certfile", "--ssl_certfile", type=values.file)
     parser.add_argument(
         "--shutdown-timeout", "--shutdown_timeout", type=values.number(least=0), default=0.0

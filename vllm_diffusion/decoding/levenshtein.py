@@ -17,11 +17,10 @@ MAX_ESCAPES = 5
 class Levenshtein(RevealAndEdit):
     """Rule :class:`RevealAndEdit` with tokens that move the positions behind them.
 
-    - DELETE drops its position: the tokens behind it move left, and masks fill up on the right.
-    SPLIT
-      becomes a mask and, behind it, the token that stood there before the step; tokens that move
-      beyond the end are lost. Both act among the positions that are not fixed, and neither is ever
-      part of a result.
+    - DELETE drops its position: the tokens after it move left, and masks fill up on the right.
+    - SPLIT becomes a mask and, after it, the token that stood there before the step; tokens that move
+      beyond the end are lost. DELETE and SPLIT act among the positions that are not fixed, and neither
+      is ever part of a result.
     - A step reveals at least its share of the canvas's first masks over ``reveal_steps`` steps, and as
       many more as edits have made. Later steps reveal all masks.
     - Steps that find none of the first masks are post steps. The ``max_post_steps``-th is the final

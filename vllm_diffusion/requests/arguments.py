@@ -1,7 +1,8 @@
 """A request's own arguments: one struct, made of what a client sent where the request is checked.
 
 The struct replaces the words of the client for everything behind: it travels to the engine's process and
-the workers in ``SamplingParams.extra_args``, and nothing behind that check reads an argument by its name.
+the workers in ``SamplingParams.extra_args``. After that check this package reads no argument by its name. vLLM's
+schedulers do: they read ``diffusion_canvas_length``, ``diffusion_read_only`` and ``diffusion_max_steps``.
 Also here: reads of one decision are marked as one group, and what several parts ask of vLLM's own parameters.
 """
 

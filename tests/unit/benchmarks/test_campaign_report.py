@@ -43,7 +43,7 @@ OURS, STOCK, TUNED = serving("ours", 150, 60), serving("stock", 100, 50), servin
 
 
 def test_document():
-    """RESULTS.md says what the kept results do, and no more."""
+    """gpu-figures.md says what the kept results do, and no more."""
     page = records.DOCUMENT.read_text(encoding="utf-8")
     table = report.table(results.read_all(results.kept()))
     assert records.with_part(page, "campaign", table) == page, (
@@ -124,5 +124,5 @@ def test_a_part_of_the_document_is_replaced():
     page = "before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n"
     written = records.with_part(page, "x", "| new |\n")
     assert written == "before\n<!-- x -->\n\n| new |\n\n<!-- end of x -->\nafter\n"
-    with pytest.raises(ValueError, match=r"RESULTS\.md has no part between <!-- y -->"):
+    with pytest.raises(ValueError, match=r"gpu-figures\.md has no part between <!-- y -->"):
         records.with_part(page, "y", "")

@@ -89,7 +89,7 @@ def test_the_table_is_whole():
 @pytest.mark.engine
 @pytest.mark.parametrize("chip", compiled.CHIPS)
 def test_the_table_is_up_to_date(chip):
-    """RESULTS.md has what this compiler makes of these kernels."""
+    """gpu-figures.md has what this compiler makes of these kernels."""
     _, _, *lines = compiled.table(compiled.compiled(chip)).splitlines()
     text = records.DOCUMENT.read_text(encoding="utf-8")
     assert all(line in text for line in lines), "run python benchmarks/gpu/compiled.py --write"

@@ -13,6 +13,7 @@ let model = null;
 let turns = [];
 let panels = [];
 let stopping = null;
+const HINT = at("prompt-hint").textContent;
 
 function say(sentence) {
   at("problem").textContent = sentence;
@@ -27,6 +28,18 @@ function showKeyForm(isShown) {
   else if (hadFocus) at("prompt").focus();
 }
 
+// Send is off until the server has taken a key, and the reason stands beside it.
+function showHint(needsKey) {
+  at("prompt-hint").textContent = needsKey ? "Enter the key first; then messages can be sent." : HINT;
+  at("prompt-hint").classList.toggle("needed", needsKey);
+}
+
+function askForKey() {
+  at("change-key").hidden = at("send").disabled = true;
+  showHint(true);
+  showKeyForm(true);
+}
+
 async function connect() {
   at("send").disabled = true;
   at("change-key").hidden = true;
@@ -36,6 +49,7 @@ async function connect() {
   model = described;
   at("model").textContent =
     `${model.model} (${model.architecture}), canvases of ${model.canvas_length} tokens`;
+  showHint(false);
   at("send").disabled = Boolean(stopping);
   at("change-key").hidden = !key;
   showKeyForm(false);
@@ -179,6 +193,11 @@ async function answer(asked, values, panel, said, signal) {
   return text;
 }
 
+// A request may have narrower canvases than the server's.
+function canvasLength(values) {
+  return values.diffusion_canvas_length ?? model.canvas_length;
+}
+
 function titleOf(choices, index) {
   if (choices.length > 1) return [`${"AB"[index]}: `, ...inWords(choices[index], choices[1 - index])];
   return Object.keys(choices[0]).length ? ["Answer: ", ...inWords(choices[0])] : ["Answer"];
@@ -200,7 +219,7 @@ async function ask() {
   showAnswering(new AbortController());
   const names = asked.choices.length > 1 ? ["A", "B"] : ["Model"];
   showPanels(asked.choices.map((values, index) =>
-    new Panel(titleOf(asked.choices, index), model.end_tokens)));
+    new Panel(titleOf(asked.choices, index), model.end_tokens, canvasLength(values))));
   addToLog("You", asked.prompt);
   const said = names.map((name) => addToLog(name, ""));
   at("prompt").value = "";
@@ -231,8 +250,7 @@ function report(error) {
     at("prompt").focus({ preventScroll: true });
     return;
   }
-  at("change-key").hidden = true;
-  showKeyForm(true);
+  askForKey();
 }
 
 at("change-key").addEventListener("click", () => showKeyForm(at("connect").hidden));
@@ -273,6 +291,6 @@ addEventListener("hashchange", readLink);
 fillScale(at("scale"));
 // A server without a key needs none.
 connect().catch((error) => {
-  if (error instanceof WrongKey) showKeyForm(true);
+  if (error instanceof WrongKey) askForKey();
   else report(error);
 });

@@ -5,6 +5,7 @@
 import { Grid, visible } from "./grid.js";
 
 const REPLAY_MILLISECONDS = 400;
+const CLOCK_MILLISECONDS = 100;
 const HINT = "Point at a position, or move with the arrow keys.";
 
 // 0 for a position that is certain, towards 1 for one that may become anything.
@@ -18,8 +19,8 @@ function stepInWords({ step, total }) {
 }
 
 export class Panel {
-  // `title` is nodes for the heading, `endTokens` the texts of the tokens that end an answer.
-  constructor(title, endTokens) {
+  // `title` is nodes for the heading, `endTokens` the texts of the tokens that end an answer, `canvasLength` tokens.
+  constructor(title, endTokens, canvasLength) {
     const template = document.getElementById("panel");
     this.node = template.content.firstElementChild.cloneNode(true);
     const find = (selector) => this.node.querySelector(selector);
@@ -49,6 +50,10 @@ export class Panel {
     this.play.addEventListener("click", () => (this.replaying ? this.#pause() : this.#replay()));
     this.state.textContent = "Waiting for the first step";
     this.node.classList.add("live");
+    // A server's first request takes long: until it answers there is an empty canvas, and time passes.
+    this.canvas.show(Array.from({ length: canvasLength }, (_, i) => (
+      { text: "", label: `Position ${i + 1}, before the first step`, heat: 0, isKept: false })));
+    this.clock = setInterval(() => this.#count(performance.now()), CLOCK_MILLISECONDS);
     this.#count();
   }
 
@@ -103,6 +108,7 @@ export class Panel {
   end(how) {
     this.state.textContent = how;
     this.node.classList.remove("live");
+    clearInterval(this.clock);
     this.#count();
   }
 
@@ -139,7 +145,8 @@ export class Panel {
       };
     });
     this.canvas.show(positions, ...this.#fold(tokens));
-    const where = `canvas ${frame.block + 1}, ${stepInWords(frame)}`;
+    const numCanvases = Math.max(...this.frames.map(({ block }) => block)) + 1;
+    const where = `canvas ${frame.block + 1} of ${numCanvases}, ${stepInWords(frame)}`;
     this.range.value = index;
     this.range.setAttribute("aria-valuetext", where);
     const mean = (frame.entropy ?? []).reduce((sum, nats) => sum + nats, 0) / (tokens.length || 1);
@@ -177,17 +184,18 @@ export class Panel {
     this.play.classList.remove("playing");
   }
 
-  // Let go of the timer; the panel is taken off the page.
+  // Let go of the timers; the panel is taken off the page.
   close() {
+    clearInterval(this.clock);
     this.#pause();
   }
 
-  #count() {
+  #count(now = this.ended) {
     const stepsOf = new Map();
     for (const { block, step } of this.frames) stepsOf.set(block, step);
     const steps = [...stepsOf.values()].reduce((sum, n) => sum + n, 0);
     const numTokens = this.numTokens ?? this.decided.length;
-    const seconds = (this.ended - this.begun) / 1000;
+    const seconds = (now - this.begun) / 1000;
     const rows = [
       ["Canvases", stepsOf.size],
       ["Denoising steps", steps],
