@@ -13,11 +13,12 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models import ModelRegistry
 
-    from vllm_diffusion.drafting import check
+    from vllm_diffusion.drafting import check, quantized
 
     model = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
     ModelRegistry.register_model(check.ARCHITECTURE, model)
     check.install()
+    quantized.install()
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
         worker = "vllm_diffusion.drafting.swap.served_draft", "DraftWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *worker)
