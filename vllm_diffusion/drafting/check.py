@@ -13,6 +13,7 @@ from vllm_diffusion.drafting.draft_fields import (
     check_fields,
     dflash_fields,
     mask_token_of,
+    name_as_vllm,
     reads_target_states,
     stock_mask_token,
     stock_target_layers,
@@ -71,6 +72,14 @@ def check_draft(vllm_config: VllmConfig) -> None:
     if settings.adaptive or settings.record is not None:
         _choose_scheduler(vllm_config, settings)
     is_dflash = spec is not None and spec.method == "dflash"
+    if is_dflash and (nemo := name_as_vllm(spec.draft_model_config.hf_config)) is not None:
+        spec.update_arch_()
+        logger.info(
+            "The draft %s is a %s of NeMo AutoModel, served as %s.",
+            spec.model,
+            nemo,
+            spec.draft_model_config.architectures[0],
+        )
     architectures = list(spec.draft_model_config.architectures) if is_dflash else []
     is_stock = STOCK_ARCHITECTURE in architectures
     is_ours = ARCHITECTURE in architectures or (is_set and is_stock)

@@ -59,6 +59,34 @@ _LAYER_FIELDS: tuple[tuple[str, str, int], ...] = (
 )
 # Other names of the mask token, in the order in which vLLM looks.
 _MASK_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Architectures that NeMo AutoModel saves, by vLLM's names for them and the modules of vLLM that serve them. vLLM
+# puts "DFlash" before an architecture that does not begin with it.
+NEMO_ARCHITECTURES = {
+    "Qwen3DFlashDraftModel": ("DFlashDraftModel", "qwen3_dflash:DFlashQwen3ForCausalLM"),
+    "Qwen3DFlash2DraftModel": ("DFlash2DraftModel", "qwen3_dflash2:DFlash2Qwen3ForCausalLM"),
+}
+
+
+def name_as_vllm(draft: Any) -> str | None:
+    """Give a draft that NeMo saved the architecture and the causality by which vLLM serves it.
+
+    NeMo writes ``is_causal`` for all of its drafts, and ``dflash_config.causal`` over it for causal ones (JetSpec);
+    vLLM takes the first.
+
+    Args:
+        draft: Content of the draft's ``config.json``, as attributes, changed in place.
+
+    Returns:
+        The architecture that NeMo saved; ``None`` for other drafts.
+    """
+    for nemo, (ours, _) in NEMO_ARCHITECTURES.items():
+        if {nemo, f"DFlash{nemo}"}.intersection(getattr(draft, "architectures", None) or ()):
+            draft.architectures = [ours]
+            fields = getattr(draft, "dflash_config", None)
+            if isinstance(fields, Mapping) and fields.get("causal") is not None:
+                draft.is_causal = fields["causal"]
+            return nemo
+    return None
 
 
 def dflash_fields(draft: Any) -> Mapping[str, Any]:

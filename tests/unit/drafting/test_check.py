@@ -213,6 +213,29 @@ def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
     assert vars(draft) == untouched
 
 
+@pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])
+@pytest.mark.parametrize("causal", [None, True])
+def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
+    """NeMo's architecture is vLLM's under another name, and a causal draft (JetSpec's) is causal."""
+    fields = {} if causal is None else {"causal": causal}
+    served = configured(architectures=[name], is_causal=False, **dflash(**fields))
+    check_draft(served)
+    draft = served.speculative_config.draft_model_config
+    assert draft.architectures == draft.hf_config.architectures == [STOCK_ARCHITECTURE]
+    assert draft.hf_config.is_causal is bool(causal)
+    # With a setting it is ours.
+    served = configured({"steps": 2}, architectures=[name])
+    check_draft(served)
+    assert served.speculative_config.draft_model_config.architectures == [ARCHITECTURE]
+
+
+def test_second_drafts_of_nemo() -> None:
+    """DFlash 2 is chosen by its architecture, and left to vLLM."""
+    served = configured(architectures=["DFlashQwen3DFlash2DraftModel"])
+    check_draft(served)
+    assert served.speculative_config.draft_model_config.architectures == ["DFlash2DraftModel"]
+
+
 def test_settings_without_a_draft_are_refused() -> None:
     """Nothing would read them."""
     config = configured({"steps": 2})

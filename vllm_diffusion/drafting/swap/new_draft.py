@@ -20,7 +20,7 @@ from vllm_diffusion.drafting.check import (
     check_pair,
     set_window,
 )
-from vllm_diffusion.drafting.draft_fields import dflash_fields, mask_token_of
+from vllm_diffusion.drafting.draft_fields import dflash_fields, mask_token_of, name_as_vllm
 from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, reach_of_layer
 from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
@@ -135,6 +135,7 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
     """
     check_replaceable(vllm_config)
     config = _read_config(folder)
+    name_as_vllm(config)
     spec = vllm_config.speculative_config
     where = f"config.json of the draft {folder}"
     if (folder / "mask_embedding.pt").exists():
