@@ -130,12 +130,25 @@ def prepare_engine(model_config: ModelConfig) -> None:
 
 
 def leave(model_config: ModelConfig, refusal: str) -> None:
-    """Leave a refusal for the command that started this process of the engine, on the same machine."""
+    """Leave a refusal for the command that started this process of the engine, on the same machine.
+
+    vLLM's log lines about the exception that follows have no trace then.
+    """
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(functools.partial(_without_trace, refusal))
     path: Path | None = getattr(model_config, "refusal_path", None)
     if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(refusal, encoding="utf-8")
+
+
+def _without_trace(refusal: str, record: logging.LogRecord) -> bool:
+    """Take the trace from a log line about a refusal, whose message the command prints; keep the line."""
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    if error is not None and refusal in str(error):
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def _left() -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -54,3 +56,22 @@ def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine_process.prepare_engine(config)
     engine_process.leave(config, "No kernel is right.")
     assert not list(tmp_path.rglob("refusal-*"))
+
+
+def test_refusal_of_a_worker_has_no_trace() -> None:
+    """vLLM logs it with its trace, which says nothing; other exceptions keep theirs."""
+    logger, stream = logging.getLogger("vllm"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        engine_process.leave(SimpleNamespace(), "This GPU computes wrongly.")
+        for message in ("This GPU computes wrongly.", "something else"):
+            try:
+                raise RuntimeError(message)
+            except RuntimeError:
+                logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue().count("EngineCore failed to start.") == 2
+    assert stream.getvalue().count("Traceback") == 1
+    assert "RuntimeError: something else" in stream.getvalue()
