@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
+import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -56,6 +58,27 @@ def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine_process.prepare_engine(config)
     engine_process.leave(config, "No kernel is right.")
     assert not list(tmp_path.rglob("refusal-*"))
+
+
+@pytest.mark.parametrize(("name", "is_frozen"), [("EngineCore_DP0", True), ("MainProcess", False)])
+def test_no_garbage_is_looked_for_at_the_end(
+    name: str, is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine's process, which takes seconds; an engine in the user's process frees its memory."""
+    from vllm.v1.engine import core
+
+    frozen: list[int] = []
+    monkeypatch.setattr(
+        core, "cleanup_dist_env_and_memory", lambda: frozen.append(gc.get_freeze_count())
+    )
+    engine_process._not_collecting.install()
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    gc.unfreeze()
+    try:
+        core.cleanup_dist_env_and_memory()
+    finally:
+        gc.unfreeze()
+    assert (frozen[0] > 0) is is_frozen
 
 
 def test_refusal_of_a_worker_has_no_trace() -> None:
