@@ -56,7 +56,7 @@ def _naming_as_vllm(
         prefix,
         start_layer_id,
         num_hidden_layers,
-        weight_mapper.get_rename_mapper()._map_name,
+        weight_mapper.get_rename_mapper().map_name,
     )
 
 
