@@ -62,14 +62,15 @@ def end_with_threads() -> None:
 
 @replaces_call(
     "vllm.v1.engine.core:cleanup_dist_env_and_memory",
-    reason="Stock, and Python after it, look for garbage among all objects of a process that ends, for seconds.",
+    reason="After it, Python looks for garbage among all objects of a process that ends, for seconds.",
     until="EngineCore.shutdown leaves its objects frozen on every platform, as it does on ROCm.",
 )
 def _not_collecting(stock: Any, *args: Any, **kwargs: Any) -> None:
+    # It unfreezes all objects, and collects once.
+    stock(*args, **kwargs)
     # An engine in the user's own process gives its memory back.
     if multiprocessing.current_process().name.startswith("EngineCore"):
         gc.freeze()
-    stock(*args, **kwargs)
 
 
 def _engine_of(error_traceback: Any) -> Any:
