@@ -20,7 +20,15 @@ from tests.integration.test_images import picture
 from tests.integration.test_parity import denoising
 from tests.integration.test_quantized import divergence, perturbed_first_step
 from tests.robustness.serve_options import configure
-from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt, write_adapter
+from tests.support.adapters import (
+    CONDITIONING,
+    DECODER,
+    ENCODER,
+    EXPERTS,
+    adapt,
+    merge_shared,
+    write_adapter,
+)
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.generate import run_engine
@@ -36,7 +44,7 @@ pytestmark = pytest.mark.engine
 CANVAS = 32
 # As in test_parity.py.
 LOGIT_TOLERANCE = 1e-3
-# An adapter of both parts, of one, and of the module that only canvases meet.
+# An adapter of both parts, of one, of the module that only canvases meet, and of the stack that both share.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "everything": {
         "target_modules": f"{ENCODER}|{DECODER}|{CONDITIONING}",
@@ -48,6 +56,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "encoder": {"target_modules": ENCODER, "rank": 8},
     "decoder": {"target_modules": DECODER},
     "conditioning": {"target_modules": CONDITIONING, "rank": 2},
+    # As NeMo trains and merges it.
+    "shared": {},
 }
 # Fewer steps than a canvas is published with: the matrices of a step are what is compared.
 STEPS = {"generation_config": {"max_denoising_steps": 6}}
@@ -62,7 +72,10 @@ class Served:
         self.requests: dict[str | None, LoRARequest | None] = {None: None}
         for i, (name, config) in enumerate(ADAPTERS.items()):
             oracle = self.oracles[name] = Oracle(checkpoint)
-            adapt(oracle.model, folder / name, seed=i, **config)
+            if name == "shared":
+                merge_shared(oracle.model, folder / name, seed=i)
+            else:
+                adapt(oracle.model, folder / name, seed=i, **config)
             oracle.model.eval()
             self.requests[name] = LoRARequest(name, i + 1, str(folder / name))
         defaults = {"max_loras": 3, "max_lora_rank": 8, "max_logprobs": 5}
@@ -98,7 +111,9 @@ PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
         pytest.param(
             name,
             prompt,
-            marks=() if name in ("everything", None) or prompt == "longer" else pytest.mark.slow,
+            marks=()
+            if name in ("everything", "shared", None) or prompt == "longer"
+            else pytest.mark.slow,
         )
         for name in (*ADAPTERS, None)
         for prompt in PROMPTS

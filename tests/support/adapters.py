@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,26 @@ def adapt(
                 parameter.copy_(size * noise / parameter.shape[-1] ** 0.5)
     adapted.eval().save_pretrained(folder)
     return adapted
+
+
+def merge_shared(model: nn.Module, folder: Path, *, seed: int = 0, rank: int = 4) -> None:
+    """Save an adapter of DiffusionGemma's shared stack as NeMo does, and merge it into ``model`` as NeMo does.
+
+    Its modules are named ``model.layers.*``; the merge adds to the decoder's weights, which are the encoder's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in model.get_submodule("model.decoder").named_modules():
+        if not isinstance(module, nn.Linear) or not re.search(rf"layers\..*{LINEAR}$", name):
+            continue
+        out_features, in_features = module.weight.shape
+        down = 0.5 * torch.randn(rank, in_features, generator=generator) / in_features**0.5
+        up = 0.5 * torch.randn(out_features, rank, generator=generator) / rank**0.5
+        tensors |= {f"model.{name}.lora_A": down, f"model.{name}.lora_B": up}
+        with torch.no_grad():
+            # lora_alpha is twice the rank.
+            module.weight += 2 * up @ down
+    write_adapter(folder, tensors, {"r": rank, "lora_alpha": 2 * rank})
 
 
 def rename(folder: Path, published: Callable[[str], str]) -> None:

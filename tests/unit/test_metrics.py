@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion import metrics
 from vllm_diffusion.metrics import (
     CanvasTotals,
     DiffusionRequestMetrics,
@@ -66,12 +69,9 @@ def test_request() -> None:
 
 def test_drafts_of_other_models() -> None:
     """There the list that carries our numbers counts drafts by position: nothing of ours is counted."""
-    from prometheus_client import REGISTRY
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
     instruments()
     model_config = SimpleNamespace(is_diffusion=False, served_model_name="other")
-    config: Any = SimpleNamespace(model_config=model_config)
+    config: Any = SimpleNamespace(model_config=model_config, speculative_config=None)
     stats = SpecDecodingStats.new(15)
     stats.observe_draft(num_draft_tokens=15, num_accepted_tokens=3)
     assert len(stats.num_draft_tokens_per_pos) > len(fields(PassTotals))
@@ -83,3 +83,49 @@ def test_drafts_of_other_models() -> None:
         for sample in metric.samples
     }
     assert "other" not in labels
+
+
+def drafted(method: str = "dflash", **changes: Any) -> Any:
+    spec = SimpleNamespace(method=method, model="a/draft")
+    model = SimpleNamespace(served_model_name=f"target {method}")
+    given = {"model_config": model, "speculative_config": spec, "diffusion_config": None}
+    return SimpleNamespace(**(given | changes))
+
+
+def observe(stat_logger: DiffusionStatLogger, verifications: int, kept: int) -> None:
+    """Count verifications of eight tokens each, in one step, of which ``kept`` were kept."""
+    stats = SpecDecodingStats.new(8)
+    for number in range(verifications):
+        stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=int(number < kept))
+    stat_logger.record(SimpleNamespace(spec_decoding_stats=stats), None)
+
+
+def keeps_nothing(method: str) -> float | None:
+    labels = {"model_name": f"target {method}", "engine": "0"}
+    return REGISTRY.get_sample_value("vllm_diffusion:draft_keeps_nothing", labels)
+
+
+def test_draft_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning after 200 verifications that kept less than 2 %, and a metric that later ones change."""
+    warnings: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: warnings.append(text % args))
+    served = DiffusionStatLogger(drafted())
+    observe(served, 199, 31)
+    assert (keeps_nothing("dflash"), warnings) == (None, [])
+    observe(served, 1, 0)
+    assert keeps_nothing("dflash") == 1
+    (warning,) = warnings
+    assert "The draft a/draft only costs time: 200 verifications kept 31 of its 1600" in warning
+    assert all(cause in warning for cause in ("template", "layers", "fc", "another target"))
+    observe(served, 200, 32)
+    assert keeps_nothing("dflash") == 0
+    observe(served, 200, 0)
+    assert (keeps_nothing("dflash"), len(warnings)) == (1, 1)
+
+
+def test_drafts_that_may_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked up in the text keeps nothing where nothing repeats; without a draft nothing is counted."""
+    monkeypatch.setattr(metrics.logger, "warning", lambda *args: pytest.fail(str(args)))
+    observe(DiffusionStatLogger(drafted("ngram")), 300, 0)
+    observe(DiffusionStatLogger(drafted(speculative_config=None)), 300, 0)
+    assert keeps_nothing("ngram") is None

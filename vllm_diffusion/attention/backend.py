@@ -301,6 +301,11 @@ class CanvasAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        # Keys stay uncut with it, so that a row's sum does not depend on the batch.
+        return True
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 

@@ -58,6 +58,8 @@ def run(model: str, report: Path | None) -> int:
                 checked[title] = []
                 problems += check_all(served, process, checked[title])
                 print(f"\n{title}\n{lines(checked[title])}", flush=True)
+                if _is_gpu_wrong(checked[title]):
+                    break
         except (CannotCheckError, ValueError) as error:
             return fail(f"doctor --gpu cannot check anything: {one_line(error)}")
     for line in problems:
@@ -84,7 +86,8 @@ def check_all(
         found: Filled with cases and their outcomes.
 
     Returns:
-        A line for each kernel that would not serve.
+        A line for each kernel that would not serve; the first alone if the GPU itself is wrong, since the
+        other checks mean nothing then.
     """
     outcomes: dict[str, Outcome] = {}
 
@@ -97,10 +100,17 @@ def check_all(
     for role in served.roles():
         for case in role.cases:
             check(case)
+        if _is_gpu_wrong(found):
+            break
     try:
         return [each.line() for each in choose(served, check)[1]]
     except NothingRightError as error:
         return [str(error)]
+
+
+def _is_gpu_wrong(found: list[tuple[KernelCase, Outcome]]) -> bool:
+    """Return true if PyTorch's own kernels, which all other checks trust, are wrong."""
+    return any(case.kernel == "device" and each.state == "wrong" for case, each in found)
 
 
 def lines(found: list[tuple[KernelCase, Outcome]]) -> str:

@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_diffusion.drafting.draft_fields import (
+    check_fields,
+    dflash_fields,
+    mask_token_of,
+    name_as_vllm,
+    reads_target_states,
+    stock_mask_token,
+    stock_target_layers,
+)
 from vllm_diffusion.drafting.draft_settings import OPTION, DraftSettings, draft_settings
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.regular_files import why_not_folder
@@ -63,6 +72,14 @@ def check_draft(vllm_config: VllmConfig) -> None:
     if settings.adaptive or settings.record is not None:
         _choose_scheduler(vllm_config, settings)
     is_dflash = spec is not None and spec.method == "dflash"
+    if is_dflash and (nemo := name_as_vllm(spec.draft_model_config.hf_config)) is not None:
+        spec.update_arch_()
+        logger.info(
+            "The draft %s is a %s of NeMo AutoModel, served as %s.",
+            spec.model,
+            nemo,
+            spec.draft_model_config.architectures[0],
+        )
     architectures = list(spec.draft_model_config.architectures) if is_dflash else []
     is_stock = STOCK_ARCHITECTURE in architectures
     is_ours = ARCHITECTURE in architectures or (is_set and is_stock)
@@ -78,7 +95,7 @@ def check_draft(vllm_config: VllmConfig) -> None:
     if os.path.isdir(spec.model) and (problem := why_not_folder(spec.model)):
         raise ValueError(f"The draft {spec.model} {problem}; copy or train it again.")
     config = spec.draft_model_config.hf_config
-    check_pair(config, spec.model, spec, by_stock=not is_ours)
+    check_pair(config, spec.model, spec, by_stock=not is_ours, window=settings.window)
     if not is_ours:
         return
     settings.unmask_counts(spec.num_speculative_tokens)
@@ -185,18 +202,13 @@ def _resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> N
     draft.dflash_config = {**of_draft, "mask_token_id": ids[0]}
 
 
-def mask_token_of(draft: Any) -> Any:
-    """Return the id of the mask token in a draft's configuration; ``None`` if it has none."""
-    return dflash_fields(draft).get("mask_token_id", getattr(draft, "mask_token_id", None))
-
-
-def dflash_fields(draft: Any) -> Mapping[str, Any]:
-    """Return the fields of DFlash in a draft's configuration."""
-    return getattr(draft, "dflash_config", None) or {}
-
-
 def check_pair(
-    draft: Any, model: str | Path, spec: SpeculativeConfig, *, by_stock: bool = False
+    draft: Any,
+    model: str | Path,
+    spec: SpeculativeConfig,
+    *,
+    by_stock: bool = False,
+    window: int | None = None,
 ) -> None:
     """Check that the configurations of draft and target describe a pair, and a block is not too long.
 
@@ -205,13 +217,15 @@ def check_pair(
         model: Name or path of the draft.
         spec: Configuration of the drafting server, with the target.
         by_stock: True if vLLM's own class serves the draft, as in :func:`check_fit`.
+        window: The setting ``window``.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
     """
     target, num_drafts = spec.target_model_config, spec.num_speculative_tokens
-    _resolve_mask_token(draft, model, target)
     where = f"config.json of the draft {model}"
+    check_fields(draft, where, window)
+    _resolve_mask_token(draft, model, target)
     check_fit(
         draft,
         where,
@@ -221,7 +235,7 @@ def check_pair(
         by_stock=by_stock,
     )
     block_size = getattr(draft, "block_size", None) or dflash_fields(draft).get("block_size")
-    if isinstance(block_size, int) and num_drafts >= block_size:
+    if block_size is not None and num_drafts >= block_size:
         raise ValueError(
             f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
             f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
@@ -277,22 +291,33 @@ def check_fit(
             f"{where}: num_target_layers={trained_for!r}, but the target has {num_layers} layers; "
             "give a draft that was trained for this target."
         )
-    layers = dflash_fields(draft).get("target_layer_ids")
+    name, layers, first = "dflash_config.target_layer_ids", None, 0
+    if by_stock:
+        name, layers, first = stock_target_layers(draft)
+    else:
+        layers = dflash_fields(draft).get("target_layer_ids")
     # Only vLLM gives the last layer's output before the target's last norm.
     num_readable = num_layers if by_stock else num_layers - 1
-    if not (by_stock and layers is None) and (
+    if (
         not isinstance(layers, list | tuple)
         or not layers
-        or not all(_is_within(layer, num_readable) for layer in layers)
+        or not all(_is_within(layer, first + num_readable) for layer in layers)
     ):
         raise ValueError(
-            f"{where}: dflash_config.target_layer_ids={layers!r} must list layers of the target, "
-            f"0 to {num_readable - 1}; give a draft that was trained for this target."
+            f"{where}: {name}={layers!r} must list layers of the target, "
+            f"0 to {first + num_readable - 1}; give a draft that was trained for this target."
         )
-    mask = mask_token_of(draft)
-    if not (by_stock and mask is None) and not _is_within(mask, vocab_size):
+    if not reads_target_states(draft) and len(layers) != 1:
         raise ValueError(
-            f"{where}: dflash_config.mask_token_id={mask!r} must be a token of the vocabulary, 0 to "
+            f"{where}: use_aux_hidden_state=false, but {name}={layers!r} lists more than one layer, "
+            "which only a draft with it can combine; set use_aux_hidden_state to true, or give another draft."
+        )
+    name, mask = "dflash_config.mask_token_id", mask_token_of(draft)
+    if by_stock:
+        name, mask = stock_mask_token(draft)
+    if not _is_within(mask, vocab_size):
+        raise ValueError(
+            f"{where}: {name}={mask!r} must be a token of the vocabulary, 0 to "
             f"{vocab_size - 1}; set it to the token that the draft was trained with."
         )
 

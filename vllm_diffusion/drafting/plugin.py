@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
 from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 
@@ -13,11 +14,16 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models import ModelRegistry
 
-    from vllm_diffusion.drafting import check
+    from vllm_diffusion.drafting import check, quantized
 
     model = "vllm_diffusion.drafting.model:DFlashMaskedDraftModel"
     ModelRegistry.register_model(check.ARCHITECTURE, model)
+    # A configuration has NeMo's names until it is checked.
+    for name, (_, served_by) in NEMO_ARCHITECTURES.items():
+        for each in (name, f"DFlash{name}"):
+            ModelRegistry.register_model(each, f"vllm.model_executor.models.{served_by}")
     check.install()
+    quantized.install()
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
         worker = "vllm_diffusion.drafting.swap.served_draft", "DraftWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *worker)

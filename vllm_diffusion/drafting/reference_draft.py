@@ -26,7 +26,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE, dflash_fields
+from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE
+from vllm_diffusion.drafting.draft_fields import dflash_fields
 from vllm_diffusion.weights.regular_files import why_not_folder
 
 # Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.

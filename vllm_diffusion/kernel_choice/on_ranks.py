@@ -21,15 +21,18 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 def gpu_name(device: int) -> str:
-    """Return the name and the compute capability of a GPU, without a context on it.
+    """Return a GPU's name, with its compute capability, without a context on it.
 
     Args:
         device: vLLM's index of the GPU.
     """
     from vllm.platforms import current_platform
 
+    name = current_platform.get_device_name(device)
     capability = current_platform.get_device_capability(device)
-    return f"{current_platform.get_device_name(device)} {capability}"
+    return (
+        name if capability is None else f"{name} (compute capability {capability.as_version_str()})"
+    )
 
 
 def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:

@@ -33,8 +33,19 @@ COSTS = {
 Check = Callable[[KernelCase], Outcome]
 
 
+UNCHECKED = """--additional-config '{"diffusion": {"self_check": "off"}}'"""
+
+
 class NothingRightError(RuntimeError):
-    """No implementation of a kernel is right on this GPU."""
+    """No implementation of a kernel is right on this GPU.
+
+    Attributes:
+        keys: Keys of the kernel's cases.
+    """
+
+    def __init__(self, message: str, keys: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.keys = keys
 
 
 @dataclass(frozen=True)
@@ -103,11 +114,18 @@ def _first_right(role: Role, check: Check, replaced: list[Replaced]) -> str:
             replaced += [Replaced(failed, each.why, by=case.impl) for failed, each in wrong]
             return case.impl
         passed.append((case, outcome))
-    problems = "; ".join(f"{case.impl}: {outcome.why}" for case, outcome in passed)
+    case, outcome = passed[0]
+    if case.kernel == "device":
+        problem = f"This GPU computes wrongly without any kernel of this package ({outcome.why})"
+    else:
+        problems = "; ".join(f"{each.impl}: {outcome.why}" for each, outcome in passed)
+        kernel = case.name.rpartition(",")[0] or case.name
+        problem = f"No implementation of {kernel} is right on this GPU ({problems})"
     raise NothingRightError(
-        f"No implementation of {role.cases[0].name.rpartition(',')[0]} is right on this GPU "
-        f"({problems}), so nothing is served. Check the GPU and its driver with another program, and "
-        f"report this with the output of: {REPORT}"
+        f"{problem}, so nothing is served. Check the GPU and its driver with another program. The next start "
+        f"checks it again; {UNCHECKED} starts without the check, and answers may be wrong then. Report "
+        f"this with the output of: {REPORT}",
+        frozenset(each.key for each, _ in passed),
     )
 
 
@@ -153,7 +171,7 @@ def checked_choices(
             return known[case.key]
 
         try:
-            choices, replaced = choose(served, check)
+            choices, replaced = _choose_anew(served, check, known, fresh)
         except CannotCheckError as error:
             logger.warning(
                 "Self-check skipped, the kernels serve unchecked: no process could use the GPU (%s). "
@@ -171,6 +189,33 @@ def checked_choices(
         logger.warning("%s", each.line())
     _log_counts(known, fresh, gpu, time.monotonic() - began)
     return choices
+
+
+def _choose_anew(
+    served: Served, check: Check, known: dict[str, Outcome], fresh: dict[str, Outcome]
+) -> tuple[KernelChoices, list[Replaced]]:
+    """Choose as :func:`choose`; what keeps a server from starting is checked by each start, and not remembered.
+
+    Args:
+        served: As for :func:`choose`.
+        check: As for :func:`choose`.
+        known: Outcomes by case; those that nothing serves by are removed.
+        fresh: Outcomes of this start.
+    """
+    try:
+        return choose(served, check)
+    except NothingRightError as error:
+        remembered = error.keys & known.keys() - fresh.keys()
+        for key in error.keys:
+            known.pop(key, None)
+        if not remembered:
+            raise
+    try:
+        return choose(served, check)
+    except NothingRightError as error:
+        for key in error.keys:
+            known.pop(key, None)
+        raise
 
 
 def _log_counts(

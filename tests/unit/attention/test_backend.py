@@ -50,6 +50,8 @@ def reasons_against(**changes):
         "attn_type": "decoder",
         "has_sliding_window": True,
         "use_non_causal": True,
+        # VLLM_BATCH_INVARIANT, where keys stay uncut.
+        "use_batch_invariant": True,
     }
     return CanvasAttentionBackend.validate_configuration(**(layer | changes))
 

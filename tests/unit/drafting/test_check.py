@@ -136,6 +136,54 @@ GEMMA = {"model_type": "gemma4_text"}
         (STOCK | dflash(target_layer_ids=[0, 4]), r"target_layer_ids=\[0, 4\] must .* 0 to 3"),
         (STOCK | dflash(mask_token_id=160), "mask_token_id=160 must be a token .* 0 to 159"),
         (STOCK | {"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* to at most 7"),
+        # It would choose layers of its own, take the next field, or end at the first request.
+        (
+            STOCK | {"dflash_config": None},
+            "dflash_config.target_layer_ids=None must list .* 0 to 3",
+        ),
+        (STOCK | {"dflash_config": {"mask_token_id": MASK}}, "target_layer_ids=None must list"),
+        (STOCK | dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list"),
+        (STOCK | dflash(target_layer_ids="0"), "target_layer_ids='0' must list"),
+        (
+            STOCK | {"eagle_aux_hidden_state_layer_ids": [1, 5]},
+            r"eagle_aux_hidden_state_layer_ids=\[1, 5\] must .* 0 to 4",
+        ),
+        (
+            STOCK | {"dflash_config": {"layer_ids": [1, 9]}, "mask_token_id": MASK},
+            r"dflash_config.layer_ids=\[1, 9\] must",
+        ),
+        (STOCK | dflash(mask_token_id=None), "dflash_config.mask_token_id=None must be a token"),
+        (
+            STOCK | {"dflash_config": {"target_layer_ids": [0]}, "pard_token": 999},
+            "pard_token=999 must be a token",
+        ),
+        (STOCK | dflash(use_aux_hidden_state=False), "use_aux_hidden_state=false, but"),
+        (STOCK | {"dflash_config": [1]}, r"dflash_config=\[1\] must be an object"),
+        (STOCK | {"eagle_config": "x"}, "eagle_config='x' must be an object"),
+        (STOCK | dflash(causal="false"), "dflash_config.causal='false' must be true or false"),
+        (STOCK | {"is_causal": 0}, "is_causal=0 must be true or false"),
+        (STOCK | {"is_neox_style": "no"}, "is_neox_style='no' must be true or false"),
+        (STOCK | dflash(use_swa=1), "dflash_config.use_swa=1 must be true or false"),
+        (STOCK | dflash(use_swa=True), "sliding_window=None must be the number of tokens"),
+        (
+            STOCK | dflash(swa_window_size=-1),
+            "dflash_config.swa_window_size=-1 must be an integer of at least 1",
+        ),
+        (STOCK | dflash(sample_from_anchor=True), "sample_from_anchor=True must be false"),
+        (STOCK | dflash(projector_type="domino"), "projector_type='domino' must be left out"),
+        (STOCK | dflash(attention_value_scale="1"), "attention_value_scale='1' must be a number"),
+        (STOCK | {"logit_scale": "1"}, "logit_scale='1' must be a number"),
+        (STOCK | {"block_size": "8"}, "block_size='8' must be an integer of at least 2"),
+        (STOCK | {"draft_vocab_size": 0}, "draft_vocab_size=0 must be an integer"),
+        (
+            STOCK | {"layer_types": ["full_attention"]},
+            r"layer_types=\['full_attention'\] must be a list .* each of 2 layers",
+        ),
+        (
+            STOCK | {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types=.* must be a list of full_attention or sliding_attention",
+        ),
+        (STOCK | {"layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -150,7 +198,9 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         {"hidden_size": 32, "target_hidden_size": 64},
         {"num_target_layers": 9},
         dflash(target_layer_ids=[0, 3]),
-        {"dflash_config": None},
+        dflash(use_aux_hidden_state=False, target_layer_ids=[1]),
+        dflash(causal=None, use_swa=True, swa_window_size=8, attention_value_scale=2),
+        {"eagle_aux_hidden_state_layer_ids": [0, 4], "is_causal": False, "is_neox_style": None},
         {"dflash_config": {"layer_ids": [1, 2]}, "mask_token_id": MASK},
     ],
 )
@@ -161,6 +211,29 @@ def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
     untouched = copy.deepcopy(vars(draft))
     check_draft(served)
     assert vars(draft) == untouched
+
+
+@pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])
+@pytest.mark.parametrize("causal", [None, True])
+def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
+    """NeMo's architecture is vLLM's under another name, and a causal draft (JetSpec's) is causal."""
+    fields = {} if causal is None else {"causal": causal}
+    served = configured(architectures=[name], is_causal=False, **dflash(**fields))
+    check_draft(served)
+    draft = served.speculative_config.draft_model_config
+    assert draft.architectures == draft.hf_config.architectures == [STOCK_ARCHITECTURE]
+    assert draft.hf_config.is_causal is bool(causal)
+    # With a setting it is ours.
+    served = configured({"steps": 2}, architectures=[name])
+    check_draft(served)
+    assert served.speculative_config.draft_model_config.architectures == [ARCHITECTURE]
+
+
+def test_second_drafts_of_nemo() -> None:
+    """DFlash 2 is chosen by its architecture, and left to vLLM."""
+    served = configured(architectures=["DFlashQwen3DFlash2DraftModel"])
+    check_draft(served)
+    assert served.speculative_config.draft_model_config.architectures == ["DFlash2DraftModel"]
 
 
 def test_settings_without_a_draft_are_refused() -> None:

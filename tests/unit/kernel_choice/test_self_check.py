@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from tests.support.kernel_stand_ins import COMMAND
-from vllm_diffusion.kernel_choice import process, record
+from vllm_diffusion.cli import gpu_report
+from vllm_diffusion.kernel_choice import on_ranks, process, record
 from vllm_diffusion.kernel_choice.cases import Served
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, checked_choices
 from vllm_diffusion.kernel_choice.step_shape import StepShape
@@ -164,7 +168,58 @@ def test_nothing_right(kernel: str, tmp_path: Path) -> None:
     """The server does not start, and says so in one line."""
     with pytest.raises(NothingRightError, match="so nothing is served") as raised:
         check(tmp_path, {kernel: "wrong"})
-    assert "\n" not in str(raised.value)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert '"self_check": "off"' in message
+    subject = "This GPU computes wrongly" if kernel == "device" else "No implementation of"
+    assert message.startswith(subject)
+    assert "of device" not in message
+
+
+@pytest.mark.parametrize("kernel", ["device", "noise", "512, full, mixed"])
+def test_nothing_right_is_not_remembered(kernel: str, tmp_path: Path, lines: list[str]) -> None:
+    """The next start checks it again, also where an earlier version has remembered it."""
+    with pytest.raises(NothingRightError):
+        check(tmp_path, {kernel: "wrong"})
+    (path,) = tmp_path.rglob("self-check-*.json") if kernel != "device" else (None,)
+    assert path is None or all(
+        case["state"] == "right" for case in json.loads(path.read_text())["cases"].values()
+    )
+    assert check(tmp_path) == KernelChoices()
+    (path,) = tmp_path.rglob("self-check-*.json")
+    content = json.loads(path.read_text())
+    content["cases"] |= {
+        key: {**case, "state": "wrong", "why": "it was"}
+        for key, case in content["cases"].items()
+        if key.startswith(kernel)
+    }
+    path.write_text(json.dumps(content))
+    assert check(tmp_path) == KernelChoices()
+    assert '"wrong"' not in path.read_text()
+
+
+def test_doctor_stops_at_a_wrong_gpu(stand_ins: Path) -> None:
+    """All other checks compare with PyTorch on the GPU."""
+    found: list[Any] = []
+    with (
+        mock.patch.dict(os.environ, STAND_INS=json.dumps({"device": "wrong"})),
+        process.CheckProcess("cuda:0", seconds=30.0) as checker,
+    ):
+        (line,) = gpu_report.check_all(served(), checker, found)
+    assert line.startswith("This GPU computes wrongly")
+    assert [case.kernel for case, _ in found] == ["device"]
+
+
+def test_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is readable in logs and in the record's file name."""
+    monkeypatch.setattr(current_platform, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(
+        current_platform, "get_device_capability", lambda *_: DeviceCapability(9, 0)
+    )
+    name = on_ranks.gpu_name(0)
+    assert name == "NVIDIA H100 80GB HBM3 (compute capability 9.0)"
+    path = record.Record(Path("cache"), {"gpu": name}).path
+    assert path.name == "self-check-NVIDIA-H100-80GB-HBM3-compute-capability-9-0.json"
 
 
 @pytest.mark.parametrize("fate", ["out of memory", "is killed"])

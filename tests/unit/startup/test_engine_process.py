@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import logging
+import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -54,3 +58,42 @@ def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine_process.prepare_engine(config)
     engine_process.leave(config, "No kernel is right.")
     assert not list(tmp_path.rglob("refusal-*"))
+
+
+@pytest.mark.parametrize(("name", "is_frozen"), [("EngineCore_DP0", True), ("MainProcess", False)])
+def test_no_garbage_is_looked_for_at_the_end(
+    name: str, is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine's process, which takes seconds; an engine in the user's process frees its memory."""
+    from vllm.v1.engine import core
+
+    # vLLM's unfreezes all objects.
+    monkeypatch.setattr(core, "cleanup_dist_env_and_memory", gc.unfreeze)
+    engine_process._not_collecting.install()
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    gc.unfreeze()
+    try:
+        core.cleanup_dist_env_and_memory()
+        num_frozen = gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+    assert (num_frozen > 0) is is_frozen
+
+
+def test_refusal_of_a_worker_has_no_trace() -> None:
+    """vLLM logs it with its trace, which says nothing; other exceptions keep theirs."""
+    logger, stream = logging.getLogger("vllm"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        engine_process.leave(SimpleNamespace(), "This GPU computes wrongly.")
+        for message in ("This GPU computes wrongly.", "something else"):
+            try:
+                raise RuntimeError(message)
+            except RuntimeError:
+                logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue().count("EngineCore failed to start.") == 2
+    assert stream.getvalue().count("Traceback") == 1
+    assert "RuntimeError: something else" in stream.getvalue()

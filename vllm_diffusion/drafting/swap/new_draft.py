@@ -18,10 +18,9 @@ from vllm_diffusion.drafting.check import (
     ARCHITECTURE,
     STOCK_ARCHITECTURE,
     check_pair,
-    dflash_fields,
-    mask_token_of,
     set_window,
 )
+from vllm_diffusion.drafting.draft_fields import dflash_fields, mask_token_of, name_as_vllm
 from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, reach_of_layer
 from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
@@ -136,6 +135,7 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
     """
     check_replaceable(vllm_config)
     config = _read_config(folder)
+    name_as_vllm(config)
     spec = vllm_config.speculative_config
     where = f"config.json of the draft {folder}"
     if (folder / "mask_embedding.pt").exists():
@@ -143,8 +143,8 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
             f"{folder / 'mask_embedding.pt'}: a mask embedding of its own is not replaced while the "
             f"server runs; {_RESTART}."
         )
-    check_pair(config, folder, spec)
     settings = draft_settings(vllm_config)
+    check_pair(config, folder, spec, window=settings.window)
     served = spec.draft_model_config
     (served_as,) = served.architectures
     # Our class serves both.

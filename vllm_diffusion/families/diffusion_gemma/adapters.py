@@ -1,7 +1,8 @@
 """DiffusionGemma's LoRA adapters: one part for the encoder's rows, and one for the decoder's.
 
 PEFT sees the encoder's layers and the decoder's, which share their weights, and trains matrices for
-each. Here they are the same layers, and a row of a pass is the one's or the other's: known tokens are
+each. NeMo trains one stack, named ``model.layers``, and merges its adapters into the shared weights: such
+matrices are of both parts. Here they are the same layers, and a row of a pass is the one's or the other's: known tokens are
 the encoder's, and rows of a canvas that is being denoised the decoder's. So an adapter has two of the
 places that vLLM's layers keep matrices in, and each row is given the one that it reads, on the device,
 since only there is known which canvases finished. Self-conditioning is the decoder's alone.
@@ -24,7 +25,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper import get_punica_wrapper
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_diffusion.families.diffusion_gemma.startup import DECODER
+from vllm_diffusion.families.diffusion_gemma.startup import DECODER, ENCODER
 from vllm_diffusion.weights.adapters.rows import write_slots
 
 # Its module, whose rows are canvas rows alone.
@@ -40,9 +41,18 @@ class EncoderDecoderLora(LoRAModel):
     def from_lora_tensors(
         cls, lora_model_id: int, tensors: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> EncoderDecoderLora:
-        of_decoder = {name for name in tensors if DECODER in name}
-        encoder = {name: x for name, x in tensors.items() if name not in of_decoder}
-        decoder = {name: x for name, x in tensors.items() if name in of_decoder}
+        # A name of the shared stack has neither prefix; the encoder has no self-conditioning.
+        encoder = {
+            name: x
+            for name, x in tensors.items()
+            if DECODER not in name and _CONDITIONING not in name
+        }
+        # vLLM multiplies the matrices of a part by the adapter's factor in place.
+        decoder = {
+            name: x.clone() if name in encoder else x
+            for name, x in tensors.items()
+            if ENCODER not in name
+        }
         lora: EncoderDecoderLora = super().from_lora_tensors(
             lora_model_id, encoder, *args, **kwargs
         )

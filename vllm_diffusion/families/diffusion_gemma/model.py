@@ -129,6 +129,8 @@ class DiffusionGemmaForBlockDiffusion(
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "model.decoder.self_conditioning.": "self_conditioning.",
+            # Only adapters have this name.
+            "model.self_conditioning.": "self_conditioning.",
             "model.decoder.": "model.",
             "model.encoder.language_model.": "model.",
             "model.encoder.vision_tower.": "vision_tower.",

@@ -150,6 +150,8 @@ def _check_divisions(text: Any) -> None:
 
 ENCODER = "model.encoder.language_model."
 DECODER = "model.decoder."
+# The layers of both, where a trainer has them once.
+SHARED = "model."
 
 
 class DiffusionGemmaTensors(TensorRules):
@@ -183,6 +185,15 @@ class DiffusionGemmaTensors(TensorRules):
         if name.startswith(DECODER) and "self_conditioning" not in name:
             return name, ENCODER + name.removeprefix(DECODER)
         return (name,)
+
+    def shared_name(self, name: str) -> str | None:
+        """Return a tensor's name in a model of one stack, as NeMo trains it; ``None`` if it has none there.
+
+        Its adapter of such a module acts on both the encoder's rows and the decoder's.
+        """
+        if not name.startswith(DECODER):
+            return None
+        return SHARED + name.removeprefix(DECODER)
 
     def copy_of(self, name: str) -> str:
         """A layer's scalar is the encoder's and the decoder's; one of the two is enough."""

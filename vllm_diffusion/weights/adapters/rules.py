@@ -87,11 +87,14 @@ class Module(NamedTuple):
         out_features: Size of the module's output.
         in_features: Size of the module's input.
         number: Number of modules (experts) that PEFT keeps as one pair, side by side.
+        parts: Published names of the modules that this one stands for, where a trainer has one module
+            for what the published model has two of.
     """
 
     out_features: int
     in_features: int
     number: int = 1
+    parts: tuple[str, ...] = ()
 
 
 class _MisfitError(Exception):
@@ -196,6 +199,11 @@ class AdapterRules:
                 f"it adapts {listed(unknown, 'modules')}, which this model has not; serve it with the model "
                 "that it was trained on"
             )
+        for name in names:
+            if twice := sorted(set(self.modules[name].parts).intersection(names)):
+                raise _MisfitError(
+                    f"it adapts {name}, which is {twice[0]} too, and adapts that as well; keep one of them"
+                )
         experts = {name for name in names if ".experts" in name}
         if experts and self.no_experts:
             raise _MisfitError(f"it adapts {min(experts)}, but {self.no_experts}")
@@ -263,21 +271,32 @@ def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
         config: transformers' configuration of the checkpoint.
     """
     shapes = rules.shapes(config)
-    modules = {}
+    # Only a family whose trainers name modules in another way has it.
+    shared_name = getattr(rules, "shared_name", None)
+    modules: dict[str, Module] = {}
     for tensor, shape in (shapes if rules.has_fused_experts else split_experts(shapes)).items():
-        for name in rules.all_names(tensor):
-            stem, _, end = name.rpartition(".")
-            if end == "weight" and len(shape) == 2:
-                modules[stem] = Module(*shape)
-            elif stem.endswith(".experts") and len(shape) == 3:
-                # PEFT wraps a module once for each parameter: this one first.
-                inner = ".base_layer" if end == "gate_up_proj" else ""
-                modules[stem + inner] = Module(*shape[1:], number=shape[0])
+        parts = [part for name in rules.all_names(tensor) if (part := _module_of(name, shape))]
+        modules.update(parts)
+        name = shared_name(tensor) if shared_name is not None else None
+        if name is not None and (shared := _module_of(name, shape)):
+            modules[shared[0]] = shared[1]._replace(parts=tuple(name for name, _ in parts))
     return {
         name: module
         for name, module in modules.items()
         if UNREACHED.keys().isdisjoint(name.split("."))
     }
+
+
+def _module_of(tensor: str, shape: tuple[int, ...]) -> tuple[str, Module] | None:
+    """Return the name and the module by which PEFT adapts a tensor; ``None`` if it does not."""
+    stem, _, end = tensor.rpartition(".")
+    if end == "weight" and len(shape) == 2:
+        return stem, Module(*shape)
+    if stem.endswith(".experts") and len(shape) == 3:
+        # PEFT wraps a module once for each parameter: this one first.
+        inner = ".base_layer" if end == "gate_up_proj" else ""
+        return stem + inner, Module(*shape[1:], number=shape[0])
+    return None
 
 
 def local_folder(path: str) -> Path:

@@ -68,13 +68,34 @@ def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None
     adapt(model, tmp_path, target_modules=targets, target_parameters=EXPERTS)
     rules.check(str(tmp_path))
     names = {name.rpartition(".lora_")[0] for name in load_file(tmp_path / WEIGHTS)}
-    assert {f"base_model.model.{name}" for name in rules.modules} == names
+    published = [name for name, module in rules.modules.items() if not module.parts]
+    assert {f"base_model.model.{name}" for name in published} == names
+
+
+def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
+    """A trainer of one stack has each of its modules once, and they are the encoder's and the decoder's."""
+    shared = {name: module for name, module in rules.modules.items() if module.parts}
+    assert {part for module in shared.values() for part in module.parts} == {
+        name for name, module in rules.modules.items() if not module.parts
+    }
+    assert shared[Q.replace("decoder.", "")].parts == (
+        Q,
+        Q.replace("decoder.", "encoder.language_model."),
+    )
+    tensors = {
+        name: x
+        for module, (out, into, number, _) in shared.items()
+        for name, x in pair(module, out, into).items()
+        if number == 1
+    }
+    rules.check(str(write_adapter(tmp_path, tensors)))
 
 
 @pytest.mark.parametrize(
     ("tensors", "config", "sentence"),
     [
-        (pair("model.layers.0.self_attn.q_proj"), {}, "it adapts model.layers.0.self_attn.q_proj, which this model has not; serve it with the model that it was trained on"),
+        (pair("transformer.h.0.attn.c_attn"), {}, "it adapts transformer.h.0.attn.c_attn, which this model has not; serve it with the model that it was trained on"),
+        (pair() | pair(Q.replace("decoder.", "")), {}, f"it adapts model.layers.0.self_attn.q_proj, which is {Q} too, and adapts that as well; keep one of them"),
         (pair("model.decoder.embed_tokens"), {}, "it adapts model.decoder.embed_tokens, but the vocabulary is read in tiles"),
         (pair("lm_head"), {}, "it adapts lm_head, but the vocabulary is read in tiles"),
         (pair("model.encoder.vision_tower.patch_embedder.input_proj"), {}, "but images are read with the checkpoint's own weights"),
