@@ -91,7 +91,6 @@ def _validate_constraint(
         if constraint.json is not None and config.backend == "auto":
             config = copy.copy(config)
             config.backend = back_end_for(constraint.json, tokenizer)
-            constraint._backend = None
         unfollowed = follow(constraint, config.backend)
         if unfollowed is None:
             params._validate_structured_outputs(model_config, config, tokenizer)
@@ -109,8 +108,6 @@ def _validate_constraint(
             "structured_outputs",
             f"(response_format, tools): the schema's {unfollowed}; write it without.",
         )
-    # A caller may send the same parameters again.
-    constraint._backend_was_auto = structured_outputs_config.backend == "auto"
 
 
 class _NotDiffusion:
