@@ -110,14 +110,18 @@ def test_auto_call_in_gemma_format(server: Server) -> None:
 
 
 def test_strict_tool_that_cannot_be_held_to(server: Server) -> None:
-    """A 400 that names the tool and the place, streamed or not, and the server goes on."""
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
-    function = {"name": "store", "parameters": parameters, "strict": True}
+    """A 400 that names each such tool and the place, streamed or not, and the server goes on."""
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    functions = [
+        {"name": name, "parameters": parameters, "strict": True} for name in ("store", "keep")
+    ]
     request = gemma_request(
-        tools=[{"type": "function", "function": function}], tool_choice="required"
+        tools=[{"type": "function", "function": function} for function in functions],
+        tool_choice="required",
     )
+    both = r"tools: store: parameters\.a\.uniqueItems.*; keep: parameters\.a\.uniqueItems"
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match=r"tools: store: parameters\.a\.pattern"):
+        with pytest.raises(openai.BadRequestError, match=both):
             ask(server, request, stream)
     server.assert_alive()
 

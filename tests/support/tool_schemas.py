@@ -16,8 +16,18 @@ SCALARS = st.one_of(
         {"type": st.just("string"), "maxLength": st.integers(3, 6)},
         optional={"minLength": st.integers(0, 3)},
     ),
-    st.just({"type": "integer"}),
-    st.just({"type": "number"}),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["integer", "number"])},
+        optional={"minimum": st.integers(-99, 0), "exclusiveMaximum": st.integers(1, 120)},
+    ),
+    st.integers(1, 12).map(lambda step: {"type": "integer", "multipleOf": step}),
+    st.sampled_from(["date", "uuid", "email", "time", "uri", "int32"]).map(
+        lambda name: {"type": "string", "format": name}
+    ),
+    st.sampled_from(["^[a-z]+$", "b", "^[^a]{2}$", "^(a|b)c?", r"^\d{3}\s\w$"]).map(
+        lambda text: {"type": "string", "pattern": text}
+    ),
+    st.just({"type": "integer", "x-order": 1, "markdownDescription": {"not": {}}}),
     st.just({"type": "boolean"}),
     st.just({"type": "null"}),
     st.just({}),

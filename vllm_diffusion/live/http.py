@@ -30,6 +30,7 @@ from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, ParsedAnswers, StreamedFrame
 from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.requests.arguments import parse_shown
+from vllm_diffusion.requests.bounds import check_fields
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
 
 _WHERE_TRACES_ARE = (
@@ -214,6 +215,7 @@ def _read_diffusing(request: Any) -> None:
     Raises:
         VLLMValidationError: If the field is neither true nor false, or a stream asks for a trace.
     """
+    check_fields(request)
     diffusing = (request.model_extra or {}).get("diffusing")
     if diffusing not in (None, True, False):
         raise VLLMValidationError(
@@ -233,6 +235,7 @@ def _refuse_frames(request: Any) -> None:
     Raises:
         VLLMValidationError: Naming the field.
     """
+    check_fields(request)
     unknown = request.model_extra or {}
     # A batch has no such field of its own.
     xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))

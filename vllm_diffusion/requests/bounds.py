@@ -15,7 +15,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+UINT64_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,65 @@ def text_problems(params: Any) -> Iterator[tuple[str, str]]:
                 msgspec.msgpack.encode(value, enc_hook=lambda _: None)
         except UnicodeEncodeError:
             yield field, "holds half of a surrogate pair, which no text contains; take it out."
+
+
+# Python's JSON reads and writes some nine hundred levels, and templates need some of them.
+MOST_LEVELS = 500
+
+
+def check_fields(request: Any) -> None:
+    """Refuse a value, however deep in a body, that cannot be sent to the engine's process or written as text.
+
+    Args:
+        request: Body of a request, as vLLM's protocol read it.
+
+    Raises:
+        VLLMValidationError: Naming the body's field.
+    """
+    for field, value in _members(request):
+        if problem := _unsendable(value):
+            refuse(str(field), problem)
+
+
+def _members(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a value of a body holds, by key."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (list, tuple, set)):
+        return enumerate(value)
+    if hasattr(value, "model_fields_set"):
+        return [*vars(value).items(), *(getattr(value, "model_extra", None) or {}).items()]
+    if is_dataclass(value):
+        return vars(value).items()
+    return ()
+
+
+def _unsendable(value: Any) -> str | None:
+    """Return why a field's value cannot be sent, the rest of a sentence."""
+    pending = [("", value, 0)]
+    while pending:
+        key, part, level = pending.pop()
+        if level > MOST_LEVELS:
+            return f"is nested too deeply; up to {MOST_LEVELS} levels are supported."
+        if isinstance(part, int) and not INT64_MIN <= part <= UINT64_MAX:
+            return "holds an integer beyond 64 bits; lower it, or send it as a string."
+        if isinstance(part, str):
+            if not part.isascii() and any("\ud800" <= character <= "\udfff" for character in part):
+                return "holds half of a surrogate pair, which no text contains; take it out."
+            if key == "arguments":
+                # A call of an earlier turn, which templates write out.
+                try:
+                    pending.append(("", json.loads(part), level + 1))
+                except RecursionError:
+                    return f"has arguments that are nested too deeply; up to {MOST_LEVELS} levels are supported."
+                except ValueError:
+                    continue
+            continue
+        for name, inner in _members(part):
+            pending.append((name, inner, level + 1))
+            if isinstance(name, str):
+                pending.append(("", name, level + 1))
+    return None
 
 
 # How msgspec ends the description of an error: "... - at `$.max_tokens`", "... - at `key` in `$.logit_bias`".

@@ -23,6 +23,7 @@ from vllm_diffusion.requests.arguments import (
     attach_arguments,
     parse_arguments,
 )
+from vllm_diffusion.requests.back_ends import back_end_for, follow
 from vllm_diffusion.requests.refusals import refuse
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
@@ -77,21 +78,36 @@ def _validate_constraint(
         VLLMValidationError: Naming the field; the server answers 400.
     """
     from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import check_json_nesting
 
-    if problem := bounds.schema_problem(params.structured_outputs):
+    constraint = params.structured_outputs
+    config = structured_outputs_config
+    if problem := bounds.schema_problem(constraint):
         refuse("structured_outputs", f"(response_format, tools) {problem}")
+    unfollowed = None
     try:
-        params._validate_structured_outputs(model_config, structured_outputs_config, tokenizer)
+        check_json_nesting(constraint.json)
+        check_json_nesting(constraint.structural_tag, structural_tag=True)
+        if constraint.json is not None and config.backend == "auto":
+            config = copy.copy(config)
+            config.backend = back_end_for(constraint.json, tokenizer)
+        unfollowed = follow(constraint, config.backend)
+        if unfollowed is None:
+            params._validate_structured_outputs(model_config, config, tokenizer)
     except (VLLMClientError, ValueError) as error:
         # Some of stock's messages repeat what a compiler of grammars said, and no more.
         remedy = ""
-        back_end = structured_outputs_config.backend
-        if params.structured_outputs.structural_tag and back_end not in ("auto", "xgrammar"):
+        if constraint.structural_tag and config.backend not in ("auto", "xgrammar"):
             remedy = (
                 "; required, named and strict tools need the back end xgrammar, and this "
-                f"server was started with {back_end}"
+                f"server was started with {config.backend}"
             )
         refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
+    if unfollowed is not None:
+        refuse(
+            "structured_outputs",
+            f"(response_format, tools): the schema's {unfollowed}; write it without.",
+        )
 
 
 class _NotDiffusion:

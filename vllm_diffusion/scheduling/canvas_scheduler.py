@@ -62,7 +62,7 @@ class CanvasScheduling(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The engine holds this object too.
-        self.structured_output_manager.__class__ = CanvasGrammars
+        CanvasGrammars.of(self.structured_output_manager)
         spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
         self.spec = spec
         # What is encoded in the pass of the next step: a finished canvas; the end of a prompt.

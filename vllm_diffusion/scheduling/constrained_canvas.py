@@ -134,7 +134,7 @@ class ConstrainedCanvas:
 
         Args:
             request: The engine's request.
-            manager: vLLM's ``StructuredOutputManager``, which owns the compiled grammar.
+            manager: The scheduler's ``CanvasGrammars``, which own the compiled grammar.
         """
         assert request.sampling_params is not None
         self._request = request
@@ -332,7 +332,7 @@ class ConstrainedCanvas:
         try:
             if grammar.is_terminated():
                 return None
-            bitmask = self._manager.backend.allocate_token_bitmask(1)
+            bitmask = self._manager.back_end_of(request).allocate_token_bitmask(1)
             grammar.fill_bitmask(bitmask, 0)
         finally:
             if behind:

@@ -9,6 +9,7 @@ ever.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,10 +38,40 @@ from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 
 
 class CanvasGrammars(StructuredOutputManager):
-    """vLLM's manager of grammars, for canvases: outlines keeps a state for each token of a canvas."""
+    """vLLM's manager of grammars, for canvases: each request has the back end that its check chose.
+
+    Stock has one back end, that of the first request, and refuses every request that needs another.
+    """
+
+    # One manager for each back end, made by `of`; they share the tokenizer and the threads.
+    _managers: dict[str, StructuredOutputManager]
+
+    @classmethod
+    def of(cls, manager: StructuredOutputManager) -> None:
+        """Make ``manager``, which the engine holds and has not used yet, one of this class."""
+        manager.__class__ = cls
+        manager._managers = {}
+
+    def grammar_init(self, request: Request) -> None:
+        name = _back_end_name(request)
+        if name is None:
+            return
+        if name not in self._managers:
+            self._managers[name] = copy.copy(self)
+        StructuredOutputManager.grammar_init(self._managers[name], request)
+
+    def back_end_of(self, request: Request) -> Any:
+        """Return the back end of a request that has a grammar."""
+        return self._managers[str(_back_end_name(request))].backend
+
+    def clear_backend(self) -> None:
+        """Release all back ends: each manager waits for the threads, which end once."""
+        for manager in self._managers.values():
+            StructuredOutputManager.clear_backend(manager)
+        super().clear_backend()
 
     def _create_grammar(self, request: Request) -> Any:
-        # The manager makes its back end for the first request that needs one.
+        # The manager makes its back end for the first request that needs it.
         if self.backend_name == "outlines":
             # Its guides keep the last few states, unless vLLM decodes speculatively: then one for each draft token.
             width = self.vllm_config.diffusion_config.canvas_length
@@ -48,6 +79,12 @@ class CanvasGrammars(StructuredOutputManager):
                 speculative_config=SimpleNamespace(num_speculative_tokens=width)
             )
         return super()._create_grammar(request)
+
+
+def _back_end_name(request: Request) -> str | None:
+    params = request.sampling_params
+    constraint = None if params is None else params.structured_outputs
+    return None if constraint is None else constraint._backend
 
 
 # Passes that a canvas may take beyond its cap: the scheduler learns of a step in the pass after it,

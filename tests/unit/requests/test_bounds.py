@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests.bounds import (
     MOST_ITEMS,
     SAMPLING_PARAMS,
+    check_fields,
     sampling_problems,
     schema_problem,
     text_problems,
@@ -277,3 +279,77 @@ def test_agreement() -> None:
     assert "remote_num_tokens is 41" in problem(num_prefilled=40)
     assert "remote_block_ids has 2 lists" in problem(num_groups=1)
     assert "remote_request_id" in problem(loading=["cmpl-1-0"])
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "words"),
+    [
+        ({"chat_template_kwargs": {"a": 2**70}}, "chat_template_kwargs", "64 bits"),
+        ({"chat_template_kwargs": {"a": [-(2**70)]}}, "chat_template_kwargs", "64 bits"),
+        ({"chat_template_kwargs": _nested(3000)}, "chat_template_kwargs", "nested"),
+        ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", "surrogate"),
+        ({"request_id": "\ud800"}, "request_id", "surrogate"),
+        ({"unknown": [2**64]}, "unknown", "64 bits"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"a": 2**70}},
+                }
+            },
+            "response_format",
+            "64 bits",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {
+                                "id": "1",
+                                "type": "function",
+                                "function": {
+                                    "name": "f",
+                                    "arguments": '{"a":' * 3000 + "1" + "}" * 3000,
+                                },
+                            }
+                        ],
+                    }
+                ]
+            },
+            "messages",
+            "nested",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_fields_that_cannot_be_sent(fields, name, words):
+    """They are refused wherever they stand in a body, by the body's field."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    request = ChatCompletionRequest.model_construct(**body)
+    with pytest.raises(VLLMValidationError, match=words) as refusal:
+        check_fields(request)
+    assert refusal.value.parameter == name
+
+
+def test_fields_that_can_be_sent():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    check_fields(
+        ChatCompletionRequest(
+            model="m",
+            messages=[{"role": "user", "content": "\U0001f600"}],
+            seed=2**63 - 1,
+            chat_template_kwargs=_nested(50) | {"b": 2**64 - 1, "c": None, "d": 1e308},
+        )
+    )

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.requests.tool_calls.schema_reader import (
+from vllm_diffusion.requests.tool_calls.bare_values import (
+    UnwritableError,
+    number_rules,
+    pattern_rules,
+)
+from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError
+from vllm_diffusion.requests.tool_calls.value_forms import (
     ANYTHING,
     Form,
     Items,
     Members,
+    Number,
     Scalar,
     Text,
-    ToolSchemaError,
     Value,
 )
 
@@ -105,6 +111,15 @@ class _Rules:
         self.lines.append(f"{name} ::= {body}")
         return name
 
+    def _rules(self, write: Callable[..., list[str]], *arguments: Any) -> str:
+        """Add the rules that ``write`` makes, and return the name of the first."""
+        name = f"r{len(self.lines)}"
+        try:
+            self.lines += write(name, *arguments)
+        except UnwritableError as error:
+            raise ToolSchemaError(f"a value {error}") from None
+        return name
+
     def value(self, value: Value) -> str:
         if value is ANYTHING or not value.forms:
             return "anything"
@@ -118,6 +133,8 @@ class _Rules:
             return self._items(form)
         if isinstance(form, Text):
             return self._string(form)
+        if isinstance(form, Number):
+            return self._rules(number_rules, name == "integer", dict(form.bounds))
         return name if form.values is None else self._listed(form)
 
     def _listed(self, form: Scalar) -> str:
@@ -140,6 +157,9 @@ class _Rules:
         if form.max_length == 0:
             return f"({self._quote} {self._quote})"
         first = "".join(sorted({text[0] for text in self._markers.texts}))
+        if form.pattern is not None:
+            written = self._rules(pattern_rules, form.pattern, first)
+            return f"({self._quote} {written} {self._quote})"
         most = "" if form.max_length is None else form.max_length
         # A limit counts characters, so none of them may begin a special token's spelling.
         text = f"{_other_than(first)}{{{form.min_length},{most}}}"

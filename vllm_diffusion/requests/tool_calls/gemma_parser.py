@@ -20,11 +20,8 @@ from vllm.tool_parsers.structural_tag_registry import (
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from vllm_diffusion.requests.tool_calls.gemma_grammar import Markers, call_grammar
-from vllm_diffusion.requests.tool_calls.schema_reader import (
-    Members,
-    ToolSchemaError,
-    read_arguments,
-)
+from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError, read_arguments
+from vllm_diffusion.requests.tool_calls.value_forms import Members
 
 # Names our tag in vLLM's registry of tags, where it is not listed: only functions are called.
 TAG = "gemma4"
@@ -95,7 +92,7 @@ class GemmaToolParser(Gemma4EngineToolParser):
             return None
         named = _named(request.tool_choice)
         called = [tool for tool in strict_tools if named in (None, _function(tool).name)]
-        tags = [_tag(_function(tool), markers) for tool in called]
+        tags = _tags([_function(tool) for tool in called], markers)
         if request.tool_choice in (None, "auto"):
             return StructuralTag(
                 format=TokenTriggeredTagsFormat(
@@ -129,21 +126,32 @@ def _arguments(function: Any) -> Members:
     )
 
 
-def _tag(function: Any, markers: Markers) -> Any:
+def _tags(functions: list[Any], markers: Markers) -> list[Any]:
+    """Write the tags of all tools; those that cannot be followed are refused together."""
     from vllm.exceptions import VLLMValidationError
     from xgrammar.structural_tag import GrammarFormat, TagFormat, TokenFormat
 
-    try:
-        grammar = call_grammar(function.name, _arguments(function), markers)
-    except ToolSchemaError as error:
+    tags, problems = [], {}
+    for function in functions:
+        try:
+            grammar = call_grammar(function.name, _arguments(function), markers)
+        except ToolSchemaError as error:
+            problems[function.name] = f"{function.name}: {error}"
+            continue
+        tags.append(
+            TagFormat(
+                begin=TokenFormat(token=markers.call_start),
+                content=GrammarFormat(grammar=grammar),
+                end=TokenFormat(token=markers.call_end),
+            )
+        )
+    if problems:
         raise VLLMValidationError(
-            f"tools: {function.name}: {error}.", parameter="tools", value=function.name
-        ) from None
-    return TagFormat(
-        begin=TokenFormat(token=markers.call_start),
-        content=GrammarFormat(grammar=grammar),
-        end=TokenFormat(token=markers.call_end),
-    )
+            f"tools: {'; '.join(problems.values())}.",
+            parameter="tools",
+            value=", ".join(problems),
+        )
+    return tags
 
 
 def _with_readable_schema(tool: Any) -> Any:

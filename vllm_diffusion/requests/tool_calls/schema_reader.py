@@ -14,105 +14,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from vllm_diffusion.requests.json_schema import CONSTRAINING, simplified
+from vllm_diffusion.requests.tool_calls.bare_values import (
+    UnwritableError,
+    number_rules,
+    pattern_rules,
+)
+from vllm_diffusion.requests.tool_calls.value_forms import (
+    ANYTHING,
+    Form,
+    Items,
+    Members,
+    Number,
+    Scalar,
+    Text,
+    Value,
+)
 
 
 class ToolSchemaError(ValueError):
     """A tool's schema asks for what a call of Gemma's cannot say, or contradicts itself."""
 
 
-@dataclass(frozen=True)
-class Scalar:
-    """Number, boolean, null or string out of a list; any of its type without one.
-
-    Attributes:
-        values: Allowed values; ``None`` for all.
-    """
-
-    values: tuple[Any, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Text:
-    """A string.
-
-    Attributes:
-        min_length: Characters.
-        max_length: Characters; ``None`` for any number.
-    """
-
-    min_length: int = 0
-    max_length: int | None = None
-
-
-@dataclass(frozen=True)
-class Items:
-    """An array."""
-
-    item: Value
-    min_items: int = 0
-    max_items: int | None = None
-
-
-@dataclass(frozen=True)
-class Members:
-    """Object with properties.
-
-    Attributes:
-        properties: Types by name, in the order in which Gemma's chat template writes them.
-        required: Names of required properties.
-        others: Type of properties with any other name; ``None`` if there may be none.
-    """
-
-    properties: Mapping[str, Value]
-    required: frozenset[str]
-    others: Value | None = None
-
-
-Form = Scalar | Text | Items | Members
-
-
-@dataclass(frozen=True)
-class Value:
-    """Type of one value.
-
-    Attributes:
-        forms: Allowed forms for each JSON type; empty for a value of any kind, which the reader
-            passes on as text.
-    """
-
-    forms: Mapping[str, tuple[Form, ...]]
-
-    def schema(self) -> dict[str, Any]:
-        """Return the schema from which the reader gets the types back."""
-        if not self.forms:
-            return {}
-        schema: dict[str, Any] = {"type": sorted(self.forms)}
-        for form in (form for forms in self.forms.values() for form in forms):
-            if isinstance(form, Members):
-                schema["properties"] = {k: v.schema() for k, v in form.properties.items()}
-            elif isinstance(form, Items):
-                schema["items"] = form.item.schema()
-        return schema
-
-
-ANYTHING = Value({})
-
-
 _TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
-# Keywords that say nothing about what is valid.
-_NOTES = (
-    "title description default examples deprecated readOnly writeOnly $schema $id $comment $defs "
-    "definitions"
-)
 # Keywords that the grammar does not follow. A strict tool is refused for them.
-_UNFOLLOWED = (
-    "pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf uniqueItems "
-    "contains minContains maxContains minProperties maxProperties propertyNames patternProperties "
-    "dependentRequired dependentSchemas dependencies not if then else unevaluatedProperties "
-    "unevaluatedItems additionalItems"
+_UNFOLLOWED = frozenset(
+    [
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "patternProperties",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "not",
+        "if",
+        "then",
+        "else",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "additionalItems",
+    ]
 )
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # The reader splits keys at the colon and values at the comma, and counts brackets.
 _BARE_KEY = re.compile(r"[^\s:,{}\[\]<](?:[^:,{}\[\]<\r\n]*[^\s:,{}\[\]<])?")
 # A schema whose references multiply could fill the memory.
@@ -123,16 +73,35 @@ _MOST_LEVELS = 32
 def read_arguments(parameters: Mapping[str, Any] | None, *, strict: bool) -> Members:
     """Read the ``parameters`` of a tool.
 
+    A tool that is not strict and whose schema cannot be followed takes any object.
+
     Args:
         parameters: A JSON schema of an object.
-        strict: Refuse every keyword that would not be enforced.
+        strict: Refuse what would not be enforced.
 
     Raises:
-        ToolSchemaError: Naming the place in the schema.
+        ToolSchemaError: Naming the place in the schema of a strict tool.
     """
+    try:
+        return _read_arguments(parameters, strict)
+    except ToolSchemaError:
+        if strict:
+            raise
+        return Members({}, frozenset(), ANYTHING)
+
+
+def _read_arguments(parameters: Mapping[str, Any] | None, strict: bool) -> Members:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import check_json_nesting
+
     if not parameters:
         return Members({}, frozenset())
-    value = _Reader(parameters, strict).read(parameters, "parameters", ())
+    try:
+        check_json_nesting(dict(parameters))
+    except VLLMValidationError as error:
+        raise ToolSchemaError(f"parameters: {error}") from None
+    root = simplified(parameters)
+    value = _Reader(root, strict).read(root, "parameters", ())
     (*_, arguments) = value.forms.get("object", (None,))
     if set(value.forms) != {"object"} or not isinstance(arguments, Members):
         raise ToolSchemaError("parameters must describe an object")
@@ -165,12 +134,12 @@ class _Reader:
             raise ToolSchemaError(f"{path} must be a JSON schema; got {schema!r}")
         if "prefixItems" in schema:
             raise ToolSchemaError(f"{path}.prefixItems is not supported; give items one schema")
-        unfollowed = sorted(schema.keys() & {*_UNFOLLOWED.split()})
+        unfollowed = sorted(schema.keys() & _UNFOLLOWED)
         if self._strict and unfollowed:
             raise ToolSchemaError(
                 f"{path}.{unfollowed[0]} cannot be enforced; leave it out, or the tool's strict"
             )
-        keywords = schema.keys() - {*_NOTES.split(), *_UNFOLLOWED.split()}
+        keywords = (schema.keys() & CONSTRAINING) - _UNFOLLOWED
         for name in ("$ref", "allOf", "anyOf", "oneOf"):
             if name not in keywords:
                 continue
@@ -227,7 +196,9 @@ class _Reader:
                 item = self.read(schema.get("items", True), f"{path}.items", inside)
                 forms[name] = (Items(item, *_bounds(schema, "Items", path)),)
             elif name == "string":
-                forms[name] = (Text(*_bounds(schema, "Length", path)),)
+                forms[name] = (_text(schema, path),)
+            elif name in ("integer", "number") and schema.keys() & {*_BOUNDS}:
+                forms[name] = (_number(schema, name, path),)
             else:
                 forms[name] = (Scalar(),)
         return Value(forms)
@@ -281,7 +252,40 @@ def _types_meant(schema: Mapping[str, Any]) -> list[str]:
         return ["object"]
     if schema.keys() & {"items", "minItems", "maxItems"}:
         return ["array"]
+    if schema.keys() & {*_BOUNDS}:
+        return ["number"]
     return ["string"]
+
+
+def _text(schema: Mapping[str, Any], path: str) -> Text:
+    low, high = _bounds(schema, "Length", path)
+    pattern = schema.get("pattern")
+    if pattern is None:
+        return Text(low, high)
+    if not isinstance(pattern, str):
+        raise ToolSchemaError(f"{path}.pattern must be a string")
+    if low or high is not None:
+        raise ToolSchemaError(
+            f"{path}.pattern (or format) is beside a length, and only one of them can be followed; "
+            "write the length into the pattern"
+        )
+    try:
+        pattern_rules("r", pattern, "<")
+    except UnwritableError as error:
+        raise ToolSchemaError(f"{path}.pattern {error}") from None
+    return Text(pattern=pattern)
+
+
+def _number(schema: Mapping[str, Any], name: str, path: str) -> Number:
+    bounds = {key: schema[key] for key in _BOUNDS if key in schema}
+    for key, value in bounds.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ToolSchemaError(f"{path}.{key} must be a number; got {value!r}")
+    try:
+        number_rules("r", name == "integer", bounds)
+    except UnwritableError as error:
+        raise ToolSchemaError(f"{path}.{[*bounds][-1]} {error}") from None
+    return Number(tuple(bounds.items()))
 
 
 def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int | None]:
@@ -311,7 +315,8 @@ def _type_of(value: Any, types: list[str]) -> str | None:
 
 def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str, tuple[Form, ...]]:
     """The forms of ``enum`` and ``const``."""
-    if unfit := schema.keys() & {"properties", "items", "minLength", "maxLength"}:
+    beside = {"properties", "items", "minLength", "maxLength", "pattern", *_BOUNDS}
+    if unfit := schema.keys() & beside:
         raise ToolSchemaError(f"{path} has {min(unfit)} beside a list of values; leave it out")
     values = schema.get("enum", [schema.get("const")])
     if not isinstance(values, list) or ("const" in schema and schema["const"] not in values):

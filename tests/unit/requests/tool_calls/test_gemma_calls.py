@@ -198,8 +198,14 @@ TEXT = {"type": "string"}
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "string", "pattern": "a+"}, "pattern cannot be enforced"),
-        ({"type": "integer", "multipleOf": 3}, "multipleOf"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced"),
+        ({"type": "string", "pattern": "(?=a)b"}, "a.pattern"),
+        ({"type": "string", "pattern": "^a$|b"}, "a.pattern"),
+        ({"type": "string", "pattern": "^<$"}, "a.pattern"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "beside a length"),
+        ({"type": "number", "multipleOf": 1.7}, "multipleOf"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "allows no number"),
+        ({"anyOf": [TEXT, {"type": "integer", "minimum": 3}]}, "string or integer"),
         ({"type": "text"}, "type must be of"),
         ({"anyOf": [TEXT, {"type": "array"}]}, "string or array"),
         ({"anyOf": [TEXT, {"enum": [1, 2]}]}, "string or integer"),
@@ -239,6 +245,30 @@ def test_a_tool_that_is_not_strict_may_narrow_its_values(tokenizer, keyword):
     assert adjusted.structured_outputs.structural_tag
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"type": "object", "properties": {"a": {"oneOf": [TEXT, {"type": "object"}]}}},
+    ],
+    ids=repr,
+)
+def test_a_tool_that_is_not_strict_takes_any_object(tokenizer, parameters):
+    """Where its schema cannot be followed it is called all the same."""
+    adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters)]))
+    assert adjusted.structured_outputs.structural_tag
+
+
+def test_all_refused_tools_are_named(tokenizer):
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools = [tool(parameters, name, strict=True) for name in ("one", "two")]
+    with pytest.raises(
+        VLLMValidationError, match=r"one: parameters\.a\.not.*two: parameters\.a\.not"
+    ):
+        gemma_parser(tokenizer).adjust_request(tool_request([tool({}, "fine"), *tools]))
+
+
 def test_a_schema_cannot_multiply(tokenizer):
     """References that double at each level are refused in no time, as is a deep schema."""
     definitions = {"d0": TEXT} | {
@@ -252,5 +282,5 @@ def test_a_schema_cannot_multiply(tokenizer):
     for _ in range(500):
         deep = {"type": "object", "properties": {"a": deep}}
     for parameters in ({"$ref": "#/$defs/d30", "$defs": definitions}, deep):
-        with pytest.raises(VLLMValidationError, match="too large"):
-            gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters)]))
+        with pytest.raises(VLLMValidationError, match="too large|too deep"):
+            gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))

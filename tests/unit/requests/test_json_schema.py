@@ -1,0 +1,423 @@
+"""A schema is followed or refused: what its back end accepts is valid to ``jsonschema``."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_diffusion.requests.back_ends import follow, schema_refusal
+from vllm_diffusion.requests.json_schema import CONSTRAINING, simplified
+from vllm_diffusion.requests.string_formats import FORMATS
+
+SCALARS = [None, True, False, 0, 1, -1, 2, 3, 7, 100, 1.5, 0.5, "", "a", "b", "ab", "abc", "1"]
+RECORDS = [
+    {},
+    *({name: value} for name in ("a", "b", "x") for value in (*SCALARS, [], {}, {"a": 1}, [1])),
+    *({"a": a, "b": b} for a in (1, "a", True) for b in (1, "a", None)),
+    {"a": 1, "b": 2, "c": 3},
+]
+LISTS = [[], *([value] for value in SCALARS), [1, 1], [1, "a"], ["a", 1], [1, 2, 3], [{}], [[1]]]
+VALUES = [*SCALARS, *RECORDS, *LISTS]
+
+# One schema or more for each keyword, and what each back end makes of keywords side by side.
+PLAIN_OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}
+A, B = {"required": ["a"]}, {"required": ["b"]}
+BY_KEYWORD: dict[str, list[Any]] = {
+    "type": [{"type": ["integer", "null"]}, {"type": "string", "enum": ["a", 1]}],
+    "enum": [{"enum": ["a", 1, None, [1], {"a": 1}]}, {"enum": ["a", "abc"], "minLength": 2}],
+    "const": [{"const": {"a": 1}}, {"const": "a", "enum": ["b"]}],
+    "$ref": [
+        {"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "minimum": 3},
+        {"$defs": {"x": {"$anchor": "X", "type": "integer"}}, "$ref": "#X"},
+        {"$id": "http://a.b/c", "$defs": {"x": {"$id": "q", "type": "integer"}}, "$ref": "q"},
+    ],
+    "$dynamicRef": [{**PLAIN_OBJECT, "$dynamicAnchor": "n", "items": {"$dynamicRef": "#n"}}],
+    "$dynamicAnchor": [{"$dynamicAnchor": "n", "properties": {"a": {"$dynamicRef": "#n"}}}],
+    "$recursiveRef": [{"$recursiveAnchor": True, "items": {"$recursiveRef": "#"}}],
+    "$recursiveAnchor": [{"$recursiveAnchor": True, "type": "integer"}],
+    "allOf": [{"allOf": [{"type": "integer"}, {"minimum": 3}]}, {"allOf": [A, B]}],
+    "anyOf": [
+        {**PLAIN_OBJECT, "anyOf": [A, B], "additionalProperties": False},
+        {"type": "integer", "anyOf": [{"minimum": 2, "maximum": 3}, {"const": 7}]},
+    ],
+    "oneOf": [
+        {"oneOf": [{"type": "string"}, {"const": "a"}]},
+        {"oneOf": [{"const": 1}, {"const": 2}]},
+    ],
+    "not": [{"type": "boolean", "not": {"const": True}}, {"not": {}}],
+    "if": [{"if": {"type": "integer"}, "then": {"minimum": 3}, "else": {"type": "string"}}],
+    "then": [{"then": {"type": "integer"}}],
+    "else": [{"else": {"type": "integer"}}],
+    "properties": [PLAIN_OBJECT, {"properties": {"a": False}}],
+    "patternProperties": [{**PLAIN_OBJECT, "patternProperties": {"^a": {"minimum": 3}}}],
+    "additionalProperties": [{**PLAIN_OBJECT, "additionalProperties": {"type": "string"}}],
+    "propertyNames": [
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "object", "propertyNames": {"enum": ["a"]}},
+        {**PLAIN_OBJECT, "propertyNames": {"pattern": "^a"}},
+    ],
+    "required": [{**PLAIN_OBJECT, "required": ["a", "x"]}, A, {**A, "type": "object"}],
+    "minProperties": [{"type": "object", "minProperties": 1}, {**PLAIN_OBJECT, "minProperties": 1}],
+    "maxProperties": [{"type": "object", "maxProperties": 1}, {**PLAIN_OBJECT, "maxProperties": 1}],
+    "dependentRequired": [{**PLAIN_OBJECT, "dependentRequired": {"a": ["b"]}}],
+    "dependentSchemas": [{**PLAIN_OBJECT, "dependentSchemas": {"a": B}}],
+    "dependencies": [
+        {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}}
+    ],
+    "unevaluatedProperties": [
+        {**PLAIN_OBJECT, "unevaluatedProperties": False},
+        {"allOf": [PLAIN_OBJECT], "unevaluatedProperties": False},
+    ],
+    "items": [{"type": "array", "items": {"type": "integer"}}, {"items": False}],
+    "prefixItems": [{"type": "array", "prefixItems": [{"type": "integer"}], "maxItems": 1}],
+    "additionalItems": [
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "items": [{"type": "integer"}],
+            "additionalItems": False,
+        }
+    ],
+    "unevaluatedItems": [{"prefixItems": [{"type": "integer"}], "unevaluatedItems": False}],
+    "contains": [{"type": "array", "contains": {"const": 1}}],
+    "minContains": [{"contains": {"const": 1}, "minContains": 2}, {"minContains": 2}],
+    "maxContains": [{"contains": {"const": 1}, "maxContains": 1}],
+    "minItems": [{"type": "array", "minItems": 2}],
+    "maxItems": [{"type": "array", "maxItems": 1}, {"maxItems": 1}],
+    "uniqueItems": [{"type": "array", "uniqueItems": True}, {"uniqueItems": False}],
+    "minLength": [{"type": "string", "minLength": 2}, {"minLength": 2}],
+    "maxLength": [{"type": "string", "maxLength": 2}, {"maxLength": 1, "pattern": "^[ab]+$"}],
+    "pattern": [{"type": "string", "pattern": "b"}, {"pattern": "^a|b$"}],
+    "format": [{"type": "string", "format": "date"}, {"type": "string", "format": "unknown"}],
+    "minimum": [{"type": "integer", "minimum": 2}, {"minimum": 1.5}],
+    "maximum": [{"type": "number", "maximum": 2}, {"type": ["number", "null"], "maximum": 1}],
+    "exclusiveMinimum": [{"type": "integer", "exclusiveMinimum": 2, "minimum": 1}],
+    "exclusiveMaximum": [{"type": "number", "exclusiveMaximum": 2}],
+    "multipleOf": [{"type": "integer", "multipleOf": 2}, {"multipleOf": 0.5}],
+}
+CASES = [(keyword, i) for keyword, schemas in BY_KEYWORD.items() for i in range(len(schemas))]
+
+
+def is_valid(schema: Any) -> Callable[[Any], bool]:
+    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    return validator(schema, format_checker=validator.FORMAT_CHECKER).is_valid  # type: ignore[no-any-return]
+
+
+def guidance_matcher(schema: Any) -> Any:
+    """A machine of llguidance for bytes, as vLLM compiles a schema."""
+    import llguidance
+
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults={"whitespace_flexible": True}
+    )
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def guidance(schema: Any) -> Callable[[str], bool]:
+    matcher = guidance_matcher(schema)
+
+    def accepts(text: str) -> bool:
+        machine = matcher.deep_copy()
+        tokens = [*text.encode()]
+        return bool(machine.try_consume_tokens(tokens) == len(tokens) and machine.is_accepting())
+
+    return accepts
+
+
+def xgrammar(schema: Any) -> Callable[[str], bool]:
+    import xgrammar as xgr
+
+    info = xgr.TokenizerInfo([bytes([i]) for i in range(256)])
+    compiled = xgr.GrammarCompiler(info).compile_json_schema(json.dumps(schema))
+
+    def accepts(text: str) -> bool:
+        machine = xgr.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        return bool(machine.accept_string(text.encode()) and machine.is_terminated())
+
+    return accepts
+
+
+def outlines(schema: Any) -> Callable[[str], bool]:
+    import re
+
+    import outlines_core
+
+    expression = re.compile(outlines_core.json_schema.build_regex_from_schema(json.dumps(schema)))
+    return lambda text: expression.fullmatch(text) is not None
+
+
+BACK_ENDS = {"guidance": guidance, "xgrammar": xgrammar, "outlines": outlines}
+
+
+def test_every_keyword_has_a_case():
+    """Of JSON Schema 2020-12 and the drafts before it, all that constrain a value."""
+    assert BY_KEYWORD.keys() == CONSTRAINING
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize(("keyword", "i"), CASES)
+def test_keyword_is_followed_or_refused(keyword, i, back_end):
+    """No value that the grammar accepts is invalid, and a refusal names a keyword and its path."""
+    schema = BY_KEYWORD[keyword][i]
+    words = simplified(schema)
+    if refusal := schema_refusal(words, back_end):
+        assert refusal.startswith("#")
+        return
+    try:
+        accepts = BACK_ENDS[back_end](words)
+    except (RuntimeError, ValueError, TypeError):
+        assert back_end != "guidance", "It says itself what it does not follow."
+        return
+    valid = is_valid(schema)
+    wrong = [value for value in VALUES if not valid(value) and accepts(json.dumps(value))]
+    assert not wrong
+
+
+def test_guidance_follows_the_common_keywords():
+    """They are not refused, and the valid values are accepted."""
+    for keyword in [
+        "type",
+        "enum",
+        "const",
+        "allOf",
+        "anyOf",
+        "properties",
+        "additionalProperties",
+        "required",
+        "minProperties",
+        "items",
+        "prefixItems",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "format",
+    ]:
+        schema = BY_KEYWORD[keyword][0]
+        words = simplified(schema)
+        assert schema_refusal(words, "guidance") is None, keyword
+        accepts, valid = guidance(words), is_valid(schema)
+        # Objects get no more properties than they name.
+        values = [value for value in VALUES if valid(value) and value not in RECORDS]
+        assert all(accepts(json.dumps(value)) for value in values), keyword
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"b": {"not": {"const": 1}}}}, "#/properties/b/not"),
+        (
+            {"items": {"anyOf": [{}, {"dependentRequired": {}}]}},
+            "#/items/anyOf/1/dependentRequired",
+        ),
+        ({"properties": {"a/b": {"oneOf": [{}, {}]}}}, "#/properties/a~1b: oneOf"),
+        ({"properties": {"not": {"contains": {}}}}, "#/properties/not/contains"),
+    ],
+)
+def test_place_of_a_refusal(schema, place):
+    assert str(schema_refusal(simplified(schema), "guidance")).startswith(place)
+
+
+@pytest.mark.parametrize(
+    "key", ["discriminator", "x-order", "markdownDescription", "title", "example"]
+)
+def test_key_that_is_no_keyword(key):
+    """It constrains nothing, beside a reference too."""
+    schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E"}
+    accepts = guidance(simplified({**schema, key: {"not": {}}}))
+    assert accepts('"a"')
+    assert not accepts('"b"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_implied"),
+    [
+        ({"format": "uri", "minLength": 1, "maxLength": 2083}, True),
+        ({"pattern": "^[a-z]{2,4}$", "minLength": 1, "maxLength": 4}, True),
+        ({"pattern": "^[a-z]{2,4}$", "maxLength": 3}, False),
+        ({"pattern": "^[a-z]+$", "maxLength": 3}, False),
+        ({"pattern": "[a-z]{2}", "maxLength": 3}, False),
+        ({"pattern": "^a|b$", "maxLength": 1}, False),
+    ],
+)
+def test_lengths_that_a_pattern_implies(schema, is_implied):
+    words = simplified({"type": "string", **schema})
+    assert is_implied == (not words.keys() & {"minLength", "maxLength"})
+
+
+def test_alternatives_with_a_tag():
+    """They are told apart, as in what pydantic writes for a union with a discriminator."""
+    schema = {
+        "$defs": {
+            name: {
+                "type": "object",
+                "properties": {"t": {"const": name, "type": "string"}, "n": {"type": "integer"}},
+                "required": ["t"],
+            }
+            for name in ("cat", "dog")
+        },
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "string"}],
+    }
+    words = simplified(schema)
+    assert schema_refusal(words, "guidance") is None
+    accepts = guidance(words)
+    assert accepts('{"t": "cat", "n": 1}')
+    assert not accepts('{"t": "cow"}')
+
+
+def test_nullable_adds_null():
+    schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E", "nullable": True}
+    accepts = guidance(simplified(schema))
+    assert accepts('"a"')
+    assert accepts("null")
+    assert not accepts('"b"')
+
+
+def test_schemas_of_a_structural_tag():
+    """They are written for xgrammar, which has no other judge."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def constraint(schema: Any) -> Any:
+        content = {"type": "json_schema", "json_schema": schema}
+        tag = {"type": "structural_tag", "format": {"type": "tag", "content": content}}
+        return StructuredOutputsParams(structural_tag=json.dumps(tag))
+
+    assert "#/not" in str(follow(constraint({"not": {}}), "auto"))
+    followed = constraint({"type": "string", "maxLength": 2})
+    assert follow(followed, "auto") is None
+    assert "pattern" in followed.structural_tag
+
+
+def answer(schema: Any, seed: int, most: int = 200) -> str | None:
+    """A random text that llguidance lets through to its end; ``None`` if it does not end soon."""
+    import llguidance.numpy
+
+    rng = random.Random(seed)
+    machine = guidance_matcher(schema)
+    bits = llguidance.numpy.allocate_token_bitmask(1, 257)
+    tokens: list[int] = []
+    while len(tokens) < most:
+        if machine.is_accepting() and (machine.is_stopped() or rng.random() < 0.5):
+            return bytes(tokens).decode(errors="replace")
+        llguidance.numpy.fill_next_token_bitmask(machine, bits)
+        allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little")[:256])
+        closing = [token for token in allowed if token in b'"]},:']
+        if not len(allowed):
+            return None
+        tokens.append(int(rng.choice(closing if closing and rng.random() < 0.4 else list(allowed))))
+        machine.consume_token(tokens[-1])
+    return None
+
+
+INTEGERS = st.integers(-9, 20)
+LEAVES = st.one_of(
+    st.sampled_from(
+        [schema for schemas in BY_KEYWORD.values() for schema in schemas if "$" not in str(schema)]
+    ),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["integer", "number", ["integer", "null"]])},
+        optional={
+            "minimum": INTEGERS,
+            "exclusiveMaximum": INTEGERS,
+            "multipleOf": st.integers(1, 5),
+        },
+    ),
+    st.sampled_from([*FORMATS]).map(lambda name: {"type": "string", "format": name}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "pattern": st.sampled_from(["^[ab]+$", "x", "^a|b$"]),
+            "maxLength": st.integers(0, 4),
+        },
+    ),
+    st.booleans(),
+)
+DRAWN = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.fixed_dictionaries(
+            {"type": st.just("object")},
+            optional={
+                "properties": st.dictionaries(
+                    st.sampled_from(["a", "b", "not"]), inner, max_size=3
+                ),
+                "required": st.lists(st.sampled_from(["a", "b", "z"]), max_size=2, unique=True),
+                "additionalProperties": inner,
+                "minProperties": st.integers(0, 2),
+                "anyOf": st.lists(inner, min_size=1, max_size=2),
+                "x-note": st.just({"not": {}}),
+            },
+        ),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "items": inner,
+                "prefixItems": st.lists(inner, min_size=1, max_size=2),
+                "minItems": st.integers(0, 2),
+                "maxItems": st.integers(2, 3),
+                "type": st.just("array"),
+            },
+        ),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                name: st.lists(inner, min_size=1, max_size=2)
+                for name in ("allOf", "anyOf", "oneOf")
+            },
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+def assert_plain_schema_is_followed(schema: Any) -> None:
+    """What xgrammar's table holds is followed by xgrammar too."""
+    words = simplified(schema)
+    if not isinstance(words, dict) or schema_refusal(words, "xgrammar") is not None:
+        return
+    try:
+        accepts = xgrammar(words)
+    except RuntimeError:
+        return
+    valid = is_valid(schema)
+    assert not [value for value in VALUES if not valid(value) and accepts(json.dumps(value))]
+
+
+def assert_answers_are_valid(schema: Any, seed: int) -> None:
+    assert_plain_schema_is_followed(schema)
+    words = simplified(schema)
+    assert simplified(words) == words
+    if not isinstance(words, dict) or schema_refusal(words, "guidance") is not None:
+        return
+    text = answer(words, seed)
+    if text is not None:
+        assert is_valid(schema)(json.loads(text)), text
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(DRAWN, st.integers(0, 99))
+def test_drawn_schema(schema, seed):
+    """An answer that has ended is valid by the schema that was sent."""
+    assert_answers_are_valid(schema, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(DRAWN, st.integers(0, 99))
+def test_drawn_schema_wide(schema, seed):
+    assert_answers_are_valid(schema, seed)

@@ -1,0 +1,98 @@
+"""Forms that the arguments of a tool call may have, one or more for each JSON type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Number, boolean, null or string out of a list; any of its type without one.
+
+    Attributes:
+        values: Allowed values; ``None`` for all.
+    """
+
+    values: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string.
+
+    Attributes:
+        min_length: Characters.
+        max_length: Characters; ``None`` for any number.
+        pattern: Expression that is found in it; then there are no lengths.
+    """
+
+    min_length: int = 0
+    max_length: int | None = None
+    pattern: str | None = None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number within bounds.
+
+    Attributes:
+        bounds: Keywords of the schema and their values.
+    """
+
+    bounds: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Items:
+    """An array."""
+
+    item: Value
+    min_items: int = 0
+    max_items: int | None = None
+
+
+@dataclass(frozen=True)
+class Members:
+    """Object with properties.
+
+    Attributes:
+        properties: Types by name, in the order in which Gemma's chat template writes them.
+        required: Names of required properties.
+        others: Type of properties with any other name; ``None`` if there may be none.
+    """
+
+    properties: Mapping[str, Value]
+    required: frozenset[str]
+    others: Value | None = None
+
+
+Form = Scalar | Text | Number | Items | Members
+
+
+@dataclass(frozen=True)
+class Value:
+    """Type of one value.
+
+    Attributes:
+        forms: Allowed forms for each JSON type; empty for a value of any kind, which the reader
+            passes on as text.
+    """
+
+    forms: Mapping[str, tuple[Form, ...]]
+
+    def schema(self) -> dict[str, Any]:
+        """Return the schema from which the reader gets the types back."""
+        if not self.forms:
+            return {}
+        schema: dict[str, Any] = {"type": sorted(self.forms)}
+        for form in (form for forms in self.forms.values() for form in forms):
+            if isinstance(form, Members):
+                schema["properties"] = {k: v.schema() for k, v in form.properties.items()}
+            elif isinstance(form, Items):
+                schema["items"] = form.item.schema()
+        return schema
+
+
+ANYTHING = Value({})
