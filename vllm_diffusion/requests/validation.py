@@ -28,6 +28,11 @@ from vllm_diffusion.requests.refusals import refuse
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
+# Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
+# each request's canvas, as wide as the widest request. A pass reports at most as many.
+MOST_LOGPROBS_BYTES = 2**30
+# A token id of 64 bits, and a float32.
+_BYTES_A_LOGPROB = 12
 # Values of fields that change nothing, where it is not None or an empty list.
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
@@ -56,6 +61,7 @@ def _checking_canvases(stock: Any, self: Any, params: Any, supported_tasks: Any)
     # First, so that ours read numbers and token ids of the vocabulary.
     params.verify(unaware.model_config, self.speculative_config, None, self.tokenizer)
     validate_sampling_params(params, model_config)
+    check_logprobs(params, model_config, self.scheduler_config.max_num_seqs)
     if params.structured_outputs is not None:
         _validate_constraint(
             params, unaware.model_config, self.structured_outputs_config, self.tokenizer
@@ -178,6 +184,33 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
         if value not in (None, [], _NEUTRAL.get(field)):
             refuse(field, reason, value)
     validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
+
+
+def check_logprobs(params: Any, model_config: Any, num_slots: int) -> None:
+    """Refuse more log-probabilities than the server has memory for until their tokens are emitted.
+
+    Args:
+        params: ``SamplingParams`` that vLLM has checked against ``--max-logprobs``.
+        model_config: vLLM's ``ModelConfig`` of a diffusion model.
+        num_slots: Requests that run at the same time.
+
+    Raises:
+        VLLMValidationError: Naming the field; the server answers 400.
+    """
+    num_top = params.logprobs or 0
+    if num_top < 0:
+        num_top = model_config.get_vocab_size()
+    width = model_config.canvas_spec.length
+    # Beside the likeliest tokens there is the position's own.
+    most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
+    if num_top > most:
+        refuse(
+            "logprobs",
+            f"(top_logprobs) may be at most {most} on this server, which keeps them for {num_slots} "
+            f"canvases of {width} tokens in {MOST_LOGPROBS_BYTES // 2**20} MiB; got "
+            f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs.",
+            params.logprobs,
+        )
 
 
 def _check_transfers(params: Any, model_config: Any) -> None:

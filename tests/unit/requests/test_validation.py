@@ -44,6 +44,40 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
     validate_sampling_params(SamplingParams(extra_args={field: {"a": 1}}), model_config)
 
 
+@pytest.mark.parametrize(
+    ("logprobs", "num_slots", "most"),
+    [
+        # DiffusionGemma's vocabulary and canvas: 50 GB with 64 requests.
+        (-1, 64, 5460),
+        (262_144, 64, 5460),
+        (5461, 64, 5460),
+        (1365, 256, 1364),
+    ],
+)
+def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int) -> None:
+    """Refused with the most that the server keeps, of which all are taken."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from tests.support.admission import validate
+    from vllm_diffusion.requests import validation
+
+    validation.install()
+    model: Any = SimpleNamespace(
+        is_diffusion=True,
+        get_vocab_size=lambda: 262_144,
+        max_logprobs=-1,
+        return_sampling_mask=False,
+        enable_trace_replay=False,
+        canvas_spec=diffusion_gemma_spec(256),
+    )
+    with pytest.raises(VLLMValidationError, match=f"may be at most {most} on") as raised:
+        validate(SamplingParams(logprobs=logprobs), model, max_num_seqs=num_slots)
+    assert raised.value.parameter == "logprobs"
+    validate(SamplingParams(logprobs=most), model, max_num_seqs=num_slots)
+    assert num_slots * 256 * (1 + most) * 12 <= validation.MOST_LOGPROBS_BYTES
+
+
 @pytest.mark.parametrize("back_end", ["guidance", "outlines"])
 def test_tools_with_a_back_end_that_knows_no_tags(back_end: str) -> None:
     """Refused with the back end that they need."""
