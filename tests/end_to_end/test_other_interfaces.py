@@ -83,14 +83,52 @@ def _message(server: Server, **fields: Any) -> dict[str, Any]:
     ids=lambda thinking: thinking["type"],
 )
 def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
-    """A budget, or none: the thought is a block of its own, before the answer."""
-    message = _message(server, thinking=thinking, chat_template_kwargs={"enable_thinking": True})
+    """With a budget, or without: it is turned on, and the thought is a block before the answer."""
+    message = _message(server, thinking=thinking)
     assert [block["type"] for block in message["content"]] == ["thinking", "text"]
     assert message["content"][0]["thinking"].strip() == "Task: sums."
     assert message["content"][1]["text"].strip() == "15"
     assert message["stop_reason"] == "end_turn"
-    without = _message(server, thinking={"type": "disabled"})
-    assert [block["type"] for block in without["content"]] == ["text"]
+    for off in (
+        {"thinking": {"type": "disabled"}},
+        {},
+        # What the client says of the template counts.
+        {"thinking": thinking, "chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        without = _message(server, **off)
+        assert [block["type"] for block in without["content"]] == ["text"]
+
+
+def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
+    """They are counted as those of a chat that thinks."""
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"messages": messages, "thinking": thinking}
+    counted = server.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+    chat = {"messages": messages, "max_tokens": 1}
+    chat["chat_template_kwargs"] = {"enable_thinking": True}
+    answer = server.post("/v1/chat/completions", chat).json()
+    assert counted == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"diffusing": True}, "diffusing"),
+        ({"diffusing": True, "stream": True}, "diffusing"),
+        ({"vllm_xargs": {"diffusion_frames": 2}}, "diffusion_frames"),
+    ],
+    ids=["whole", "stream", "by-name"],
+)
+def test_anthropic_frames(fields: dict[str, Any], name: str, server: Server) -> None:
+    """They are refused, since the interface sends none."""
+    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 40, **fields}
+    refused = server.post("/v1/messages", body)
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{name} is sent while an answer is written")
+    assert server.post("/v1/messages", {**body, "diffusing": False, "vllm_xargs": None}).is_success
 
 
 def test_thinking_budget_of_a_chat(server: Server) -> None:

@@ -137,11 +137,21 @@ class ChatBatchWithoutFrames(OpenAIServingChatBatch):
 
 
 class MessagesWithoutFrames(AnthropicServingMessages):
-    """``/v1/messages``, which cannot send frames."""
+    """``/v1/messages``, which cannot send frames; ``thinking`` turns thinking on."""
 
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
-        _refuse_frames(request)
+        # vLLM's protocol drops fields that it does not know.
+        body = {} if raw_request is None else await raw_request.json()
+        _refuse_frames(request, body)
         return await super().create_messages(request, raw_request)
+
+    @classmethod
+    def _handle_thinking(cls, req: Any, anthropic_request: Any, *args: Any, **kwargs: Any) -> None:
+        """Have the chat template let the model think, where vLLM sets no more than the budget."""
+        super()._handle_thinking(req, anthropic_request, *args, **kwargs)
+        thinking = anthropic_request.thinking
+        if thinking is not None and thinking.type != "disabled":
+            req.chat_template_kwargs = {"enable_thinking": True, **(req.chat_template_kwargs or {})}
 
 
 class ResponsesWithoutFrames(OpenAIServingResponses):
@@ -229,14 +239,18 @@ def _read_diffusing(request: Any) -> None:
         refuse(TRACE, _WHERE_TRACES_ARE, request.vllm_xargs[TRACE])
 
 
-def _refuse_frames(request: Any) -> None:
+def _refuse_frames(request: Any, body: dict[str, Any] | None = None) -> None:
     """Refuse a request that asks for frames or traces where none can be sent.
+
+    Args:
+        request: The body as vLLM's protocol read it.
+        body: All its fields; ``None`` where the protocol keeps those that it does not know.
 
     Raises:
         VLLMValidationError: Naming the field.
     """
     check_fields(request)
-    unknown = request.model_extra or {}
+    unknown = request.model_extra or {} if body is None else body
     # A batch has no such field of its own.
     xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
     asked = {"diffusing": unknown.get("diffusing")}
