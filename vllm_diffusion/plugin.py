@@ -95,9 +95,11 @@ def _install_api() -> None:
     """Put in place what an API process needs for canvases."""
     from vllm_diffusion.live import delivery, http
     from vllm_diffusion.requests import arguments, refusals
+    from vllm_diffusion.startup import engine_process
 
     for module in (refusals, arguments, delivery, http):
         module.install()
+    engine_process.end_quietly()
 
 
 def _apply_tuned(vllm_config: Any) -> None:

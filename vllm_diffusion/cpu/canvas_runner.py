@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
 from vllm_diffusion.runner.canvas_runner import CanvasRunner
@@ -9,3 +12,9 @@ from vllm_diffusion.runner.canvas_runner import CanvasRunner
 
 class CanvasCpuRunner(CanvasRunner, CPUModelRunner):
     """vLLM's runner for the CPU, with canvases."""
+
+    def shutdown(self) -> None:
+        """Look for no garbage where the process ends: vLLM frees a device's memory so, and here is none."""
+        if multiprocessing.parent_process() is not None:
+            gc.freeze()
+        super().shutdown()

@@ -62,15 +62,47 @@ def end_with_threads() -> None:
 
 @replaces_call(
     "vllm.v1.engine.core:cleanup_dist_env_and_memory",
-    reason="After it, Python looks for garbage among all objects of a process that ends, for seconds.",
+    reason="It looks for garbage among all objects of a process that ends, as Python does after it, for seconds.",
     until="EngineCore.shutdown leaves its objects frozen on every platform, as it does on ROCm.",
 )
 def _not_collecting(stock: Any, *args: Any, **kwargs: Any) -> None:
-    # It unfreezes all objects, and collects once.
-    stock(*args, **kwargs)
     # An engine in the user's own process gives its memory back.
-    if multiprocessing.current_process().name.startswith("EngineCore"):
-        gc.freeze()
+    if not multiprocessing.current_process().name.startswith("EngineCore"):
+        stock(*args, **kwargs)
+        return
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    gc.freeze()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def end_quietly() -> None:
+    """Log no failure of an engine that the API process itself has ended. This is safe to call twice."""
+    _ending_quietly.install()
+
+
+@replaces_call(
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown",
+    reason="It stops the reader of outputs after their socket; a faster reader logs that the engine died.",
+    until="AsyncLLM.shutdown cancels its output handler before it closes the client's sockets.",
+)
+def _ending_quietly(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    client = getattr(self, "engine_core", None)
+    if client is not None and not client.resources.engine_dead:
+        logging.getLogger("vllm.v1.engine.async_llm").addFilter(_is_no_dead_engine)
+    stock(self, *args, **kwargs)
+
+
+def _is_no_dead_engine(record: logging.LogRecord) -> bool:
+    """Pass every log line but one about an engine that is gone."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return not isinstance(error, EngineDeadError)
 
 
 def _engine_of(error_traceback: Any) -> Any:
