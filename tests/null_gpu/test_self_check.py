@@ -17,7 +17,7 @@ def test_a_gpu_that_computes_nothing(null_gpu):
     checked = {"additional_config": {"diffusion": {"self_check": "auto"}}}
     options = {"enforce_eager": True} | checked
     outcome = null_gpu.run(f"{CASES}:serve", model=str(SHIPPED), options=options, kinds=["plain"])
-    assert "No implementation of device" in outcome.error
+    assert "This GPU computes wrongly without any kernel" in outcome.error
     assert "PyTorch's own matrix product is wrong" in outcome.error
     assert "Traceback" not in outcome.error
 

@@ -23,6 +23,8 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
+from vllm_diffusion.startup.engine_process import leaving
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADVISE = _LIBC.madvise
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -80,6 +82,10 @@ class DiffusionCpuWorker(CPUWorker):
         # Data-parallel engines share the seed.
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         self.model_runner = self._make_model_runner()
+
+    def load_model(self, **options: Any) -> None:
+        with leaving(self.model_config):
+            super().load_model(**options)
 
     def _make_model_runner(self) -> Any:
         if hasattr(self.model_config, "canvas_spec"):

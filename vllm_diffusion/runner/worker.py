@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_diffusion.kernel_choice.on_ranks import agree, decide
+from vllm_diffusion.startup.engine_process import leaving
 
 
 class CanvasWorker(Worker):
@@ -15,11 +16,16 @@ class CanvasWorker(Worker):
     def init_device(self) -> None:
         # Changed by vLLM's into the index of the GPU.
         local_rank = self.local_rank
-        # Over before vLLM measures what memory is free.
-        own = decide(self.vllm_config, local_rank)
-        super().init_device()
-        choices = agree(self.vllm_config, local_rank, own)
+        with leaving(self.model_config):
+            # Over before vLLM measures what memory is free.
+            own = decide(self.vllm_config, local_rank)
+            super().init_device()
+            choices = agree(self.vllm_config, local_rank, own)
         self.model_config.kernel_choices = choices
+
+    def load_model(self, **options: Any) -> None:
+        with leaving(self.model_config):
+            super().load_model(**options)
 
     def _make_model_runner(self) -> Any:
         if self.vllm_config.is_mm_encoder_only:

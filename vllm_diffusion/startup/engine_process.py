@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -180,7 +181,8 @@ def prepare_engine(model_config: ModelConfig) -> None:
 def leave(model_config: ModelConfig, refusal: str) -> None:
     """Leave a refusal for the command that started this process of the engine, on the same machine.
 
-    vLLM's log lines about the exception that follows have no trace then.
+    vLLM's log lines about the exception that follows have no trace then, nor what Python prints of a
+    child process that ends with it.
     """
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(functools.partial(_without_trace, refusal))
@@ -189,6 +191,24 @@ def leave(model_config: ModelConfig, refusal: str) -> None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(refusal, encoding="utf-8")
+            if multiprocessing.parent_process() is not None:
+                # multiprocessing asks for it by this name, once, before the process ends.
+                traceback.print_exc = _print_where_the_refusal_is
+
+
+def _print_where_the_refusal_is(*args: Any, **kwargs: Any) -> None:
+    print("The start is refused; the command's last line says why.", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def leaving(model_config: ModelConfig) -> Iterator[None]:
+    """Leave what this package refuses in the block, where a worker starts."""
+    try:
+        yield
+    except Exception as error:
+        if (refusal := refusal_in(error)) is not None:
+            leave(model_config, refusal)
+        raise
 
 
 def _without_trace(refusal: str, record: logging.LogRecord) -> bool:

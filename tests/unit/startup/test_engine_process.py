@@ -7,6 +7,7 @@ import io
 import logging
 import multiprocessing
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,6 +49,58 @@ def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     engine_process.leave(config, "Of a process that is gone.")
     engine_process.prepare_engine(config)
     assert last_line(capsys) == "a trace\n"
+
+
+@pytest.mark.usefixtures("command")
+@pytest.mark.parametrize(
+    ("raising", "line"),
+    [
+        ("raise ValueError('This cannot be loaded.')", "vllm-diffusion: This cannot be loaded.\n"),
+        ("raise KeyError('a defect')", "a trace\n"),
+    ],
+)
+def test_a_refusal_of_a_worker(
+    raising: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this package refuses while a worker starts is the command's last line, without a trace."""
+    monkeypatch.setattr(traceback, "print_exc", traceback.print_exc)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    config: Any = SimpleNamespace()
+    engine_process.prepare_engine(config)
+    with pytest.raises((ValueError, KeyError)), engine_process.leaving(config):
+        exec(compile(raising, "<worker>", "exec"), {"__name__": "vllm_diffusion.weights"})
+    assert last_line(capsys) == line
+    try:
+        1 // 0  # noqa: B018
+    except ZeroDivisionError:
+        traceback.print_exc()
+    assert ("Traceback" in capsys.readouterr().err) is (line == "a trace\n")
+
+
+@pytest.mark.parametrize("engine_dead", [False, True])
+def test_a_server_that_ends_its_engine(engine_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It logs no dead engine, unless the engine died by itself."""
+    from vllm.v1.engine import async_llm
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    logger, stream = logging.getLogger(async_llm.__name__), io.StringIO()
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(async_llm.AsyncLLM, "shutdown", lambda self: None)
+    engine_process.end_quietly()
+    client = SimpleNamespace(resources=SimpleNamespace(engine_dead=engine_dead))
+    async_llm.AsyncLLM.shutdown(SimpleNamespace(engine_core=client))  # type: ignore[arg-type]
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        for error in (EngineDeadError(), RuntimeError("something else")):
+            try:
+                raise error
+            except Exception:
+                logger.exception("AsyncLLM output_handler failed.")
+    finally:
+        logger.removeHandler(handler)
+    assert ("EngineDeadError" in stream.getvalue()) is engine_dead
+    assert "RuntimeError: something else" in stream.getvalue()
 
 
 def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
