@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from tests.integration.test_parity import LOGIT_TOLERANCE, denoising
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import copy_checkpoint, random_checkpoint, randomize
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 
@@ -64,5 +68,134 @@ def test_image_prompt(tmp_path, attention):
             assert list(output.outputs[0].token_ids) == expected.tokens
             first_logits.append(ours[0].logits)
         assert (first_logits[0] - first_logits[1]).abs().max() > 100 * LOGIT_TOLERANCE
+    finally:
+        engine.close()
+
+
+def _gemma4(folder: Path) -> Any:
+    """Write an autoregressive Gemma 4 whose images are larger than its window, and return it."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    copy_checkpoint(folder)
+    (folder / "generation_config.json").unlink()
+    shipped = json.loads((folder / "config.json").read_text())
+    text = {name: value for name, value in shipped["text_config"].items() if name != "model_type"}
+    own = {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+    config = Gemma4Config(
+        text_config=text | own | {"num_kv_shared_layers": 0},
+        vision_config=shipped["vision_config"],
+        audio_config=None,
+        boi_token_id=17,
+        image_token_id=18,
+        eoi_token_id=19,
+        eos_token_id=1,
+    )
+    model = Gemma4ForConditionalGeneration(config).float().eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def _gemma3(folder: Path) -> Any:
+    """Write a Gemma 3 whose images fit into its window, as published ones do, and return it."""
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        AutoTokenizer,
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3ImageProcessor,
+        Gemma3Processor,
+    )
+
+    copy_checkpoint(folder)
+    (folder / "generation_config.json").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # vLLM joins line breaks around an image as Gemma 3's tokenizer does.
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    tokenizer.save_pretrained(folder)
+    (folder / "processor_config.json").unlink()
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 24,
+        "max_position_embeddings": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 112,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=16,
+        boi_token_index=17,
+        image_token_index=18,
+        eoi_token_index=19,
+    )
+    pixels = Gemma3ImageProcessor(size={"height": 112, "width": 112})
+    Gemma3Processor(pixels, tokenizer, image_seq_length=16).save_pretrained(folder)
+    model = Gemma3ForConditionalGeneration(config).float().eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    # As published files name them.
+    path = folder / "model.safetensors"
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "marker"), [(_gemma4, "image_token"), (_gemma3, "boi_token")], ids=["gemma4", "gemma3"]
+)
+def test_image_prompt_of_an_autoregressive_model(tmp_path, make, marker):
+    """Log-probabilities of the prompt: Gemma 4 looks ahead in windowed layers only, Gemma 3 in all."""
+    from transformers import AutoProcessor
+    from vllm import SamplingParams
+
+    model = make(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    text = f"<bos>Look: {getattr(processor, marker)} What is in the picture, and what is not?"
+    engine = TracedEngine(
+        tmp_path,
+        dtype="float32",
+        limit_mm_per_prompt={"image": 1} | ({"video": 0, "audio": 0} if make is _gemma4 else {}),
+    )
+    try:
+        for seed in (1, 2):
+            image = picture(seed)
+            output = engine.llm.generate(
+                [{"prompt": text, "multi_modal_data": {"image": image}}],
+                SamplingParams(max_tokens=1, prompt_logprobs=0),
+                use_tqdm=False,
+            )[0]
+            inputs = processor(
+                text=text, images=[image], return_tensors="pt", add_special_tokens=False
+            )
+            prompt = inputs["input_ids"][0]
+            assert output.prompt_token_ids == prompt.tolist()
+            with torch.no_grad():
+                expected = model(**inputs).logits[0, :-1].log_softmax(-1)
+            expected = expected.gather(1, prompt[1:, None])[:, 0]
+            ours = [
+                row[token].logprob
+                for row, token in zip(output.prompt_logprobs[1:], prompt[1:].tolist(), strict=True)
+            ]
+            error = (torch.tensor(ours) - expected).abs().max().item()
+            assert error <= LOGIT_TOLERANCE, f"log-probabilities differ by {error:.2e}"
     finally:
         engine.close()

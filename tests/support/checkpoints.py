@@ -62,8 +62,17 @@ def random_checkpoint(
     from transformers import DiffusionGemmaForBlockDiffusion
 
     copy_checkpoint(folder, **changes)
-    generator = torch.Generator().manual_seed(seed)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float32)
+    randomize(model, seed=seed, gain=gain, embed=embed)
+    model.save_pretrained(folder)
+    return folder
+
+
+def randomize(
+    model: torch.nn.Module, *, seed: int = 0, gain: float = 0.5, embed: float = 3.0
+) -> None:
+    """Draw every matrix of a model in place; arguments as for :func:`random_checkpoint`."""
+    generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,5 +82,3 @@ def random_checkpoint(
             scale = embed if "embed_tokens" in name else gain
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
-    return folder

@@ -5,6 +5,7 @@ One back end for every layer and every mixture of prefill, denoise and encode ro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -103,6 +104,11 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.most_splits = {phase: choices.most_splits_of(layer_kind, phase) for phase in PHASES}
         spec = getattr(config.model_config, "canvas_spec", None)
         self.canvas_length = 0 if spec is None else spec.length
+        # vLLM's Gemma 4 takes the spans from the metadata of its own back ends where layers have no window.
+        text_config = getattr(config.model_config, "hf_text_config", None)
+        bidirectional = getattr(text_config, "use_bidirectional_attention", None)
+        is_diffusion = getattr(config.model_config, "is_diffusion", False)
+        self.sees_images_in_window = bidirectional == "vision" and not is_diffusion
         if "cute" in self.impls.values():
             self._run_triton_where_cute_cannot(config.model_config.is_mm_prefix_lm)
         # Layers that agree in these share what they launch.
@@ -166,6 +172,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
     ) -> Planned:
         """Check the step for layers of this kind, of which this is the first."""
         num_tokens, sequences = attn_metadata.num_tokens, attn_metadata.sequences
+        if self.sees_images_in_window:
+            sequences = replace(sequences, row_spans=attn_metadata.spans_within(self.window))
         phase = self._phase(sequences)
         plan = plan_canvas_attention(
             query[:num_tokens],

@@ -32,13 +32,35 @@ class CanvasAttentionMetadata:
         sequences: Sequences of the requests.
         num_tokens: Rows of the batch, without padding.
         window_anchor: ``"canvas"`` or ``"query"``.
+        positions: [num_tokens], integer, of each row in its sequence; ``None`` for a canvas model.
         plans: Launch plan of the step for each kind of layer, made by the first layer of the kind.
     """
 
     sequences: Sequences
     num_tokens: int
     window_anchor: WindowAnchor
+    positions: Tensor | None = None
     plans: dict[Any, Planned] = field(init=False, default_factory=dict, repr=False)
+
+    def spans_within(self, window: int) -> Tensor | None:
+        """The image span of each row, as far as a layer of Gemma 4 attends in both directions.
+
+        That is within the window of the row, and nowhere in a layer without a window.
+
+        Args:
+            window: Keys that a row sees before itself; -1 for all of them.
+
+        Returns:
+            [num_tokens, 2], int32, or ``None`` where no row has a span.
+        """
+        spans = self.sequences.row_spans
+        if spans is None or window < 0:
+            return None
+        assert self.positions is not None
+        start, end = spans.unbind(1)
+        # A row outside of any image has the span (0, 0).
+        first = torch.minimum(torch.maximum(start, self.positions - window), end)
+        return torch.stack([first, end], dim=1).to(torch.int32)
 
 
 def bind_canvas(
@@ -134,6 +156,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             num_tokens=common.num_actual_tokens,
             # A flag per request is stock's contract, and its window follows the query row.
             window_anchor="query",
+            positions=None if spans is None else common.positions[: common.num_actual_tokens],
         )
 
 
