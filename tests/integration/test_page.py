@@ -12,8 +12,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support import page_stub
+from tests.support.checkpoints import SHIPPED
 from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter
 from tests.support.page_stub import Stub, running_stub
+from vllm_diffusion.startup.shipped import TASKS
 
 pytestmark = MARKS
 
@@ -144,6 +146,18 @@ def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
     assert page.locator("[aria-live], [role=log], [role=alert], [role=status]").evaluate_all(
         "nodes => nodes.map(node => node.id)"
     ) == ["problem", "log", "copied"]
+
+
+def test_tasks(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """Before the first message the page says what a shipped checkpoint can do, and of others nothing."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    expect(page.locator("#nothing")).to_be_visible()
+    expect(page.locator("#tasks")).to_be_hidden()
+    with running_stub(name=str(SHIPPED)) as shipped:
+        page = new_page(shipped.url)
+        connect(page, page_stub.KEY)
+        expect(page.locator("#tasks")).to_have_text(TASKS)
 
 
 def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:

@@ -66,12 +66,13 @@ def stub_app(asked: list[dict[str, Any]], key: str | None, name: str) -> FastAPI
     Args:
         asked: Where the bodies of requests are noted.
         key: What it asks of its clients.
-        name: Of the served model.
+        name: Of the served model, or its folder, whose name is then the model's.
     """
     page = LiveCanvasPage()
     engine = engine_client(
         diffusion_gemma_spec(CANVAS_LENGTH, 16),
-        served_model_name=name,
+        served_model_name=name.rpartition("/")[2],
+        model=name,
         architecture="DiffusionGemmaForBlockDiffusion",
         max_model_len=1024,
     )

@@ -19,13 +19,17 @@ import threading
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from examples.checkpoints.tiny_tasks import answer_question
+from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.answer import Answer, LiveDisplay
 from vllm_diffusion.cli.main import main
+from vllm_diffusion.startup.shipped import TASKS
 
 KEY = "a key"
 # What vLLM sends behind the head of a stream that fails.
@@ -38,12 +42,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     requests: list[dict] = []
     behaviour = "good"
+    root = "someone/tiny"
 
     def do_GET(self) -> None:
         if self.headers["authorization"] != f"Bearer {KEY}":
             self.reply(401, {"error": {"message": "no"}})
         else:
-            self.reply(200, {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+            card = {"id": "tiny", "object": "model", "root": self.root}
+            self.reply(200, {"object": "list", "data": [card]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -145,6 +151,22 @@ def test_plain(served) -> None:
     assert "vllm_xargs" not in first
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][1]["content"] == said
+
+
+def test_greeting(served) -> None:
+    """It says what a shipped checkpoint can do, wherever that is installed, and of other models nothing."""
+    url, handler = served
+    assert TASKS not in chat(url, "").stderr
+    handler.root = f"/of/another/machine/vllm_diffusion/checkpoints/{SHIPPED.name}"
+    assert TASKS in chat(url, "").stderr
+
+
+def test_greeting_is_documented() -> None:
+    """The page on serving has the sentence, and each question in it is one that was trained."""
+    page = Path(__file__).parents[2] / "docs" / "use" / "serving.md"
+    assert TASKS in " ".join(page.read_text(encoding="utf-8").split())
+    questions = re.findall(r'"(.*?)"', TASKS)
+    assert [answer_question(question) for question in questions] == ["15", "pmal"]
 
 
 def test_commands(served) -> None:

@@ -115,6 +115,18 @@ def first_model(client: OpenAI) -> str:
         raise AnswerError(reason(error)) from error
 
 
+def folder_of(client: OpenAI, model: str) -> str:
+    """Return the folder or the name that a server has a model from, or an empty string if it names none."""
+    from openai import OpenAIError
+
+    try:
+        cards = client.models.list().data
+    except OpenAIError:
+        return ""
+    roots = (getattr(card, "root", None) for card in cards if card.id == model)
+    return str(next(roots, None) or "")
+
+
 def reason(error: Exception) -> str:
     """Describe in one sentence what went wrong between this process and the server."""
     from openai import (

@@ -21,6 +21,7 @@ from vllm_diffusion.cli.answer import (
     display_for,
     figures,
     first_model,
+    folder_of,
     reason,
     stream_answer,
 )
@@ -28,6 +29,7 @@ from vllm_diffusion.cli.checkpoint import add_family, family_of, shipped_server
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import add_verbose, say
 from vllm_diffusion.cli.values import printable
+from vllm_diffusion.startup.shipped import shipped_tasks
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -86,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         client = openai_client(url, key)
         model = arguments.model or first_model(client)
         say(f"Talking to {model}. /help lists commands; Ctrl-D ends.")
+        if tasks := shipped_tasks(folder_of(client, model)):
+            say(tasks)
         Conversation(client, model, arguments.max_tokens, arguments.plain).run()
     return 0
 

@@ -17,21 +17,21 @@ from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, vllm_serve
 from vllm_diffusion.cli.values import UsageError
 from vllm_diffusion.startup.environment import is_disabled
+from vllm_diffusion.startup.shipped import CHECKPOINTS
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.values import Parser
 
     Subcommands = argparse._SubParsersAction[Parser]
 
-_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints"
 # The folder of each family's checkpoint; the first is the default.
 FOLDERS = {
-    "diffusion_gemma": _FOLDER / "tiny_diffusion_gemma",
-    "sdar": _FOLDER / "tiny_sdar",
-    "qwen3": _FOLDER / "tiny_qwen3",
+    "diffusion_gemma": CHECKPOINTS / "tiny_diffusion_gemma",
+    "sdar": CHECKPOINTS / "tiny_sdar",
+    "qwen3": CHECKPOINTS / "tiny_qwen3",
 }
 # What drafts for those of them that are autoregressive.
-DRAFT_FOLDERS = {"qwen3": _FOLDER / "tiny_qwen3_dflash"}
+DRAFT_FOLDERS = {"qwen3": CHECKPOINTS / "tiny_qwen3_dflash"}
 DRAFTED_FAMILY = next(iter(DRAFT_FOLDERS))
 DEFAULT_FAMILY = next(iter(FOLDERS))
 _NEEDED_OF_DRAFT = ("config.json", "model.safetensors")

@@ -9,6 +9,7 @@ from fastapi import FastAPI, HTTPException, Response
 
 from vllm_diffusion.requests.arguments import PREFIX, end_token_ids, offered_settings
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES
+from vllm_diffusion.startup.shipped import shipped_tasks
 
 # Beneath /v1, where vLLM asks for the key.
 MODEL_PATH = "/v1/diffusion/model"
@@ -55,7 +56,8 @@ class LiveCanvasPage:
 
         Returns:
             JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` and
-            ``max_model_len`` in tokens, its ``end_tokens``; ``settings``, what a request may set in
+            ``max_model_len`` in tokens, its ``end_tokens``; ``tasks``, a sentence on what a shipped
+            checkpoint can do, empty for other models; ``settings``, what a request may set in
             ``vllm_xargs``, as :func:`offered_settings` describes it; and ``presets``: settings that go
             together, by the preset's name.
 
@@ -76,6 +78,7 @@ class LiveCanvasPage:
             "canvas_length": spec.length,
             "max_model_len": model_config.max_model_len,
             "end_tokens": self._end_tokens,
+            "tasks": shipped_tasks(model_config.model),
             "settings": offered_settings(spec),
             "presets": {
                 name: {PREFIX + setting: value for setting, value in values.items()}

@@ -10,24 +10,30 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from tests.support.checkpoints import SHIPPED
 from tests.support.page_stub import engine_client
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage, end_tokens_of
 from vllm_diffusion.requests.arguments import argument_names, parse_arguments
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
+from vllm_diffusion.startup.shipped import TASKS
 
 pytestmark = pytest.mark.engine
 
 KEY = {"Authorization": "Bearer the key"}
 
 
-def client(spec: Any = None, guard: Any = None, **options: Any) -> TestClient:
+def client(
+    spec: Any = None, guard: Any = None, model: str = "someone/m", **options: Any
+) -> TestClient:
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
     app, plugin = FastAPI(), LiveCanvasPage()
     assert isinstance(plugin, EndpointPlugin)
     plugin.attach_router(app)
-    engine = engine_client(spec, served_model_name="m", architecture="A", max_model_len=64)
+    engine = engine_client(
+        spec, model=model, served_model_name="m", architecture="A", max_model_len=64
+    )
     asyncio.run(plugin.init_state(engine, app.state, None))
     if guard is not None:
         app.add_middleware(guard, **options)
@@ -102,6 +108,14 @@ def test_model_defaults() -> None:
     assert defaults["diffusion_canvas_length"] == 32
     assert defaults["diffusion_entropy_bound"] == 0.1
     assert defaults["diffusion_preset"] is None
+
+
+def test_tasks() -> None:
+    """What the model can do is told of a shipped checkpoint, and of no other."""
+    spec = diffusion_gemma_spec(32)
+    assert client(spec).get(MODEL_PATH).json()["tasks"] == ""
+    shipped = client(spec, model=str(SHIPPED)).get(MODEL_PATH).json()
+    assert shipped["tasks"] == TASKS
 
 
 def test_end_tokens() -> None:

@@ -49,6 +49,8 @@ async function connect() {
   model = described;
   at("model").textContent =
     `${model.model} (${model.architecture}), canvases of ${model.canvas_length} tokens`;
+  at("tasks").textContent = model.tasks;
+  at("tasks").hidden = !model.tasks;
   showHint(false);
   at("send").disabled = Boolean(stopping);
   at("change-key").hidden = !key;
