@@ -406,33 +406,6 @@ def test_damaged_weights(damage: Callable[[Path], None], word: str, tmp_path: Pa
     configure(tmp_path, load_format="dummy")
 
 
-def test_layer_scalars_that_differ(tmp_path: Path) -> None:
-    """A checkpoint whose encoder and decoder scale a layer differently is refused by the layer."""
-    from safetensors.torch import load_file, save_file
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    from tests.support.engine import TracedEngine
-
-    path = copy_checkpoint(tmp_path) / "model.safetensors"
-    weights = load_file(path)
-    # Encoder and decoder share their storage; a file may hold either name, or both.
-    ours = next(name for name in weights if name.endswith("layers.1.layer_scalar"))
-    old, new = "model.decoder.", "model.encoder.language_model."
-    other = ours.replace(old, new) if ours.startswith(old) else ours.replace(new, old)
-    assert other != ours
-    weights[other] = weights[ours] * 2 + 1
-    save_file(weights, path, metadata={"format": "pt"})
-    try:
-        with pytest.raises(ValueError, match="layer_scalar") as raised:
-            TracedEngine(tmp_path, max_model_len=256)
-    finally:
-        # The engine that did not start leaves its process groups.
-        cleanup_dist_env_and_memory()
-    message = str(raised.value)
-    assert ours in message
-    assert other in message
-
-
 def test_target_device_set(tmp_path: Path) -> None:
     """VLLM_TARGET_DEVICE=cpu, which switches platform plugins off, is named with what to do."""
     program = (

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tests.null_gpu.engine_cases import KINDS
-from tests.support.checkpoints import SHIPPED
+from tests.support.checkpoints import SHIPPED, write_headers
 from tests.support.families.cases import CASES as FAMILIES
 from tests.support.families.cases import checkpoint_of
 from tests.support.null_gpu.processes import ROOT
@@ -230,7 +230,14 @@ def preset_options(name: str) -> dict[str, Any]:
 
 
 def _refused(name: str, weights: str, capability: str, gib: float, refusal: str) -> Case:
-    return replace(_shape(name, weights, capability, gib), refusal=refusal)
+    shape = _shape(name, weights, capability, gib)
+
+    def arguments(folder: Path) -> dict[str, Any]:
+        made = shape.arguments(folder)
+        write_headers(Path(made["model"]))
+        return made
+
+    return replace(shape, arguments=arguments, refusal=refusal)
 
 
 def _shape(name: str, weights: str, capability: str, gib: float, **options: Any) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,34 @@ def randomize(
             scale = embed if "embed_tokens" in name else gain
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
+
+
+def write_headers(folder: Path) -> Path:
+    """Give a folder with only a ``config.json`` of DiffusionGemma the tensors that it describes, of zeros.
+
+    The file is sparse, so that a large model takes no room.
+    """
+    from transformers import DiffusionGemmaConfig
+
+    from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
+    from vllm_diffusion.weights.formats import read_format
+    from vllm_diffusion.weights.tensor_rules import split_experts
+    from vllm_diffusion.weights.update import expected_specs
+
+    config = json.loads((folder / "config.json").read_text())
+    rules = DiffusionGemmaTensors()
+    shapes = rules.shapes(DiffusionGemmaConfig.from_dict(config))
+    quantization = config.get("quantization_config")
+    quantized = None if quantization is None else read_format(quantization)
+    shapes = shapes if quantized is None else split_experts(shapes)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtypes, allowed) in expected_specs(shapes, quantized, rules).items():
+        dtype = dtypes[0] if len(dtypes) == 1 else "BF16"
+        begin, end = end, end + math.prod(allowed[0]) * (1 if len(dtypes) == 1 else 2)
+        header[name] = {"dtype": dtype, "shape": allowed[0], "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)
+    return folder

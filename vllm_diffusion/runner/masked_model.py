@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
-from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.loading import checked_loading
 
 
 class MaskedModel(Adaptable):
@@ -23,8 +23,8 @@ class MaskedModel(Adaptable):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load them as vLLM's class does."""
-        with counted_downcasts():
-            return super().load_weights(weights)  # type: ignore[misc]
+        with checked_loading(self, weights) as checked:  # type: ignore[arg-type]
+            return super().load_weights(checked)  # type: ignore[misc]
 
     @staticmethod
     def get_model_state_cls() -> type[BlockDiffusionModelState]:

@@ -34,15 +34,9 @@ from vllm_diffusion.startup.plugin_settings import (
     plugin_settings,
 )
 from vllm_diffusion.weights.adapters.early_checks import choose_adapter_rules
-from vllm_diffusion.weights.check import (
-    check_capability,
-    check_checkpoint,
-    check_new_weights,
-    check_platform,
-    check_room,
-)
-from vllm_diffusion.weights.formats import Spec
+from vllm_diffusion.weights.check import check_capability, check_platform, check_room
 from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.update import check_new_weights
 from vllm_diffusion.weights.weight_files import check_regular_files, check_weight_files
 
 if TYPE_CHECKING:
@@ -217,8 +211,8 @@ class BlockDiffusionEngineConfig:
         check_options(vllm_config)
         check_kv_connectors(vllm_config)
         passes.choose_media(vllm_config)
-        specs = _check_weights(vllm_config, cls.tensor_rules())
-        check_room(vllm_config, cls.tensor_rules(), specs)
+        _check_weights(vllm_config, cls.tensor_rules())
+        check_room(vllm_config)
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         passes.choose_scheduler(vllm_config)
         if not current_platform.is_cpu():
@@ -336,7 +330,7 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
     )
 
 
-def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> dict[str, Spec] | None:
+def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
     model_config = vllm_config.model_config
     # Workers check new weights by these rules.
     model_config.tensor_rules = rules
@@ -344,16 +338,8 @@ def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> dict[str, Spe
     check_platform(model_config.model, quantization)
     if vllm_config.weight_transfer_config is not None:
         check_new_weights(model_config.hf_config, rules, quantization)
-    if vllm_config.load_config.load_format == "dummy":
-        return None
-    check_weight_files(model_config.model)
-    return check_checkpoint(
-        model_config.model,
-        model_config.hf_config,
-        rules,
-        quantization,
-        vllm_config.parallel_config.tensor_parallel_size,
-    )
+    if vllm_config.load_config.load_format != "dummy":
+        check_weight_files(model_config.model)
 
 
 def _check_upstream(failure: Exception | None) -> None:

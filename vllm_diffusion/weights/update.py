@@ -15,20 +15,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_diffusion.weights.check import expected_specs, listed, why_misfit
-from vllm_diffusion.weights.formats import Spec, read_format
+from vllm_diffusion.weights.formats import FLOATS, Format, Spec, read_format
 from vllm_diffusion.weights.regular_files import file_stamp
-from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     StoredTensor,
     file_problem,
     largest_magnitude,
+    listed,
     read_tensor,
     stored_tensors,
 )
 
 UNHARMED = "nothing was loaded, and the server serves what it served"
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+def expected_specs(
+    shapes: dict[str, Shape], quantized: Format | None, rules: TensorRules
+) -> dict[str, Spec]:
+    """Return the allowed dtypes and shapes of every tensor of the checkpoint, by canonical name."""
+    specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
+    if quantized is None:
+        return specs
+    for name, shape in rules.linear_modules(shapes).items():
+        if quantized.quantizes(rules.all_names(name)):
+            del specs[f"{name}.weight"]
+            specs |= {f"{name}.{end}": spec for end, spec in quantized.tensors(shape).items()}
+    return specs
+
+
+def check_new_weights(config: Any, rules: TensorRules, quantization: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint whose weights vLLM cannot load a second time.
+
+    Its loader of experts' activation scales reads the present scale, and there is none while a
+    layer is loaded again.
+
+    Args:
+        config: transformers' configuration of the checkpoint.
+        rules: Names and shapes of its tensors.
+        quantization: Its quantization config, or ``None``.
+
+    Raises:
+        ValueError: Naming the option and the remedy.
+    """
+    if quantization is None or quantization.get("quant_method") != "compressed-tensors":
+        return
+    specs = expected_specs(split_experts(rules.shapes(config)), read_format(quantization), rules)
+    if any(".experts." in name and name.endswith(".input_scale") for name in specs):
+        raise ValueError(
+            "--weight-transfer-config: vLLM cannot load the activation scales of experts into a running "
+            "server (compressed-tensors FP8 with static activations); serve a checkpoint with dynamic "
+            "activation scales, or leave it out."
+        )
+
+
+def why_misfit(tensor: StoredTensor, spec: Spec, expected: str) -> str | None:
+    """Return that a tensor has another dtype or shape than it must have; ``None`` if it has not.
+
+    Args:
+        tensor: The tensor.
+        spec: Allowed dtypes and shapes.
+        expected: Words between what it is and what it must be.
+    """
+    dtypes, shapes = spec
+    if tensor.dtype in dtypes and tensor.shape in shapes:
+        return None
+    return (
+        f"{tensor.name} in {tensor.file} is {tensor.dtype} {list(tensor.shape)}, but {expected} "
+        f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
+    )
 
 
 class ExpectedTensors:

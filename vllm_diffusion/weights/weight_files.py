@@ -18,6 +18,8 @@ INDEX = "model.safetensors.index.json"
 _CHUNK_BYTES = 2**24
 # A file starts with the length of its header.
 _LENGTH_BYTES = 8
+# Names that a message lists.
+_NAMED = 3
 _ADVICE = "copy or download the checkpoint again."
 # By safetensors' name.
 _DTYPES = {
@@ -28,6 +30,12 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
+
+
+def listed(names: list[str], noun: str = "tensors") -> str:
+    """List the first names, and the number of the others."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more {noun}" if rest > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,15 @@ def largest_of(values: Tensor) -> Tensor:
         [positive.to(torch.uint8), negative & 127 if negative > 127 else negative * 0]
     )
     return magnitudes.max().view(torch.float8_e4m3fn).double()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: those that its index names, else all."""
+    index = folder / INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return sorted({folder / name for name in weight_map.values()})
 
 
 def check_weight_files(model: str) -> None:

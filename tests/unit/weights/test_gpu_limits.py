@@ -1,8 +1,10 @@
-"""A GPU that is too old or too small is refused from the configuration alone, by lower bounds of what is needed."""
+"""A GPU that is too old or too small is refused before anything is loaded, by lower bounds of what is needed."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +12,33 @@ from typing import Any
 import pytest
 import torch
 import vllm.platforms
-from transformers import DiffusionGemmaConfig
+import vllm.transformers_utils.config
 from vllm.platforms.interface import DeviceCapability
 
-from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights import check
-from vllm_diffusion.weights.check import check_capability, check_room, described_specs, weight_bytes
-from vllm_diffusion.weights.formats import FLOATS
+from tests.support.checkpoints import write_headers
+from vllm_diffusion.weights.check import check_capability, check_room, weight_bytes
 
 pytestmark = pytest.mark.engine
 
 GIB = 2**30
 CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks/configs"
-RULES = DiffusionGemmaTensors()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What the check reads of the configuration of the 26B shape, by its format."""
+
+    @functools.cache
+    def folder(weights: str) -> Path:
+        path: Path = tmp_path_factory.mktemp("shape") / weights
+        path.mkdir()
+        config = json.loads((CONFIGS / "26b.json").read_text())
+        if weights != "bf16":
+            config["quantization_config"] = json.loads((CONFIGS / f"{weights}.json").read_text())
+        (path / "config.json").write_text(json.dumps(config))
+        return write_headers(path)
+
+    return lambda weights, **parallel: _configuration(folder(weights), parallel)
 
 
 @pytest.fixture
@@ -38,12 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return platform
 
 
-def published(weights: str, **parallel: Any) -> Any:
-    """What the check reads of the configuration of the 26B shape."""
-    config = DiffusionGemmaConfig.from_dict(json.loads((CONFIGS / "26b.json").read_text()))
-    quantization = (
-        None if weights == "bf16" else json.loads((CONFIGS / f"{weights}.json").read_text())
-    )
+def _configuration(folder: Path, parallel: dict[str, Any]) -> Any:
     ranks = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -51,11 +62,7 @@ def published(weights: str, **parallel: Any) -> Any:
         "enable_expert_parallel": False,
     }
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            hf_config=config,
-            dtype=torch.bfloat16,
-            model_arch_config=SimpleNamespace(quantization_config=quantization),
-        ),
+        model_config=SimpleNamespace(model=str(folder), revision=None, dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(**(ranks | parallel)),
         cache_config=SimpleNamespace(gpu_memory_utilization=0.92, kv_cache_memory_bytes=None),
         offload_config=SimpleNamespace(
@@ -69,61 +76,59 @@ def published(weights: str, **parallel: Any) -> Any:
     # By the sizes of the published files, less the vision tower's 1.07 GiB: 51.65 GB, 27.20 GB and 18.82 GB.
     [("bf16", 47.03), ("fp8-dynamic", 24.26), ("nvfp4-modelopt", 16.46)],
 )
-def test_weight_bytes(weights, gib):
-    model = published(weights).model_config
-    quantization = model.model_arch_config.quantization_config
-    found = weight_bytes(described_specs(model.hf_config, RULES, quantization), 2)
-    assert found / GIB == pytest.approx(gib, abs=0.01)
+def test_weight_bytes(weights, gib, published):
+    assert weight_bytes(published(weights).model_config) / GIB == pytest.approx(gib, abs=0.01)
 
 
-def test_an_unknown_format_counts_nothing():
-    """vLLM may know how small it is."""
-    config = published("bf16").model_config.hf_config
-    assert weight_bytes(described_specs(config, RULES, {"quant_method": "awq"}), 2) == 0
+def test_a_model_of_the_hub(monkeypatch):
+    """Its headers are read as vLLM reads them; where they cannot be, nothing is refused."""
+    described = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    described["p"] = {"dtype": "U8", "shape": [2, 3], "data_offsets": [24, 30]}
+    answers = iter([described, {}])
+    monkeypatch.setattr(
+        vllm.transformers_utils.config,
+        "get_safetensors_params_metadata",
+        lambda model, revision: next(answers),
+    )
+    model = SimpleNamespace(model="somebody/on-the-hub", revision=None, dtype=torch.bfloat16)
+    assert weight_bytes(model) == 18
+    assert weight_bytes(model) == 0
 
 
-def test_weights_that_do_not_fit(gpu):
+def test_weights_that_do_not_fit(gpu, published):
     with pytest.raises(
         ValueError, match=r"weights take 24\.3 GiB .* 23\.5 GiB, of which .* 21\.6 "
     ):
-        check_room(published("fp8-dynamic"), RULES)
+        check_room(published("fp8-dynamic"))
 
 
 @pytest.mark.parametrize(
-    "serves",
+    ("weights", "parallel"),
     [
-        published("nvfp4-modelopt"),
-        published("fp8-dynamic", tensor_parallel_size=2),
-        published("fp8-dynamic", data_parallel_size=2, enable_expert_parallel=True),
+        ("nvfp4-modelopt", {}),
+        ("fp8-dynamic", {"tensor_parallel_size": 2}),
+        ("fp8-dynamic", {"data_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
-def test_weights_that_fit(gpu, serves):
-    check_room(serves, RULES)
+def test_weights_that_fit(weights, parallel, gpu, published):
+    check_room(published(weights, **parallel))
 
 
-def test_tensors_that_were_compared(gpu, monkeypatch):
-    """They are not described a second time, which takes a second."""
-    monkeypatch.setattr(check, "described_specs", None)
-    compared = {"model.weight": (FLOATS, ((2**32, 3),))}
-    with pytest.raises(ValueError, match=r"weights take 24\.0 GiB"):
-        check_room(published("bf16"), RULES, compared)
-
-
-def test_a_share_that_does_not_count(gpu):
+def test_a_share_that_does_not_count(gpu, published):
     """24.3 GiB of weights on a GPU of 25, with a cache of a given size."""
     gpu.get_device_total_memory = lambda: 25 * GIB
     config = published("fp8-dynamic")
     with pytest.raises(ValueError, match=r"has 25\.0 GiB, of which vLLM may take 23\.0"):
-        check_room(config, RULES)
+        check_room(config)
     config.cache_config.kv_cache_memory_bytes = GIB // 4
-    check_room(config, RULES)
+    check_room(config)
 
 
-def test_weights_that_move_to_the_host(gpu):
+def test_weights_that_move_to_the_host(gpu, published):
     """How many bytes stay on the GPU is not known then."""
     config = published("fp8-dynamic")
     config.offload_config.uva.cpu_offload_gb = 10
-    check_room(config, RULES)
+    check_room(config)
 
 
 def test_an_old_gpu(gpu):

@@ -6,11 +6,9 @@ applies :class:`SelfConditioning` to canvas rows. This file holds layers and wei
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, DiffusionGemmaConfig
@@ -52,14 +50,11 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
-from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.loading import checked_loading
 from vllm_diffusion.weights.tensor_rules import spell_out_patterns
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.
 _TOWER_BLOCK = 64
-_LAYER_SCALAR = re.compile(
-    r"model\.(encoder\.language_model|decoder)\.layers\.(\d+)\.layer_scalar$"
-)
 
 
 class SelfConditioning(nn.Module):
@@ -142,6 +137,8 @@ class DiffusionGemmaForBlockDiffusion(
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     is_3d_moe_weight = True
+    # Beside the parameters, a checkpoint has these: the encoder's and the decoder's, which must agree.
+    loaded_buffers = ("layer_scalar",)
     adapter_manager = EncoderDecoderAdapters
     adapter_weights = EncoderDecoderLora
 
@@ -277,37 +274,5 @@ class DiffusionGemmaForBlockDiffusion(
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        with counted_downcasts():
-            return AutoWeightsLoader(self).load_weights(
-                _with_equal_layer_scalars(weights), mapper=self.hf_to_vllm_mapper
-            )
-
-
-def _with_equal_layer_scalars(
-    weights: Iterable[tuple[str, Tensor]],
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on, each layer's scalar once, after checking that both copies agree.
-
-    The encoder and the decoder share every layer and each has its own ``layer_scalar`` in the
-    checkpoint, but one backbone multiplies by one.
-
-    Raises:
-        ValueError: If a layer's two scalars differ.
-    """
-    seen: dict[str, tuple[str, Tensor]] = {}
-    for name, weight in weights:
-        match = _LAYER_SCALAR.match(name)
-        if match is None:
-            yield name, weight
-            continue
-        layer = match.group(2)
-        if layer not in seen:
-            seen[layer] = (name, weight)
-            yield name, weight
-        elif not torch.equal(seen[layer][1].float(), weight.float()):
-            other, value = seen[layer]
-            raise ValueError(
-                f"The checkpoint's {name} ({weight.item():g}) differs from its {other} "
-                f"({value.item():g}). Encoder and decoder share one backbone here, so a checkpoint "
-                "that scales their layers differently cannot be served."
-            )
+        with checked_loading(self, weights) as checked:
+            return AutoWeightsLoader(self).load_weights(checked, mapper=self.hf_to_vllm_mapper)

@@ -25,7 +25,7 @@ from vllm_diffusion.families.nemotron.startup import TENSOR_NAME, DraftLora
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
-from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.loading import checked_loading
 
 
 class _AdaptedLinearMethod(LinearMethodBase):
@@ -146,8 +146,8 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """From the published names."""
-        with counted_downcasts():
-            loaded: set[str] = super().load_weights(_NAMES.apply(weights))
+        with checked_loading(self, weights) as checked:
+            loaded: set[str] = super().load_weights(_NAMES.apply(checked))
         if self.draft_adapter is not None:
             self.draft_adapter.load()
         return loaded

@@ -19,13 +19,13 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from vllm_diffusion.weights.check import listed
 from vllm_diffusion.weights.regular_files import file_stamp, json_object, why_not_folder
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     StoredTensor,
     file_problem,
     largest_magnitude,
+    listed,
     stored_tensors,
 )
 

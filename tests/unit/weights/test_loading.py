@@ -1,0 +1,310 @@
+"""A checkpoint that is not what its config says is refused by tensor and file while it is loaded; harmless oddities serve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.loading import load, one_rank
+from tests.support.quantized import quantized_checkpoint
+
+pytestmark = pytest.mark.engine
+
+Tensors = dict[str, Tensor]
+SDAR = SHIPPED.parent / "tiny_sdar"
+DECODER, ENCODER = "model.decoder.", "model.encoder.language_model."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped checkpoints, and the first one in three formats."""
+    folder = tmp_path_factory.mktemp("quantized")
+    schemes = ("fp8-dynamic", "nvfp4", "fp8-static")
+    made = {one: quantized_checkpoint(folder / one, one, num_prompts=2) for one in schemes}
+    return made | {"bf16": SHIPPED, "sdar": SDAR}
+
+
+def changed(
+    source: Path,
+    folder: Path,
+    change: Callable[[Tensors], Any] = lambda tensors: None,
+    reconfigure: Callable[[dict[str, Any]], Any] = lambda config: None,
+) -> Path:
+    """A copy of a checkpoint with its tensors and ``config.json`` changed in place."""
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    reconfigure(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        load(folder, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+@pytest.mark.parametrize("name", ["bf16", "sdar", "fp8-dynamic", "nvfp4", "fp8-static"])
+def test_good_checkpoints(
+    name: str, sources: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the cases below change is loaded, with every value that it holds, before the change."""
+    model = load(sources[name])
+    assert not [one for one in caplog.messages if "left out" in one]
+    # Nothing of the watch stays behind.
+    assert not any("CheckedLoading" in repr(vars(one)) for one in model.parameters())
+
+
+def layer(*parts: str) -> str:
+    return ".".join(["model.decoder.layers.1", *parts])
+
+
+def drop(*names: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def replace(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: make(tensors[name]).clone()})
+
+
+def add(name: str, value: Tensor) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: value})
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+def copy_of(name: str, make: Callable[[Tensor], Tensor] = torch.clone) -> Callable[[Tensors], Any]:
+    """The encoder's copy of a tensor of the decoder's."""
+    other = name.replace(DECODER, ENCODER)
+    return lambda tensors: tensors.update({other: make(tensors[name]).clone()})
+
+
+SCALE = layer("experts.2.up_proj.weight_scale")
+QUERY = layer("self_attn.q_proj.weight")
+UP = layer("mlp.up_proj.weight")
+NORM = layer("input_layernorm.weight")
+SDAR_KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "words"),
+    [
+        ("bf16", drop(NORM), [NORM, "should be in"]),
+        ("bf16", drop("model.decoder.norm.weight"), ["norm.weight", "should be in"]),
+        ("bf16", drop(layer("self_attn.k_proj.weight")), [layer("self_attn.k_proj.weight")]),
+        ("bf16", drop(layer("mlp.gate_proj.weight")), [layer("mlp.gate_proj.weight")]),
+        ("bf16", drop(layer("experts.down_proj")), ["layers.1.experts.", "down_proj"]),
+        ("bf16", drop("model.decoder.self_conditioning.up_proj.weight"), ["self_conditioning.up"]),
+        ("bf16", drop("model.decoder.embed_tokens.weight"), ["embed_tokens.weight"]),
+        ("sdar", drop(SDAR_KEY), [SDAR_KEY, "should be in"]),
+        ("sdar", drop("lm_head.weight"), ["lm_head.weight"]),
+        ("fp8-dynamic", drop(SCALE), [SCALE, "is not"]),
+        ("fp8-dynamic", drop(SCALE.removesuffix("_scale")), [SCALE.removesuffix("_scale")]),
+        ("fp8-dynamic", drop(QUERY + "_scale"), [QUERY + "_scale"]),
+        ("nvfp4", drop(layer("mlp.up_proj.weight_packed")), [layer("mlp.up_proj.weight_packed")]),
+        ("nvfp4", drop(layer("experts.3.down_proj.weight_global_scale")), ["experts.3.down_proj"]),
+        ("nvfp4", drop(layer("experts.0.gate_proj.weight_scale")), ["experts.0.gate_proj"]),
+        ("fp8-static", drop(layer("self_attn.o_proj.input_scale")), ["o_proj.input_scale"]),
+        ("bf16", replace(QUERY, lambda one: one[:-1]), [QUERY, "float32 [255, 128]"]),
+        ("bf16", replace(QUERY, lambda one: torch.cat([one, one])), [QUERY]),
+        ("bf16", replace(UP, lambda one: one[:, :-1]), [UP]),
+        ("bf16", replace(UP, lambda one: torch.cat([one, one])), [UP]),
+        ("bf16", replace(layer("experts.down_proj"), lambda one: one[:, :, :-2]), ["down_proj"]),
+        ("bf16", replace(layer("experts.gate_up_proj"), lambda one: one[:-1]), ["gate_up_proj"]),
+        ("bf16", replace(NORM, lambda one: one[:-1]), [NORM]),
+        ("bf16", replace(NORM, lambda one: torch.cat([one, one])), [NORM]),
+        ("sdar", replace(SDAR_KEY, lambda one: torch.cat([one, one])), [SDAR_KEY]),
+        ("sdar", replace("model.embed_tokens.weight", lambda one: one[:-1]), ["embed_tokens"]),
+        ("fp8-dynamic", replace(SCALE, lambda one: one[:-1]), [SCALE]),
+        ("fp8-dynamic", replace(SCALE.removesuffix("_scale"), Tensor.float), ["float8_e4m3fn"]),
+        ("bf16", replace(UP, lambda one: one.to(torch.float8_e4m3fn)), [UP, "float8_e4m3fn"]),
+        ("bf16", replace(UP, lambda one: one.view(torch.uint8)), [UP, "uint8"]),
+        ("bf16", copy_of(UP, lambda one: one + 1), [UP, ENCODER, "differ"]),
+        (
+            "bf16",
+            copy_of(layer("experts.down_proj"), lambda one: one.flip(0)),
+            [layer("experts.down_proj"), ENCODER, "differ"],
+        ),
+        ("sdar", rename(SDAR_KEY, SDAR_KEY.replace("k_proj", "key")), ["self_attn.key.weight"]),
+        (
+            "sdar",
+            add("model.layers.99.mlp.up_proj.weight", torch.ones(2, 2)),
+            ["layers.99", "config"],
+        ),
+        ("bf16", add("model.decoder.layers.99.layer_scalar", torch.ones(1)), ["layers.99"]),
+        ("fp8-dynamic", add(layer("experts.99.up_proj.weight"), torch.ones(2, 2)), ["experts.99"]),
+        ("bf16", add(layer("self_attn.q_proj.bias"), torch.ones(128)), ["q_proj.bias"]),
+        ("bf16", add(layer("post_mixer_norm.weight"), torch.ones(64)), ["post_mixer_norm"]),
+    ],
+)
+def test_bad_tensors(
+    source: str,
+    change: Callable[[Tensors], Any],
+    words: list[str],
+    sources: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """The message names the tensor and its file, or the folder that should have it."""
+    folder = changed(sources[source], tmp_path / "bad", change)
+    message = refusal(folder)
+    assert all(word in message for word in [*words, str(folder)]), message
+    if "should be in" not in message:
+        assert str(folder / "model.safetensors") in message
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "named"),
+    [
+        # Both copies of a shared tensor, and either of two scalars.
+        ("bf16", copy_of(UP), None),
+        ("bf16", copy_of(layer("experts.gate_up_proj")), None),
+        ("fp8-dynamic", copy_of(SCALE), None),
+        ("nvfp4", copy_of(layer("mlp.up_proj.weight_packed")), None),
+        ("bf16", drop("model.encoder.language_model.layers.1.layer_scalar"), None),
+        ("bf16", rename(UP, UP.replace(DECODER, ENCODER)), None),
+        # What other programs add.
+        ("bf16", add("model.decoder.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)), None),
+        ("bf16", add("mtp.layers.0.mlp.up_proj.weight", torch.ones(2, 2)), "mtp"),
+        ("sdar", add("value_head.weight", torch.ones(1, 64)), "value_head.weight"),
+        ("sdar", add("model.layers.1.self_attn.q_proj.bias", torch.zeros(8)), None),
+        ("fp8-dynamic", add(layer("router.proj.weight_scale"), torch.ones(4, 1)), "router.proj"),
+        ("bf16", add(layer("mlp.observer.statistics"), torch.ones(4)), "observer.statistics"),
+    ],
+)
+def test_oddities_that_harm_nothing(
+    source: str,
+    change: Callable[[Tensors], Any],
+    named: str | None,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They are loaded, with the values of what they were made of, and at most one warning."""
+    folder = changed(sources[source], tmp_path / "odd", change)
+    caplog.clear()
+    odd = dict(load(folder).named_parameters())
+    lines = [one for one in caplog.messages if "left out" in one]
+    assert len(lines) == (named is not None)
+    assert named is None or (named in lines[0] and str(folder) in lines[0])
+    for name, value in load(sources[source]).named_parameters():
+        assert torch.equal(odd[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    "options", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}]
+)
+def test_a_save_of_the_language_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """A trainer of the language model saves no encoder; without one no picture can be served."""
+
+    def drop_encoder(tensors: Tensors) -> None:
+        for name in [one for one in tensors if one.startswith("model.encoder.")]:
+            del tensors[name]
+
+    folder = changed(SHIPPED, tmp_path / "text", drop_encoder)
+    load(folder, **options)
+    assert "vision_tower" in refusal(folder)
+
+
+def test_layer_scalars(tmp_path: Path) -> None:
+    """Encoder and decoder share each layer, so a file may hold one scalar, or two that agree."""
+    names = [f"{stack}layers.1.layer_scalar" for stack in (DECODER, ENCODER)]
+    without = changed(SHIPPED, tmp_path / "none", drop(*names))
+    assert "layers.1.layer_scalar" in refusal(without)
+    apart = changed(SHIPPED, tmp_path / "two", replace(names[1], lambda one: one * 2 + 1))
+    message = refusal(apart)
+    assert all(word in message for word in (*names, "differ"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # Ignored by nobody, so it must be quantised, and is not.
+        (
+            {"ignore": ["re:.*(router|vision|lm_head).*"]},
+            ["self_conditioning", "float32", "ignore list"],
+        ),
+        # Ignored, and quantised all the same.
+        (
+            {"ignore": ["re:.*(router|vision|lm_head|self_cond|o_proj).*"]},
+            ["o_proj.weight", "float8"],
+        ),
+    ],
+)
+def test_an_ignore_list_that_is_wrong(
+    change: dict[str, Any], words: list[str], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = changed(
+        sources["fp8-dynamic"],
+        tmp_path / "bad",
+        reconfigure=lambda config: config["quantization_config"].update(change),
+    )
+    message = refusal(folder)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        # A recipe for models with and without an audio tower.
+        [
+            "lm_head",
+            "re:.*vision.*",
+            "re:.*audio.*",
+            "re:.*embed.*",
+            "re:.*router.*",
+            "re:.*self_cond.*",
+        ],
+        # The encoder's names, the decoder's, or both at once.
+        [
+            "re:model.encoder.(vision_tower|embed_vision)",
+            r"re:model\.decoder\.self_cond",
+            "re:model.encoder.language_model.*router",
+            "lm_head",
+            "model.decoder.layers.1.mlpp",
+        ],
+    ],
+)
+def test_ignore_lists_of_recipes(
+    ignored: list[str], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Entries that match nothing ignore nothing."""
+    load(
+        changed(
+            sources["fp8-dynamic"],
+            tmp_path / "recipe",
+            reconfigure=lambda config: config["quantization_config"].update(ignore=ignored),
+        )
+    )
+
+
+def test_an_update_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """What is loaded later, or into weights that were made up, may be a part."""
+    tensors = load_file(SHIPPED / "model.safetensors")
+    load(SHIPPED).load_weights([(NORM, tensors[NORM] + 1)])  # type: ignore[operator]
+    made_up = load(changed(SHIPPED, tmp_path / "dummy"), load_format="dummy")
+    made_up.load_weights([(NORM, tensors[NORM])])  # type: ignore[operator]
