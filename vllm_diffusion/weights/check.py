@@ -27,7 +27,7 @@ from vllm_diffusion.weights.tensor_rules import (
     has_split_experts,
     split_experts,
 )
-from vllm_diffusion.weights.weight_files import StoredTensor, stored_tensors
+from vllm_diffusion.weights.weight_files import StoredTensor, stored_tensors, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,7 +58,7 @@ def check_checkpoint(
         ValueError: Naming the tensor, its file and what is wrong, in a sentence.
     """
     directory = Path(model)
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    files = weight_files(directory) if directory.is_dir() else []
     if not files:
         return None
     shapes = rules.shapes(config)
