@@ -27,6 +27,15 @@ NUMBER_KEYS = (
     "confidence_threshold",
     "stability_threshold",
 )
+# Of google/diffusiongemma-26B-A4B-it.
+PUBLISHED = {
+    "max_denoising_steps": 48,
+    "entropy_bound": 0.1,
+    "confidence_threshold": 0.005,
+    "stability_threshold": 1,
+    "t_min": 0.4,
+    "t_max": 0.8,
+}
 INTEGER_KEYS = ("max_denoising_steps", "stability_threshold")
 
 
@@ -89,11 +98,25 @@ def test_logits_processors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", NUMBER_KEYS)
-def test_generation_config_without_key(key: str, tmp_path: Path) -> None:
-    """A missing key is named, with the file and the option that replaces it."""
-    message = refusal(copy_checkpoint(tmp_path, generation_config={key: None}))
-    assert f"generation_config.json has no {key}" in message
-    assert "--additional-config" in message
+def test_generation_config_without_key(
+    key: str, tmp_path: Path, start_log: pytest.LogCaptureFixture
+) -> None:
+    """A missing key has the published value, and a line says so."""
+    config = configure(copy_checkpoint(tmp_path, generation_config={key: None}))
+    spec = config.model_config.canvas_spec
+    values = {"max_denoising_steps": spec.max_denoising_steps, **spec.settings}
+    assert values[key] == PUBLISHED[key]
+    (line,) = [line for line in start_log.messages if "published values" in line]
+    assert f"generation_config.json has no {key} ({PUBLISHED[key]}):" in line
+
+
+def test_published_values() -> None:
+    """They are those of transformers, for a file without them."""
+    from transformers import DiffusionGemmaGenerationConfig
+
+    stock = DiffusionGemmaGenerationConfig._get_default_generation_params()
+    stock["entropy_bound"] = stock["sampler_config"].entropy_bound
+    assert PUBLISHED.items() <= stock.items()
 
 
 @pytest.mark.parametrize(
@@ -124,9 +147,8 @@ def test_generation_config_falling_temperature(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        (None, ["no sampler_config.entropy_bound", "--additional-config"]),
-        ("EntropyBoundSamplerConfig", ["no sampler_config.entropy_bound"]),
-        ({"_cls_name": "EntropyBoundSamplerConfig"}, ["no sampler_config.entropy_bound"]),
+        ("EntropyBoundSamplerConfig", ["sampler_config='EntropyBound", "an object"]),
+        ([0.1], ["sampler_config=[0.1]", "an object"]),
         (
             {"_cls_name": "NoSuchSampler", "entropy_bound": 0.1},
             ["NoSuchSampler", "only EntropyBoundSamplerConfig"],
@@ -139,7 +161,7 @@ def test_generation_config_falling_temperature(tmp_path: Path) -> None:
     ids=str,
 )
 def test_generation_config_sampler(sampler: Any, words: list[str], tmp_path: Path) -> None:
-    """An unknown sampler class, or one without its setting, is named."""
+    """An unknown sampler class, or a setting of the wrong type, is named."""
     message = refusal(copy_checkpoint(tmp_path, generation_config={"sampler_config": sampler}))
     for word in [*words, "sampler_config", "generation_config.json"]:
         assert word in message
@@ -151,23 +173,44 @@ def test_generation_config_sampler(sampler: Any, words: list[str], tmp_path: Pat
         pytest.param('{"t_min": 0.4,', ["not valid JSON"], id="broken JSON"),
         pytest.param("[1, 2]", ["must hold a JSON object"], id="a list"),
         pytest.param("", ["not valid JSON"], id="empty"),
-        pytest.param(None, ["has no max_denoising_steps"], id="no file"),
     ],
 )
-def test_generation_config_file(content: str | None, words: list[str], tmp_path: Path) -> None:
-    """A file that is missing or cannot be read is named."""
-    path = copy_checkpoint(tmp_path) / "generation_config.json"
-    if content is None:
-        path.unlink()
-    else:
-        path.write_text(content)
+def test_generation_config_file(content: str, words: list[str], tmp_path: Path) -> None:
+    """A file that cannot be read is named."""
+    (copy_checkpoint(tmp_path) / "generation_config.json").write_text(content)
     message = refusal(tmp_path)
     for word in [*words, "generation_config.json"]:
         assert word in message
 
 
+@pytest.mark.parametrize("sampler", [None, {"_cls_name": "EntropyBoundSamplerConfig"}, {}], ids=str)
+def test_generation_config_sampler_without_its_setting(sampler: Any, tmp_path: Path) -> None:
+    config = configure(copy_checkpoint(tmp_path, generation_config={"sampler_config": sampler}))
+    assert config.model_config.canvas_spec.settings["entropy_bound"] == PUBLISHED["entropy_bound"]
+
+
+def test_no_generation_config(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
+    """A checkpoint without the file is served as published; all that is missing is in one line."""
+    (copy_checkpoint(tmp_path) / "generation_config.json").unlink()
+    spec = configure(tmp_path).model_config.canvas_spec
+    assert {"max_denoising_steps": spec.max_denoising_steps, **spec.settings} == PUBLISHED
+    (line,) = [line for line in start_log.messages if "published values" in line]
+    assert all(key in line for key in PUBLISHED)
+
+
+def test_all_missing_fields_at_once() -> None:
+    """A family without published values names every field that a file lacks."""
+    from vllm_diffusion.startup.denoising_settings import Published
+
+    published = Published({"t_min": 0.4}, "file.json", keys={"t_max": "schedule.t_max"})
+    published.check_present(["t_min"])
+    with pytest.raises(ValueError, match="has no schedule.t_max, steps, which") as raised:
+        published.check_present(["t_min", "t_max", "steps"])
+    assert """'{"diffusion": {"t_max": ..., "steps": ...}}'""" in str(raised.value)
+
+
 def test_start_up_options_stand_for_missing_keys(tmp_path: Path) -> None:
-    """What the message advises works."""
+    """The operator's settings come before what is published."""
     settings = {
         "max_denoising_steps": 4,
         "t_min": 0.4,
@@ -177,7 +220,8 @@ def test_start_up_options_stand_for_missing_keys(tmp_path: Path) -> None:
         "stability_threshold": 1,
     }
     (copy_checkpoint(tmp_path) / "generation_config.json").unlink()
-    configure(tmp_path, additional_config={"diffusion": settings})
+    spec = configure(tmp_path, additional_config={"diffusion": settings}).model_config.canvas_spec
+    assert spec.max_denoising_steps == 4
 
 
 @pytest.mark.parametrize("value", [None, "absent", 0, -1], ids=str)

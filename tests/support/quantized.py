@@ -138,3 +138,46 @@ def modelopt_checkpoint(source: Path, folder: Path) -> Path:
     config["quantization_config"] = json.loads(published.read_text())
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def block_checkpoint(source: Path, folder: Path, method: str, block: int = 64) -> Path:
+    """An FP8 checkpoint with a scale for each block of weights, as DeepSeek's and llm-compressor's are.
+
+    Args:
+        source: A checkpoint of the scheme fp8-dynamic.
+        folder: Where to put it.
+        method: ``"fp8"`` or ``"compressed-tensors"``.
+        block: Rows and columns of a block.
+    """
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if "safetensors" not in path.name:
+            (folder / path.name).write_bytes(path.read_bytes())
+    old = load_file(source / "model.safetensors")
+    tensors = {name: tensor for name, tensor in old.items() if not name.endswith(".weight_scale")}
+    end = "weight_scale_inv" if method == "fp8" else "weight_scale"
+    for name in [name for name in old if name.endswith(".weight_scale")]:
+        stem = name.removesuffix(".weight_scale")
+        weight = old[f"{stem}.weight"].float() * old[name].float()
+        tiles = weight.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        scales = tiles.abs().amax((1, 3)) / 448
+        tensors[f"{stem}.weight"] = (
+            (tiles / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1).to(torch.float8_e4m3fn)
+        )
+        tensors[f"{stem}.{end}"] = scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    settings = config["quantization_config"]
+    if method == "fp8":
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [block, block],
+            "modules_to_not_convert": settings["ignore"],
+        }
+    else:
+        group = settings["config_groups"]["group_0"]
+        group["weights"] |= {"strategy": "block", "block_structure": [block, block]}
+        group["input_activations"] |= {"strategy": "group", "group_size": block}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

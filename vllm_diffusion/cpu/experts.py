@@ -40,9 +40,12 @@ from vllm.platforms import current_platform
 
 from vllm_diffusion.cpu.linear import linear
 from vllm_diffusion.cpu.quantized_linear import (
+    FP8,
     log_emulation,
     quantize_fp8,
+    quantize_fp8_groups,
     quantize_nvfp4,
+    unpack_fp8_blocks,
     unpack_nvfp4,
     value_dtype,
 )
@@ -202,7 +205,11 @@ class TorchExperts(UnquantizedFusedMoEMethod):
 )
 def _fp8_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
     # The layout that vLLM calls TRITON is the checkpoint's.
-    return [TorchFp8Experts] if backend == fp8_oracle.Fp8MoeBackend.TRITON else stock(backend)
+    return (
+        [TorchFp8Experts, TorchFp8BlockExperts]
+        if backend == fp8_oracle.Fp8MoeBackend.TRITON
+        else stock(backend)
+    )
 
 
 @replaces_call(
@@ -328,6 +335,28 @@ class TorchFp8Experts(TorchQuantizedExperts):
         values, scale = quantize_fp8(rows, self.a1_scale if is_first else self.a2_scale)
         out = linear(values, weight.to(values.dtype)).float() * scale * weight_scale.reshape(-1)
         return out.to(rows.dtype)
+
+
+class TorchFp8BlockExperts(TorchQuantizedExperts):
+    """FP8: scales of blocks, with activations by groups of a token."""
+
+    format_name = "FP8 experts with scales of blocks"
+
+    @classmethod
+    def _supports_quant_scheme(
+        cls, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
+        if weight_key is None or activation_key is None or weight_key.dtype != FP8:
+            return False
+        block, group = weight_key.scale.group_shape, activation_key.scale.group_shape
+        return block.row > 1 and block.col > 1 and group.is_per_group()
+
+    def product(self, idx: int, rows: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
+        scales = (self.w1_scale if is_first else self.w2_scale)[idx]
+        num_rows, num_columns = self.block_shape
+        values = quantize_fp8_groups(rows, num_columns)
+        block = (num_rows, num_columns)
+        return linear(values, unpack_fp8_blocks(weight, scales, block, values.dtype)).to(rows.dtype)
 
 
 class TorchNvfp4Experts(TorchQuantizedExperts):

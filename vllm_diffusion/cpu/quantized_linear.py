@@ -29,6 +29,9 @@ from vllm.model_executor.kernels.linear import (
     NvFp4LinearKernel,
     NvFp4LinearLayerConfig,
 )
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
@@ -70,6 +73,43 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
         scale = (x32.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=_MIN_FP8_SCALE)
     values = (x32 / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return values.to(value_dtype(x.dtype)), scale
+
+
+def quantize_fp8_groups(x: Tensor, group_size: int) -> Tensor:
+    """Round to E4M3 with a scale for each group along the last dimension, from its largest entry.
+
+    Args:
+        x: [..., n]; the last group may be shorter.
+        group_size: Numbers of a group.
+
+    Returns:
+        [..., n] in :func:`value_dtype`, scales multiplied in: several of them meet in a sum of products.
+    """
+    size = x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, -size % group_size))
+    values, scale = quantize_fp8(
+        padded.reshape(*x.shape[:-1], padded.shape[-1] // group_size, group_size)
+    )
+    return (values.float() * scale).flatten(-2)[..., :size].to(value_dtype(x.dtype))
+
+
+def unpack_fp8_blocks(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """Multiply a weight with its scales.
+
+    Args:
+        weight: [n, k], E4M3.
+        scales: [ceil(n / rows), ceil(k / columns)], one for each block.
+        block: Rows and columns of a block; those at the edges may be smaller.
+        dtype: Type of the result.
+
+    Returns:
+        [n, k].
+    """
+    rows, columns = weight.shape
+    each = scales.float().repeat_interleave(block[0], 0)[:rows]
+    return (weight.float() * each.repeat_interleave(block[1], 1)[:, :columns]).to(dtype)
 
 
 def round_to_e2m1(x: Tensor) -> Tensor:
@@ -132,6 +172,9 @@ def register() -> None:
     kernels.register_linear_kernel(TorchFp8LinearKernel, PlatformEnum.CPU, "fp8")
     # The call appends, and vLLM takes the first that can.
     fp8.insert(0, fp8.pop())
+    block = kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    kernels.register_linear_kernel(TorchFp8BlockLinearKernel, PlatformEnum.CPU, "fp8_block")
+    block.insert(0, block.pop())
     kernels.register_linear_kernel(TorchNvfp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     # Weight-only kernels have no such call: a list by platform.
     kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(TorchFp8WeightOnlyKernel)
@@ -210,6 +253,34 @@ class TorchFp8LinearKernel(FP8ScaledMMLinearKernel):
         return out.to(self.config.out_dtype or x.dtype)
 
     def apply_scaled_mm(self, **_: Any) -> Tensor:
+        raise AssertionError("apply_weights does not call this")
+
+
+class TorchFp8BlockLinearKernel(Fp8BlockScaledMMLinearKernel):
+    """FP8 weights with a scale for each block, and FP8 activations with one for each group of a token."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return (True, None) if current_platform.is_cpu() else (False, "is for the CPU")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        log_emulation("FP8 linear layers with scales of blocks", "weights and activations")
+        params = self._get_layer_params(layer)
+        shape = self.config.weight_quant_key.scale.group_shape
+        dtype = value_dtype(self.config.input_dtype)
+        weight = unpack_fp8_blocks(
+            params.weight.data, params.block_scale.data, (shape.row, shape.col), dtype
+        )
+        replace_parameter(layer, "weight", weight)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+        group_size = self.config.activation_quant_key.scale.group_shape.col
+        out = linear(quantize_fp8_groups(x, group_size), layer.weight).float()
+        if bias is not None:
+            out = out + bias
+        return out.to(self.config.out_dtype or x.dtype)
+
+    def apply_block_scaled_mm(self, *_: Any, **__: Any) -> Tensor:
         raise AssertionError("apply_weights does not call this")
 
 

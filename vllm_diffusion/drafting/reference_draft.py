@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE
 from vllm_diffusion.drafting.draft_fields import dflash_fields
 from vllm_diffusion.weights.regular_files import why_not_folder
+from vllm_diffusion.weights.weight_files import weight_files
 
 # Keys and values of one layer, [B, num_kv_heads, T, head_dim] each, keys rotated.
 KeysValues = tuple[Tensor, Tensor]
@@ -341,7 +342,7 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Refere
         raise ValueError(f"{folder} {problem}.")
     draft = ReferenceDraft(Qwen3Config.from_pretrained(folder)).to(dtype)
     tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         tensors |= load_file(path)
     try:
         missing, unexpected = draft.load_state_dict(tensors, strict=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -40,15 +40,26 @@ class Published:
         """Return a setting's checked value.
 
         Raises:
-            ValueError: If it is missing or malformed.
+            ValueError: If it is malformed.
         """
-        value, key = self.values.get(name), self.keys.get(name, name)
-        if value is None:
-            raise ValueError(
-                f"{self.source} has no {key}, which the model's denoising needs. Add it there, "
-                f'or set it with --additional-config \'{{"diffusion": {{"{name}": ...}}}}\'.'
+        return _checked(self.keys.get(name, name), self.values[name], setting, self.source)
+
+    def check_present(self, names: Iterable[str]) -> None:
+        """Refuse settings without any of these values, naming all of them.
+
+        Raises:
+            ValueError: Naming the file's fields and the option.
+        """
+        missing = [name for name in names if self.values.get(name) is None]
+        if missing:
+            section = json.dumps({"diffusion": dict.fromkeys(missing, "...")}).replace(
+                '"..."', "..."
             )
-        return _checked(key, value, setting, self.source)
+            raise ValueError(
+                f"{self.source} has no {', '.join(self.keys.get(name, name) for name in missing)}, which "
+                f"the model's denoising needs. Add {'it' if len(missing) == 1 else 'them'} there, or set "
+                f"--additional-config '{section}'."
+            )
 
 
 def denoising_settings(
@@ -78,9 +89,19 @@ def denoising_settings(
         )
     if steps is None and vllm_config.diffusion_config:
         steps = vllm_config.diffusion_config.max_denoising_steps
+    preset = {} if chosen.preset is None else rule.presets[chosen.preset]
+    published.check_present(
+        [
+            *(["max_denoising_steps"] if steps is None else []),
+            *(
+                name
+                for name in rule.settings
+                if chosen.of_rule.get(name) is None and name not in preset
+            ),
+        ]
+    )
     if steps is None:
         steps = published.value("max_denoising_steps", MAX_STEPS)
-    preset = {} if chosen.preset is None else rule.presets[chosen.preset]
     values: dict[str, float | str] = {}
     for name, setting in rule.settings.items():
         if chosen.of_rule.get(name) is not None:

@@ -19,6 +19,7 @@ from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process, passes
 from vllm_diffusion.startup.attention import choose_attention
+from vllm_diffusion.startup.checkpoint_file import choose_weight_files
 from vllm_diffusion.startup.denoising_settings import (
     Published,
     denoising_settings,
@@ -29,10 +30,7 @@ from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_a
 from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.machine import is_vllm_cpu_build
 from vllm_diffusion.startup.options import check_options
-from vllm_diffusion.startup.plugin_settings import (
-    OPTION,
-    plugin_settings,
-)
+from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.weights.adapters.early_checks import choose_adapter_rules
 from vllm_diffusion.weights.check import check_capability, check_platform, check_room
 from vllm_diffusion.weights.tensor_rules import TensorRules
@@ -340,6 +338,7 @@ def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
         check_new_weights(model_config.hf_config, rules, quantization)
     if vllm_config.load_config.load_format != "dummy":
         check_weight_files(model_config.model)
+        choose_weight_files(vllm_config)
 
 
 def _check_upstream(failure: Exception | None) -> None:

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.weights.weight_files import weight_files
+
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig
 
@@ -147,11 +149,11 @@ def has_cpp_compiler() -> bool:
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Return the bytes of a local checkpoint's safetensors files; 0 if it is not local yet."""
+    """Return the bytes of a local checkpoint's weights in safetensors files; 0 if it is not local yet."""
     directory = Path(model)
     if not directory.is_dir():
         return 0
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in weight_files(directory) if path.is_file())
 
 
 def check_checkpoint_fits(model_config: ModelConfig) -> None:

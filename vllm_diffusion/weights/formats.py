@@ -19,6 +19,8 @@ GROUP_SIZE = 16
 FP8 = "F8_E4M3"
 PACKED = "U8"
 FLOATS = ("F64", "F32", "F16", "BF16")
+# What shares a scale of FP8 weights.
+FP8_STRATEGIES = ("tensor", "channel", "block")
 
 # Allowed dtypes of a tensor, and its equivalent shapes.
 Spec = tuple[tuple[str, ...], tuple[Shape, ...]]
@@ -48,6 +50,7 @@ def fp8_tensors(
 ) -> dict[str, Spec]:
     """Return the tensors of an FP8 module with one scale per tensor, output channel or block."""
     out_size, in_size = shape
+    # The keys are FP8_STRATEGIES.
     scales: dict[str, tuple[Shape, ...]] = {
         "tensor": ((), (1,)),
         "channel": ((out_size, 1), (out_size,)),
@@ -86,9 +89,14 @@ def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
 
 
 def ignored_entries(settings: dict[str, Any]) -> list[str]:
-    """Return the list of modules that a quantization config leaves unquantised."""
-    inner = settings.get("quantization", settings)
-    return list(inner.get("ignore") or inner.get("exclude_modules") or [])
+    """Return the list of modules that a quantization config leaves unquantised.
+
+    Raises:
+        ValueError: If it is no list of names and patterns.
+    """
+    inner, where = _modelopt_section(settings)
+    name = "ignore" if inner.get("ignore") else "exclude_modules"
+    return _names(f"{where}{name}", inner.get(name) or [])
 
 
 def read_format(settings: dict[str, Any]) -> Format | None:
@@ -101,7 +109,7 @@ def read_format(settings: dict[str, Any]) -> Format | None:
         The format; ``None`` if its tensors are not known here: vLLM loads it unchecked.
 
     Raises:
-        ValueError: If the format or its version is unknown, in one sentence.
+        ValueError: If a field has a value that is not served, in one sentence that names it.
     """
     method = str(settings.get("quant_method", "")).lower()
     if method == "compressed-tensors":
@@ -114,70 +122,140 @@ def read_format(settings: dict[str, Any]) -> Format | None:
 def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
     from compressed_tensors import CompressionFormat
 
-    _check_version(str(settings.get("version", "0")))
     known = sorted(one.value for one in CompressionFormat)
-    groups = list((settings.get("config_groups") or {}).values())
-    formats = {str(group.get("format") or settings.get("format")) for group in groups}
-    for name in formats:
+    for field, default in (("config_groups", {}), ("ignore", [])):
+        # vLLM reads these two where they are there.
+        if settings.get(field, default) is None:
+            raise _misfit(field, None, "left out, or have a value")
+    _mapping("kv_cache_scheme", settings.get("kv_cache_scheme"))
+    groups = _mapping("config_groups", settings.get("config_groups"))
+    formats = set()
+    for key, group in groups.items():
+        group = _mapping(f"config_groups.{key}", group)
+        own = group.get("format")
+        name = settings.get("format") if own is None else own
         if name not in known:
-            raise ValueError(
-                f"format={name!r} in quantization_config of the checkpoint's config.json is "
-                f"unknown; compressed-tensors knows {', '.join(known)}."
-            )
+            # vLLM would find in the engine's process that it has no scheme for the layers.
+            field = "format" if own is None else f"config_groups.{key}.format"
+            raise _misfit(field, name, f"one of {', '.join(known)}")
+        formats.add(name)
+        _names(f"config_groups.{key}.targets", group.get("targets"))
     # Groups with formats of their own are left to vLLM.
     if len(groups) != 1 or len(formats) != 1:
         return None
-    (group,), (name,) = groups, formats
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
-    ignored, targets = ignored_entries(settings), group.get("targets") or []
+    ((key, group),), (name,) = groups.items(), formats
+    weights = _arguments(f"config_groups.{key}.weights", group.get("weights"))
+    inputs = None
+    if group.get("input_activations") is not None:
+        where = f"config_groups.{key}.input_activations"
+        inputs = _arguments(where, group["input_activations"])
+    ignored, targets = ignored_entries(settings), group["targets"]
 
     def quantizes(names: tuple[str, ...]) -> bool:
         return not any(matches("compressed-tensors", entry, names) for entry in ignored) and any(
             target == "Linear" or matches("compressed-tensors", target, names) for target in targets
         )
 
-    if weights.get("type") != "float":
+    if weights.type != "float":
         return None
-    if name == "nvfp4-pack-quantized" and weights.get("group_size") == GROUP_SIZE:
+    if name == "nvfp4-pack-quantized" and weights.group_size == GROUP_SIZE:
         input_scale = "input_global_scale" if inputs else None
         names = ("weight_packed", "weight_scale", "weight_global_scale", input_scale)
         return Format(name, True, quantizes, partial(nvfp4_tensors, names=names))
-    if name in ("float-quantized", "naive-quantized") and weights.get("num_bits") == 8:
+    if name in ("float-quantized", "naive-quantized") and weights.num_bits == 8:
+        block = weights.block_structure
+        if weights.strategy not in FP8_STRATEGIES:
+            field = f"config_groups.{key}.weights.strategy"
+            raise _misfit(field, weights.strategy, f"{' or '.join(FP8_STRATEGIES)} for FP8 weights")
+        if block is not None and (len(block) != 2 or min(block) < 1):
+            field = f"config_groups.{key}.weights.block_structure"
+            raise _misfit(field, block, "two numbers of at least 1, rows and columns of a block")
         return Format(
             name,
             False,
             quantizes,
             partial(
                 fp8_tensors,
-                strategy=weights.get("strategy", "tensor"),
-                block=weights.get("block_structure"),
-                static_input=bool(inputs) and not inputs.get("dynamic"),
+                strategy=weights.strategy,
+                block=block,
+                static_input=inputs is not None and not inputs.dynamic,
             ),
         )
     return None
 
 
-def _check_version(version: str) -> None:
-    from compressed_tensors import __version__ as installed
-    from packaging.version import InvalidVersion, Version
+def _arguments(where: str, value: Any) -> Any:
+    """Parse how weights or activations are quantised, as vLLM does; return ``QuantizationArgs``."""
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationStrategy,
+        QuantizationType,
+    )
+    from pydantic import ValidationError
 
+    choices = {"strategy": QuantizationStrategy, "type": QuantizationType}
     try:
-        parsed = Version(version)
-    except InvalidVersion:
-        raise ValueError(
-            f"version={version!r} in quantization_config of the checkpoint's config.json is not a "
-            "version of compressed-tensors."
+        return QuantizationArgs.model_validate(_mapping(where, value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join([where, *map(str, first["loc"])])
+        reason = _first_line(first["msg"]).removeprefix("Value error, ")
+        if (kind := choices.get(str(first["loc"][:1] and first["loc"][0]))) is not None:
+            known = " or ".join(f'"{one.value}"' for one in kind)
+            raise _misfit(field, first["input"], known) from None
+        raise _refused(
+            field, first["input"], f"is refused by compressed-tensors ({reason})"
         ) from None
-    if parsed.release[:2] > Version(installed).release[:2]:
-        raise ValueError(
-            f"The checkpoint was written by compressed-tensors {version}, which is newer than "
-            f"{installed}, the one that this vLLM reads; install a newer vLLM, or quantise the "
-            f"checkpoint with compressed-tensors {installed}."
-        )
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        # Its validators compare and count before they look at the type.
+        raise _refused(
+            where, value, f"is refused by compressed-tensors ({_first_line(error)})"
+        ) from None
+
+
+def _first_line(message: object) -> str:
+    return next(iter(str(message).splitlines()), "")
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    """Return an object's fields; ``None`` has none."""
+    if value is not None and not isinstance(value, dict):
+        raise _misfit(name, value, "an object")
+    return value or {}
+
+
+def _names(name: str, value: Any) -> list[str]:
+    """Return a list of names and patterns, after a check that they are."""
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise _misfit(name, value, "a list of names and patterns of modules")
+    for entry in value:
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise _refused(name, entry, f"is no regular expression ({error})") from None
+    return value
+
+
+def _misfit(name: str, value: object, allowed: str) -> ValueError:
+    return _refused(name, value, f"must be {allowed}")
+
+
+def _refused(name: str, value: object, reason: str) -> ValueError:
+    return ValueError(
+        f"{name}={value!r} in quantization_config of the checkpoint {reason}; correct it, or quantise "
+        "the checkpoint again."
+    )
+
+
+def _modelopt_section(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the fields of modelopt's own file or of ``config.json``, and what precedes their names."""
+    if "quantization" in settings:
+        return _mapping("quantization", settings["quantization"]), "quantization."
+    return settings, ""
 
 
 def _read_modelopt(settings: dict[str, Any]) -> Format | None:
-    inner = settings.get("quantization", settings)
+    inner, where = _modelopt_section(settings)
     algorithm = str(inner.get("quant_algo", "")).upper()
     ignored = ignored_entries(settings)
 
@@ -188,7 +266,10 @@ def _read_modelopt(settings: dict[str, Any]) -> Format | None:
         )
 
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        groups = (inner.get("config_groups") or {}).values()
+        groups = [
+            _mapping(f"{where}config_groups.{key}", group)
+            for key, group in _mapping(f"{where}config_groups", inner.get("config_groups")).items()
+        ]
         is_weights_only = groups and all(one.get("input_activations") is None for one in groups)
         input_scale = None if algorithm == "W4A16_NVFP4" or is_weights_only else "input_scale"
         names = ("weight", "weight_scale", "weight_scale_2", input_scale)

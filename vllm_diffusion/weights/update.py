@@ -25,6 +25,7 @@ from vllm_diffusion.weights.weight_files import (
     listed,
     read_tensor,
     stored_tensors,
+    weight_files,
 )
 
 UNHARMED = "nothing was loaded, and the server serves what it served"
@@ -253,7 +254,7 @@ def _files(path: Path) -> list[Path]:
         raise ValueError(
             f"update_info.path: {path} is not there for the server to read; {UNHARMED}."
         )
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = weight_files(path) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"update_info.path: {path} holds no safetensors file; {UNHARMED}.")
     for file in files:

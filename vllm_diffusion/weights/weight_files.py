@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
+from vllm_diffusion.weights.regular_files import json_object, why_not_file, why_not_folder
 
 INDEX = "model.safetensors.index.json"
+# Mistral's own releases have their weights a second time, under other names.
+CONSOLIDATED = "consolidated*.safetensors"
+ADAPTER = "adapter_model.safetensors"
+# Ends of names of pickled weights, and beginnings of what trainers write beside them.
+PICKLED = (".bin", ".pt", ".pth")
+_OF_TRAINERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "adapter_model")
 # Bytes that are read at once.
 _CHUNK_BYTES = 2**24
 # A file starts with the length of its header.
@@ -134,17 +141,36 @@ def largest_of(values: Tensor) -> Tensor:
     return magnitudes.max().view(torch.float8_e4m3fn).double()
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: those that its index names, else all."""
-    index = folder / INDEX
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return sorted({folder / name for name in weight_map.values()})
+def weight_files(model: Path) -> list[Path]:
+    """List the files of a checkpoint's weights: those that vLLM's loader reads.
+
+    An index names all of them. Without one they are all safetensors files but an adapter's, or the
+    consolidated ones alone where there are any: vLLM prefers them.
+
+    Args:
+        model: Folder of the checkpoint. Files that an index names may be missing from it.
+
+    Raises:
+        ValueError: If there is an index that names no files.
+    """
+    index = model / INDEX
+    if index.is_file():
+        try:
+            names = set(json_object(index)["weight_map"].values())
+            return [model / name for name in sorted(names)]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
+    files = sorted(path for path in model.glob("*.safetensors") if path.name != ADAPTER)
+    return [path for path in files if path.match(CONSOLIDATED)] or files
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return true if a tensor is of an adapter that PEFT saved, and of no model's own weights."""
+    return name.startswith("base_model.model.")
 
 
 def check_weight_files(model: str) -> None:
-    """Check the header of each safetensors file; do nothing if the checkpoint is not local.
+    """Check that each file of the weights is there, by its header; do nothing if the checkpoint is not local.
 
     Raises:
         ValueError: Naming the file, what is wrong with it and what to do.
@@ -152,18 +178,47 @@ def check_weight_files(model: str) -> None:
     directory = Path(model)
     if not directory.is_dir():
         return
-    index = directory / INDEX
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} holds no weight_map of files; {_ADVICE}") from None
-        for name in sorted(shards):
-            if not (directory / name).is_file():
-                raise ValueError(f"{index} names {name}, which is not there; {_ADVICE}")
-    for path in sorted(directory.glob("*.safetensors")):
+    files = weight_files(directory)
+    for path in files:
+        if not path.is_file():
+            raise ValueError(
+                f"{directory / INDEX} names {path.name}, which is not there; {_ADVICE}"
+            )
         if problem := file_problem(path):
             raise ValueError(f"{path} {problem}; {_ADVICE}")
+    pickled = _pickled_files(directory)
+    if not files and pickled:
+        raise ValueError(
+            f"{directory} holds pickled weights only ({pickled[0].name}), which are not served: loading "
+            "them may run code that they bring. Convert them with: "
+            f"{conversion_command(directory, pickled)}"
+        )
+
+
+def _pickled_files(directory: Path) -> list[Path]:
+    """List the pickled files of a checkpoint that may be weights; a trainer's own files are none."""
+    files = sorted(path for end in PICKLED for path in directory.glob(f"*{end}"))
+    weights = [path for path in files if not path.name.startswith(_OF_TRAINERS)]
+    return [path for path in weights if path.name.startswith("pytorch_model")] or weights
+
+
+def conversion_command(directory: Path, files: list[Path]) -> str:
+    """Return a command that writes a safetensors file for each of these pickled ones, in the same folder.
+
+    It loads nothing but tensors, and stores those that share memory separately.
+    """
+    name = files[0].name
+    pattern = f"pytorch_model*{files[0].suffix}" if name.startswith("pytorch_model") else name
+    if len(files) > 1 and pattern == name:
+        pattern = f"*{files[0].suffix}"
+    code = (
+        "import sys, pathlib, torch; from safetensors.torch import save_file; "
+        "[save_file({name: tensor.contiguous().clone() for name, tensor in "
+        'torch.load(path, map_location="cpu", weights_only=True).items()}, '
+        'path.with_suffix(".safetensors"), {"format": "pt"}) '
+        "for path in pathlib.Path(sys.argv[1]).glob(sys.argv[2])]"
+    )
+    return " ".join(["python -c", *map(shlex.quote, (code, str(directory), pattern))])
 
 
 def check_regular_files(directory: Path) -> None:

@@ -84,6 +84,8 @@ OF_CONFIG: list[tuple[Any, dict[str, Any], str]] = [
     (llada2_2, {"delete_token_id": 320}, "delete_token_id=320 ... vocab_size=320"),
     (llada2_2, {"split_token_id": "319"}, "split_token_id='319'"),
     (llada2_2, {"split_token_id": True}, "split_token_id=True"),
+    (llada2_2, {"num_experts_per_tok": "4"}, "num_experts_per_tok='4' in config.json"),
+    (tiny.nemotron, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters."),
     # Families of which no code is here are known by name, and DreamReasoner-8B by its blocks.
     (NO_BLOCKS, {"architectures": ["DreamModel"], "model_type": "Dream"}, NO_CACHE),
     (NO_BLOCKS, {"architectures": ["LLaDAModelLM"], "model_type": "llada"}, NO_CACHE),

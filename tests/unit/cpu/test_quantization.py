@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from vllm_diffusion.cpu.quantized_linear import (
     FP8,
     quantize_fp8,
+    quantize_fp8_groups,
     quantize_nvfp4,
     round_to_e2m1,
+    unpack_fp8_blocks,
     unpack_nvfp4,
 )
 
@@ -121,3 +123,29 @@ def test_extremes_stay_finite(values):
     quantized, scale = quantize_fp8(values)
     assert torch.isfinite(quantized * scale).all()
     assert torch.isfinite(quantize_nvfp4(values, torch.tensor(100.0))).all()
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (200, 130), (1, 128), (3, 500)], ids=str)
+def test_fp8_blocks(shape):
+    """A weight of blocks, whole ones or not, is compressed-tensors' dequantised one."""
+    scheme = preset_name_to_scheme("FP8_BLOCK", ["Linear"])
+    rows, columns = scheme.weights.block_structure
+    weight = random_rows(shape, 10.0, 3).to(FP8)
+    counts = (-(-shape[0] // rows), -(-shape[1] // columns))
+    scales = torch.rand(counts, generator=torch.Generator().manual_seed(4)) + 0.1
+    ours = unpack_fp8_blocks(weight, scales, (rows, columns), torch.float32)
+    for i in range(shape[0]):
+        expected = weight[i].float() * scales[i // rows, torch.arange(shape[1]) // columns]
+        assert torch.equal(ours[i], expected)
+
+
+@given(st.tuples(st.integers(0, 5), st.integers(1, 300)), magnitudes, st.integers(0, 10**6))
+@settings(deadline=None, max_examples=60)
+def test_fp8_groups(shape, magnitude, seed):
+    """Each group has the scale of its own largest entry, as a row alone has by token."""
+    x = random_rows(shape, magnitude, seed)
+    ours = quantize_fp8_groups(x, 128)
+    assert ours.shape == x.shape
+    for begin in range(0, shape[1], 128):
+        values, scale = quantize_fp8(x[:, begin : begin + 128])
+        assert torch.equal(ours[:, begin : begin + 128], values * scale)

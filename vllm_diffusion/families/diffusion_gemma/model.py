@@ -18,6 +18,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.quantization.utils.config_utils import is_equal_or_regex_match
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.gemma4_mm import (
@@ -175,6 +176,7 @@ class DiffusionGemmaForBlockDiffusion(
         text_config = vllm_config.model_config.hf_text_config
         quant_config = vllm_config.quant_config
         spell_out_patterns(quant_config, config, DiffusionGemmaTensors(), self.hf_to_vllm_mapper)
+        _ignore_values_with_keys(quant_config, text_config)
         self.config = config
         self.model_dtype = vllm_config.model_config.dtype
         # Read by the borrowed image methods.
@@ -276,3 +278,21 @@ class DiffusionGemmaForBlockDiffusion(
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         with checked_loading(self, weights) as checked:
             return AutoWeightsLoader(self).load_weights(checked, mapper=self.hf_to_vllm_mapper)
+
+
+def _ignore_values_with_keys(quant_config: QuantizationConfig | None, text_config: Any) -> None:
+    """Leave the values of full-attention layers unquantised where an ignore list names their keys.
+
+    Such a layer has no ``v_proj``, so no list names it, and vLLM makes one matrix of queries, keys and values:
+    it refuses to quantise a part of it.
+    """
+    for attribute in ("ignore", "ignored_layers", "exclude_modules"):
+        entries = getattr(quant_config, attribute, None)
+        if not isinstance(entries, list):
+            continue
+        for layer, kind in enumerate(text_config.layer_types):
+            keys = f"model.layers.{layer}.self_attn.k_proj"
+            if kind == "full_attention" and any(
+                is_equal_or_regex_match(keys, entry, use_fnmatch=True) for entry in entries
+            ):
+                entries.append(keys.replace("k_proj", "v_proj"))

@@ -10,6 +10,7 @@ one's name; the decoder's is canonical. Only ``layer_scalar`` is stored for both
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,27 +32,48 @@ from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-
+logger = logging.getLogger("vllm.vllm_diffusion")
 _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
+# Of google/diffusiongemma-26B-A4B-it, and what transformers denoises with where a file is silent.
+_PUBLISHED = {
+    "max_denoising_steps": 48,
+    "entropy_bound": 0.1,
+    "confidence_threshold": 0.005,
+    "stability_threshold": 1,
+    "t_min": 0.4,
+    "t_max": 0.8,
+}
+_KEYS = {"entropy_bound": "sampler_config.entropy_bound"}
 
 
 def published_settings(model_config: ModelConfig) -> Published:
-    """Read the settings in the checkpoint's ``generation_config.json``.
+    """Read the settings in the checkpoint's ``generation_config.json``; what it lacks is as published.
 
     Raises:
-        ValueError: If it names another sampler.
+        ValueError: If it names another sampler, or its sampler is no object.
     """
     generation, source = generation_config(model_config)
     sampler = generation.get("sampler_config")
-    if not isinstance(sampler, Mapping):
+    if sampler is None:
         sampler = {}
+    if not isinstance(sampler, Mapping):
+        raise ValueError(
+            f"{source}: sampler_config={sampler!r} must be an object with entropy_bound; correct it, or "
+            "leave it out."
+        )
     name = sampler.get("_cls_name", _SAMPLER_CLASS)
     if name != _SAMPLER_CLASS:
         raise ValueError(
             f"{source}: sampler_config is a {name}; only {_SAMPLER_CLASS} is implemented."
         )
     values = {**generation, "entropy_bound": sampler.get("entropy_bound")}
-    return Published(values, source, keys={"entropy_bound": "sampler_config.entropy_bound"})
+    missing = {name: value for name, value in _PUBLISHED.items() if values.get(name) is None}
+    if missing:
+        listed = ", ".join(f"{_KEYS.get(name, name)} ({value})" for name, value in missing.items())
+        logger.info(
+            "%s has no %s: in brackets the published values, which are used.", source, listed
+        )
+    return Published(values | missing, source, keys=_KEYS)
 
 
 # Far beyond any model, and far below what overflows when a few of them are multiplied.

@@ -40,7 +40,7 @@ from transformers import PretrainedConfig
 
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
-from vllm_diffusion.decoding.rule import Setting
+from vllm_diffusion.decoding.rule import INT32_MAX, Setting
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
@@ -112,6 +112,13 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         config, capacity = model_config.hf_config, _expert_capacity(model_config)
         if capacity is None:
             return
+        for name in ("num_experts_per_tok", "num_experts"):
+            number = getattr(config, name, None)
+            if not Setting(int, 1, INT32_MAX).allows(number):
+                raise ValueError(
+                    f"{name}={number!r} in config.json of the checkpoint must be an integer of at least 1; "
+                    "correct it, or copy the checkpoint again."
+                )
         least, most = config.num_experts_per_tok, config.num_experts
         if not Setting(int, least, most).allows(capacity):
             raise ValueError(

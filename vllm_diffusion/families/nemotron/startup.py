@@ -23,6 +23,7 @@ copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from transformers import Ministral3Config
 
 from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
+from vllm_diffusion.decoding.rule import FLOAT32_MAX, Setting
 from vllm_diffusion.startup.checkpoint_file import checkpoint_file
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.weights.adapters.rules import (
@@ -126,6 +128,20 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     mask_token_id = 100
     block_length = 32
     layout = SeededBlock
+
+    @classmethod
+    def check_model(cls, model_config: ModelConfig) -> None:
+        super().check_model(model_config)
+        rope = getattr(model_config.hf_config, "rope_parameters", None)
+        if not isinstance(rope, Mapping):
+            rope = {}
+        for name in ("original_max_position_embeddings", "llama_4_scaling_beta"):
+            value = rope.get(name)
+            if not Setting(float, 0.0, FLOAT32_MAX).allows(value):
+                raise ValueError(
+                    f"rope_parameters.{name}={value!r} in config.json of the checkpoint must be a number, "
+                    "by which queries are scaled; correct it, or copy the checkpoint again."
+                )
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:

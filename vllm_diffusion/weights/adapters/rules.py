@@ -22,6 +22,7 @@ from msgspec import Meta
 from vllm_diffusion.weights.regular_files import file_stamp, json_object, why_not_folder
 from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
+    ADAPTER,
     StoredTensor,
     file_problem,
     largest_magnitude,
@@ -29,7 +30,7 @@ from vllm_diffusion.weights.weight_files import (
     stored_tensors,
 )
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", ADAPTER
 _FLOATS = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight$")
 _GIVE = "give the folder that PEFT's save_pretrained wrote"

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.adapters.rules import AdapterRules
+from vllm_diffusion.weights.weight_files import is_of_adapter
 
 
 class Adaptable:
@@ -30,6 +31,8 @@ class Adaptable:
     embedding_modules: ClassVar[dict[str, str]] = {}
     adapter_manager: ClassVar[type[LRUCacheLoRAModelManager]] = LRUCacheLoRAModelManager
     adapter_weights: ClassVar[type[LoRAModel]] = LoRAModel
+    # vLLM's loader leaves out files of such tensors alone: an adapter beside the weights is none of them.
+    is_unused_checkpoint_weight = staticmethod(is_of_adapter)
 
 
 def install() -> None:

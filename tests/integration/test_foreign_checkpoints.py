@@ -1,0 +1,175 @@
+"""Checkpoints as other tools write them: what stock vLLM serves starts, what is odd is said in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import SHIPPED, copy_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.quantized import block_checkpoint, example, quantized_checkpoint
+
+pytestmark = pytest.mark.engine
+# vLLM serves the method fp8 in these alone.
+OPTIONS: dict[str, dict[str, Any]] = {"compressed-tensors": {}, "fp8": {"dtype": "bfloat16"}}
+
+
+def configure(checkpoint: Path, **options: Any) -> Any:
+    """What ``vllm serve`` resolves before it loads anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}
+    return EngineArgs(model=str(checkpoint), **(defaults | options)).create_engine_config()
+
+
+def answers(checkpoint: Path, **options: Any) -> list[list[int]]:
+    """What an engine of the checkpoint says to prompts that the shipped one was trained on."""
+    prompts = example("quantization/quantize").read_prompts(SHIPPED, None, 3)
+    with TracedEngine(checkpoint, max_model_len=256, **options) as engine:
+        outputs = engine.generate(prompts, seeds=[1, 2, 3], max_tokens=32)
+        return [list(output.token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized_checkpoint(tmp_path_factory.mktemp("fp8") / "fp8", "fp8-dynamic")
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return answers(SHIPPED)
+
+
+def requantized(source: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy whose quantization config is changed in place."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_newer_version(fp8: Path, tmp_path: Path) -> None:
+    """A file of a later compressed-tensors than the installed one is configured."""
+    configure(requantized(fp8, tmp_path / "new", lambda old: old.update(version="0.18.0")))
+
+
+def test_strategy_that_is_not_known(fp8: Path, tmp_path: Path) -> None:
+    def change(settings: dict[str, Any]) -> None:
+        settings["config_groups"]["group_0"]["weights"]["strategy"] = "row"
+
+    with pytest.raises(
+        ValueError, match=r'weights.strategy=.row. in quantization_config.*"channel"'
+    ):
+        configure(requantized(fp8, tmp_path / "row", change))
+
+
+def test_files_beside_an_index(tmp_path: Path, expected: list[list[int]]) -> None:
+    """The files that the index names are loaded; a consolidated one, with other names in it, is not."""
+    folder = copy_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(2):
+        shard = f"model-0000{i + 1}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names[i::2]}, folder / shard)
+        weight_map |= dict.fromkeys(names[i::2], shard)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    other = {f"layers.{i}.attention.wq.weight": torch.zeros(4, 4) for i in range(2)}
+    save_file(other, folder / "consolidated.safetensors")
+    assert configure(folder).load_config.load_format == "hf"
+    assert answers(folder) == expected
+
+
+def test_adapter_beside_the_weights(
+    tmp_path: Path, expected: list[list[int]], start_log: pytest.LogCaptureFixture
+) -> None:
+    """It is left out, and one line says how to serve it; who serves adapters is told nothing."""
+    folder = copy_checkpoint(tmp_path)
+    matrices = {
+        f"base_model.model.model.decoder.layers.0.mlp.up_proj.lora_{half}.weight": torch.ones(shape)
+        for half, shape in (("A", (2, 128)), ("B", (256, 2)))
+    }
+    save_file(matrices, folder / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    configure(folder)
+    (line,) = [line for line in start_log.messages if "without it" in line]
+    assert f"--enable-lora --lora-modules NAME={folder}" in line
+    start_log.clear()
+    rules = configure(folder, enable_lora=True).model_config.adapter_rules
+    assert not [line for line in start_log.messages if "without it" in line]
+    rules.check(str(folder))
+    assert answers(folder) == expected
+
+
+def test_pickled_weights(tmp_path: Path) -> None:
+    """They are refused, and after the printed command the checkpoint is configured."""
+    folder = copy_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pickled weights only") as raised:
+        configure(folder)
+    (error,) = raised.value.errors()  # type: ignore[attr-defined]
+    command = error["msg"].partition("Convert them with: ")[2]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": path})
+    configure(folder)
+    converted = load_file(folder / "pytorch_model.safetensors")
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
+def test_scales_of_blocks(
+    method: str, fp8: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """FP8 with a scale for each block runs where there is no GPU, and says what its weights say."""
+    folder = block_checkpoint(fp8, tmp_path / "block", method)
+    assert answers(folder, **OPTIONS[method]) == expected
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
+def test_layers_without_v_proj(method: str, fp8: Path, tmp_path: Path) -> None:
+    """A list that names the queries and keys of layers which have no values of their own loads."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    source = fp8
+    if method == "fp8":
+        source = block_checkpoint(fp8, tmp_path / "block", method)
+    folder = tmp_path / "ignored"
+    names = [f"model.decoder.layers.1.self_attn.{part}_proj" for part in "qk"]
+    key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+    requantized(source, folder, lambda settings: settings[key].extend(names))
+    tensors = load_file(folder / "model.safetensors")
+    original = load_file(SHIPPED / "model.safetensors")
+    for name in names:
+        for end in ("weight_scale", "weight_scale_inv"):
+            tensors.pop(f"{name}.{end}", None)
+        stored = next(
+            one
+            for one in (
+                f"{name}.weight",
+                f"{name}.weight".replace("decoder", "encoder.language_model"),
+            )
+            if one in original
+        )
+        tensors[f"{name}.weight"] = original[stored]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = OPTIONS[method]
+    with TracedEngine(folder, max_model_len=256, **options) as engine:
+        layers = engine.runner.model.model.layers
+        kinds = [type(layer.self_attn.qkv_proj.quant_method) for layer in layers]
+        assert [kind is UnquantizedLinearMethod for kind in kinds] == [False, True, False, False]

@@ -1,0 +1,123 @@
+"""A quantization config of any content is read, left to vLLM, or refused in a sentence that names the field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_diffusion.weights.formats import Format, ignored_entries, read_format
+
+CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"
+NAMES = ("fp8-dynamic", "nvfp4", "nvfp4-weights", "nvfp4-modelopt")
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=4),
+    st.sampled_from(["re:[", "128x128", "block", "group", "float", [128], [0, 0], [1, "2"]]),
+    st.lists(st.one_of(st.integers(), st.text(max_size=3), st.none()), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys that lead to each value in an object, lists' entries left out."""
+    if not isinstance(value, dict):
+        return []
+    return [
+        one
+        for key, inner in value.items()
+        for one in ((*path, key), *paths_of(inner, (*path, key)))
+    ]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    return settings
+
+
+def outcome(settings: dict[str, Any]) -> Format | str | None:
+    """The format, or the sentence with which it is refused."""
+    try:
+        found = read_format(settings)
+        ignored_entries(settings)
+    except ValueError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert message.endswith(".")
+        return message
+    if found is not None:
+        found.quantizes(("model.decoder.layers.1.mlp.up_proj",))
+        found.tensors((256, 128))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_any_value(name: str, data: st.DataObject) -> None:
+    """One field has any value, or is missing: what is refused is refused by its name, or by what it contradicts."""
+    settings = config_of(name)
+    *outer, last = data.draw(st.sampled_from(paths_of(settings)))
+    inner: Any = settings
+    for key in outer:
+        inner = inner[key]
+    if data.draw(st.booleans()):
+        del inner[last]
+    else:
+        inner[last] = data.draw(VALUES)
+    message = outcome(settings)
+    if isinstance(message, str):
+        parents = [str(key) for key in (*outer, last)]
+        assert any(f"{name}" in message for name in parents[-2:])
+        assert "quantization_config" in message
+
+
+def with_weights(**changes: Any) -> dict[str, Any]:
+    settings = copy.deepcopy(config_of("fp8-dynamic"))
+    settings["config_groups"]["group_0"]["weights"] |= changes
+    return settings
+
+
+def test_block_as_text() -> None:
+    """compressed-tensors reads "128x128" as two numbers, and so is the shape of its scales."""
+    settings = with_weights(strategy="block", block_structure="128x128")
+    found = read_format(settings)
+    assert found is not None
+    assert found.tensors((256, 300))["weight_scale"][1] == ((2, 3),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (with_weights(strategy="row"), ["weights.strategy='row'", '"channel"', '"block"']),
+        (with_weights(strategy=7), ["weights.strategy=7", '"channel"']),
+        (with_weights(strategy="group", group_size=32), ["strategy='group'", "tensor or channel"]),
+        (with_weights(block_structure="many"), ["weights.block_structure='many'", "rows, cols"]),
+        (with_weights(strategy="block", block_structure="128"), ["block_structure=[128]", "two"]),
+        (with_weights(num_bits="eight"), ["weights.num_bits='eight'", "integer"]),
+        (config_of("fp8-dynamic") | {"ignore": "lm_head"}, ["ignore='lm_head'", "a list"]),
+        (config_of("fp8-dynamic") | {"ignore": ["re:("]}, ["ignore='re:('", "regular expression"]),
+        (config_of("fp8-dynamic") | {"config_groups": [1]}, ["config_groups=[1]", "an object"]),
+        (config_of("fp8-dynamic") | {"format": "float-quantised"}, ["float-quantised", "nvfp4"]),
+        (config_of("nvfp4-modelopt") | {"config_groups": 3}, ["config_groups=3", "an object"]),
+    ],
+    ids=str,
+)
+def test_fields(settings: dict[str, Any], words: list[str]) -> None:
+    """The sentence has the field, its value and what is served."""
+    message = outcome(settings)
+    assert isinstance(message, str)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "99.1", "latest", None, 3])
+def test_version_of_the_writer(version: Any) -> None:
+    """A file says who wrote it; what it holds decides whether it is served."""
+    assert isinstance(outcome(config_of("fp8-dynamic") | {"version": version}), Format)

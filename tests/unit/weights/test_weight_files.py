@@ -1,0 +1,122 @@
+"""The files of a checkpoint's weights are those that vLLM's loader reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_diffusion.startup.checkpoint_file import choose_weight_files
+from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.weight_files import INDEX, check_weight_files, weight_files
+
+
+def folder_of(folder: Path, files: list[str], index: list[str] | None = None) -> Path:
+    for name in files:
+        prefix = "base_model.model." if name.startswith("adapter") else ""
+        save_file({f"{prefix}{name}": torch.zeros(1)}, folder / name)
+    if index is not None:
+        names = {f"tensor {i}": name for i, name in enumerate(index)}
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def read_by_vllm(folder: Path) -> list[str]:
+    """Names of the files whose tensors vLLM's loader hands to a diffusion model, after start-up's choice."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    load_config = LoadConfig(use_tqdm_on_load=False)
+    vllm_config = SimpleNamespace(
+        load_config=load_config, model_config=SimpleNamespace(model=str(folder)), lora_config=None
+    )
+    choose_weight_files(vllm_config)
+    loader = DefaultModelLoader(load_config)
+    model_config = SimpleNamespace(model=str(folder), revision=None)
+    names = [name for name, _ in loader.get_all_weights(model_config, Adaptable())]
+    return sorted(name.removeprefix("base_model.model.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "expected"),
+    [
+        (["model.safetensors"], None, ["model.safetensors"]),
+        (["a.safetensors", "b.safetensors"], None, ["a.safetensors", "b.safetensors"]),
+        (["a.safetensors", "b.safetensors"], ["b.safetensors"], ["b.safetensors"]),
+        (["consolidated.safetensors", "m.safetensors"], ["m.safetensors"], ["m.safetensors"]),
+        (["consolidated.safetensors", "m.safetensors"], None, ["consolidated.safetensors"]),
+        (["adapter_model.safetensors", "m.safetensors"], None, ["m.safetensors"]),
+    ],
+    ids=str,
+)
+def test_same_files_as_vllm(
+    files: list[str], index: list[str] | None, expected: list[str], tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, files, index)
+    assert [path.name for path in weight_files(folder)] == expected
+    assert read_by_vllm(folder) == expected
+
+
+def test_files_beside_an_index_are_not_checked(tmp_path: Path) -> None:
+    """A damaged file that nothing reads is no reason to refuse."""
+    folder = folder_of(tmp_path, ["m.safetensors"], ["m.safetensors"])
+    (folder / "consolidated.safetensors").write_bytes(b"no")
+    check_weight_files(str(folder))
+    (folder / "m.safetensors").unlink()
+    with pytest.raises(ValueError, match="m.safetensors, which is not there"):
+        check_weight_files(str(folder))
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{"]
+)
+def test_index_of_no_files(content: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(ValueError, match="holds no weight_map of files"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pytorch_model.bin", "training_args.bin"],
+        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "optimizer.pt"],
+        ["model.pt"],
+        ["part 1.pth", "part 2.pth"],
+    ],
+    ids=str,
+)
+def test_pickled_weights(names: list[str], tmp_path: Path) -> None:
+    """They are refused with a command; what it writes, as it is printed, passes."""
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    shared, tensors = torch.arange(4.0), {}
+    for i, name in enumerate(names):
+        tensors |= {f"{i}.a": shared, f"{i}.b": shared[1:3], f"{i}.c": shared.reshape(2, 2).t()}
+        torch.save(
+            {key: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")},
+            folder / name,
+        )
+    with pytest.raises(ValueError, match="pickled weights only") as raised:
+        check_weight_files(str(folder))
+    command = str(raised.value).partition("Convert them with: ")[2]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": path})
+    check_weight_files(str(folder))
+    converted = {
+        key: tensor for file in weight_files(folder) for key, tensor in load_file(file).items()
+    }
+    weights = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if not names[int(key[0])].startswith(("training", "optimizer"))
+    }
+    assert converted.keys() == weights.keys()
+    assert all(torch.equal(converted[key], tensor) for key, tensor in weights.items())
