@@ -2,7 +2,6 @@
 
     python -m tests.support.peer                  # all groups of peer.toml
     python -m tests.support.peer --only parsers   # groups whose names hold this
-    python -m tests.support.peer --minutes 2      # compares what each side reaches in that time
 
 The tests come with vLLM's source distribution, of the version that is installed; pip fetches it by its
 name. "Without" is our CPU platform alone, which vLLM needs where no accelerator works. Models have a
@@ -16,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -25,7 +23,6 @@ import tomllib
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from packaging.version import Version
@@ -36,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".pytest_cache" / "peer"
 LIST = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # Entry points that vLLM loads, by name; an empty text is all of them.
-# Tests of vLLM's put my_plugin there themselves.
+# Tests of vLLM's bring my_plugin.
 SIDES = {"without": "vllm_diffusion_cpu,my_plugin", "with": ""}
 _COMMIT = "0" * 40
 # Files of the shipped checkpoint, in place of those of a model that tests name.
@@ -100,14 +97,8 @@ def write_models(hub: Path) -> None:
                 shutil.copy(SHIPPED / file, snapshot)
 
 
-def run_group(
-    folder: Path, group: str, files: list[str], side: str, minutes: float | None
-) -> tuple[dict[str, str], bool]:
-    """Run a group's files in one process.
-
-    Returns:
-        Each test's outcome by its name, and whether all ran in ``minutes``.
-    """
+def run_group(folder: Path, group: str, files: list[str], side: str) -> dict[str, str]:
+    """Run a group's files in one process, and return each test's outcome by its name."""
     report = folder / f"{group}-{side}.xml"
     report.unlink(missing_ok=True)
     paths = os.pathsep.join(map(str, (folder, folder / "site", ROOT)))
@@ -120,53 +111,32 @@ def run_group(
     command += ["--timeout=60", f"--junitxml={report}", *files]
     command.append("--continue-on-collection-errors")
     with report.with_suffix(".log").open("wb") as log:
-        streams: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=folder, env=environment, **streams) as running:
-            try:
-                running.wait(minutes and 60 * minutes)
-                is_whole = True
-            except subprocess.TimeoutExpired:
-                # pytest writes its report then.
-                running.send_signal(signal.SIGINT)
-                is_whole = False
+        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if not report.is_file():
         raise SystemExit(f"pytest ended early; {report.with_suffix('.log')} has why.")
-    outcomes = {
+    return {
         f"{case.get('classname')}::{case.get('name')}": next(
             (child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"
         )
         for case in ElementTree.parse(report).iter("testcase")
     }
-    if outcomes and not is_whole:
-        # The report has a test that was interrupted as one that passed.
-        outcomes.popitem()
-    return outcomes, is_whole
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit with 1 if the outcome of any test differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.peer")
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose names hold this")
-    parser.add_argument("--minutes", type=float, help="stop each side of a group after that")
-    arguments = parser.parse_args(argv)
+    only = parser.parse_args(argv).only
     folder = fetch_tests(Version(version("vllm")).public)
     write_models(FOLDER / "hub")
     left_out = {file for name in LIST["left_out"] for file in (folder / "tests").glob(name)}
     num_different = 0
-    for group in (group for group in LIST["groups"] if arguments.only in group):
+    for group in (group for group in LIST["groups"] if only in group):
         files = []
         for pattern in LIST["groups"][group]:
             named = sorted(set((folder / "tests").glob(pattern)) - left_out)
             files += map(str, named or sys.exit(f"no tests/{pattern} in this vLLM; mend peer.toml"))
-        (without, all_without), (ours, all_ours) = (
-            run_group(folder, group, files, side, arguments.minutes) for side in SIDES
-        )
-        if not (all_without and all_ours):
-            reached = without.keys() & ours.keys()
-            print(f"{group}: {len(reached)} tests were reached in {arguments.minutes:g} minutes")
-            without, ours = (
-                {name: of[name] for name in of if name in reached} for of in (without, ours)
-            )
+        without, ours = (run_group(folder, group, files, side) for side in SIDES)
         different = [name for name in without | ours if without.get(name) != ours.get(name)]
         for name in different:
             print(f"{name}: {without.get(name)} without, {ours.get(name)} with the package")

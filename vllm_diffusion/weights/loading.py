@@ -12,10 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.places import Part, Place
 from vllm_diffusion.weights.weight_files import listed, stored_tensors, weight_files
 
 logger = logging.getLogger("vllm.vllm_diffusion")
@@ -38,54 +35,9 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 # Formats whose loader makes parameters of its own.
 _UNCHECKED_FORMATS = ("bitsandbytes", "torchao", "gguf")
-# Built from the quantization config.
-_NOT_STORED = ("input_scale_ub",)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _AGAIN = "copy or download the checkpoint again"
-
-# An expert of the model, and which of the matrices that a parameter joins; ``None`` for the whole parameter.
-Part = tuple[int | None, Any]
-
-
-@dataclass
-class _Place:
-    """A parameter or buffer, and the tensors that were loaded into it.
-
-    Attributes:
-        name: Its name in the model.
-        layer: The module that has it.
-        end: Its name there.
-        size: Number of values that a rank holds of it.
-        tensors: Name and number of values of the tensor that was loaded, by part.
-    """
-
-    name: str
-    layer: Any
-    end: str
-    size: int
-    tensors: dict[Part, tuple[str, int]] = field(default_factory=dict)
-
-    def expected_parts(self) -> list[Part]:
-        """Return the parts that a checkpoint must have, as far as this rank holds them."""
-        layer = self.layer
-        if isinstance(layer, RoutedExperts):
-            gated = ["w1", "w3"] if layer.moe_config.is_act_and_mul else ["w1"]
-            matrices = gated if self.end.startswith("w13") else ["w2"]
-            local = layer._map_global_expert_id_to_local_expert_id
-            experts = [
-                one for one in range(layer.moe_config.num_logical_experts) if local(one) >= 0
-            ]
-            return [(expert, matrix) for expert in experts for matrix in matrices]
-        if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
-            is_qkv = isinstance(layer, QKVParallelLinear)
-            shards: list[Any] = ["q", "k", "v"] if is_qkv else [*range(len(layer.output_sizes))]
-            # A file may hold all of them in one tensor, or some.
-            if (None, None) in self.tensors:
-                return []
-            joined = {one for _, some in self.tensors if isinstance(some, tuple) for one in some}
-            return [(None, one) for one in shards if one not in joined]
-        return [] if self.tensors else [(None, None)]
 
 
 class CheckedLoading:
@@ -103,7 +55,7 @@ class CheckedLoading:
         self._model = model
         self._folder = Path(vllm_config.model_config.model)
         self._tp = vllm_config.parallel_config.tensor_parallel_size
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
         # The tensor that the loader was handed last; loaders take one after the other.
         self._name, self._tensor = "", torch.empty(0)
         self._unused: dict[str, None] = {}
@@ -125,7 +77,7 @@ class CheckedLoading:
                 if id(tensor) not in self._places:
                     name = f"{prefix}.{end}" if prefix else end
                     size = get_tensor_load_numel(tensor)
-                    self._places[id(tensor)] = place = _Place(name, module, end, size)
+                    self._places[id(tensor)] = place = Place(name, module, end, size)
                     undo.append(self._wrap(tensor, place))
         CheckedLoading._current = self
         try:
@@ -136,7 +88,7 @@ class CheckedLoading:
             for one in undo:
                 one()
 
-    def _wrap(self, tensor: Any, place: _Place) -> Callable[[], None]:
+    def _wrap(self, tensor: Any, place: Place) -> Callable[[], None]:
         has_own = hasattr(tensor, "weight_loader")
         stock = tensor.weight_loader if has_own else default_weight_loader
 
@@ -166,9 +118,7 @@ class CheckedLoading:
             if _NUMBER.search(name) and (tensor.ndim > 1 or tensor.any()):
                 self._left_out.append(name)
 
-    def _load(
-        self, place: _Place, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _load(self, place: Place, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         param = args[0] if args else kwargs["param"]
         loaded = args[1] if len(args) > 1 else kwargs["loaded_weight"]
         shard = args[2] if len(args) == 3 else kwargs.get("shard_id")
@@ -178,7 +128,7 @@ class CheckedLoading:
             raise ValueError(self._misfit(place, param, "by config.json it must be"))
         earlier = place.tensors.get(part)
         # A second tensor of the same place must change nothing.
-        before = None if earlier is None else _bytes(_held(place, param, part))
+        before = None if earlier is None else place.values(param, part)
         try:
             result = stock(*args, **kwargs)
         except (AssertionError, IndexError, RuntimeError, ValueError):
@@ -187,7 +137,7 @@ class CheckedLoading:
             # An expert of another rank.
             return result
         place.tensors[part] = (self._name, loaded.numel())
-        if before is not None and not torch.equal(before, _bytes(_held(place, param, part))):
+        if before is not None and not torch.equal(before, place.values(param, part)):
             assert earlier is not None
             raise ValueError(
                 f"{self._name}{self._file_of(self._name)} and {earlier[0]}{self._file_of(earlier[0])} are the same "
@@ -195,7 +145,7 @@ class CheckedLoading:
             )
         return result
 
-    def _misfit(self, place: _Place, param: Tensor, expected: str) -> str:
+    def _misfit(self, place: Place, param: Tensor, expected: str) -> str:
         stored, tensor = self._name, self._tensor
         ranks = f" on each of {self._tp} ranks" if self._tp > 1 else ""
         return (
@@ -228,7 +178,8 @@ class CheckedLoading:
             ValueError: Naming tensors and files.
         """
         self._check_left_out()
-        places = [place for place in self._places.values() if self._is_required(place)]
+        buffers = getattr(self._model, "loaded_buffers", ())
+        places = [place for place in self._places.values() if place.is_required(buffers)]
         missing = {
             self._stored_name(place, part): part
             for place in places
@@ -247,7 +198,13 @@ class CheckedLoading:
                 f"{'is' if len(missing) == 1 else 'are'} not; {_AGAIN}, or correct quantization_config."
             )
         for place in places:
-            self._check_size(place)
+            if (misfitting := place.misfitting(self._tp)) is not None:
+                names, found, size = misfitting
+                raise ValueError(
+                    f"{listed(names)}{self._file_of(names[0])} hold{'s' if len(names) == 1 else ''} {found:,} values, "
+                    f"but by config.json {place.name} has {size:,} on each of {self._tp} ranks; correct config.json, "
+                    f"--tensor-parallel-size where it cuts groups of a quantised weight, or {_AGAIN}."
+                )
         if self._unexpected:
             logger.warning(
                 "%s%s of the checkpoint belong%s to nothing that is served here; they are left out.",
@@ -280,41 +237,7 @@ class CheckedLoading:
                     f"them; correct config.json, or {_AGAIN}."
                 )
 
-    def _is_required(self, place: _Place) -> bool:
-        if place.end in place.layer._buffers:
-            return place.end in getattr(self._model, "loaded_buffers", ())
-        method = getattr(place.layer, "quant_method", None)
-        return (
-            place.size > 0
-            and place.end not in _NOT_STORED
-            # Scales of the cache are 1 without.
-            and not isinstance(method, BaseKVCacheMethod)
-            # Quantised while it is loaded.
-            and not getattr(method, "uses_meta_device", False)
-        )
-
-    def _check_size(self, place: _Place) -> None:
-        """Refuse tensors of which the loader has taken a piece, or that leave some of an expert empty."""
-        by_expert: defaultdict[int | None, list[tuple[str, int]]] = defaultdict(list)
-        for (expert, _), tensor in place.tensors.items():
-            by_expert[expert].append(tensor)
-        size = place.size
-        if isinstance(place.layer, RoutedExperts):
-            size //= place.layer.local_num_experts
-        for tensors in by_expert.values():
-            found = sum(number for _, number in tensors)
-            fits = found <= size * self._tp or all(number == 1 for _, number in tensors)
-            if fits and isinstance(place.layer, RoutedExperts) and not _is_padded(place):
-                fits = found % size == 0 or all(number == 1 for _, number in tensors)
-            if not fits:
-                names = [name for name, _ in tensors]
-                raise ValueError(
-                    f"{listed(names)}{self._file_of(names[0])} hold{'s' if len(names) == 1 else ''} {found:,} values, "
-                    f"but by config.json {place.name} has {size:,} on each of {self._tp} ranks; correct config.json, "
-                    f"--tensor-parallel-size where it cuts groups of a quantised weight, or {_AGAIN}."
-                )
-
-    def _stored_name(self, place: _Place, part: Part) -> str:
+    def _stored_name(self, place: Place, part: Part) -> str:
         """Return what a checkpoint calls a part, from the name of the same part in another layer."""
         expert, shard = part
         layers = _NUMBER.findall(place.name)
@@ -336,41 +259,17 @@ class CheckedLoading:
 
 
 def _owner(name: str) -> str:
-    """The module that has the module of a tensor."""
+    """Return the module that has the module of a tensor."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True for numbers that are not quantised."""
+    """Return true for numbers that are not quantised."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _held(place: _Place, param: Tensor, part: Part) -> Tensor:
-    expert, _ = part
-    if expert is None or not isinstance(place.layer, RoutedExperts):
-        return param.data
-    local = place.layer._map_global_expert_id_to_local_expert_id(expert)
-    return param.data[local] if local >= 0 else param.data
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A copy of the values, which compare equal also where they are NaN."""
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def _is_padded(place: _Place) -> bool:
-    config = place.layer.moe_config
-    param = getattr(place.layer, place.end)
-    return (
-        config.hidden_dim != config.hidden_dim_unpadded
-        or config.intermediate_size_per_partition != config.intermediate_size_per_partition_unpadded
-        # Scales of blocks are spread over finer ones.
-        or getattr(param, "quant_method", None) == "block"
-    )
 
 
 @replaces(
