@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.check import expected_specs
 from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.tensor_rules import split_experts
+from vllm_diffusion.weights.update import expected_specs
 
 _BYTES = {"F8_E4M3": 1, "U8": 1}
 # Published scales and everything else that is not quantised.

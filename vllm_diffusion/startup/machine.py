@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.weights.weight_files import weight_files
-
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig
 
@@ -153,6 +151,9 @@ def checkpoint_bytes(model: str) -> int:
     directory = Path(model)
     if not directory.is_dir():
         return 0
+    # It imports torch, for which a command that answers at once does not wait.
+    from vllm_diffusion.weights.weight_files import weight_files
+
     return sum(path.stat().st_size for path in weight_files(directory) if path.is_file())
 
 
