@@ -16,6 +16,9 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
+    as_drawn,
+    behind_first,
+    is_first,
 )
 
 # Bounds of temperatures: divided logits stay distinct and finite.
@@ -112,3 +115,42 @@ class EntropyBound(DecodingRule):
             done=done,
             memory={"stable_steps": stable_steps},
         )
+
+
+class DenoisedDraft(EntropyBound):
+    """Draft a canvas of noise behind its first token, which is certain; the pass that commits it verifies it.
+
+    After the last of ``draft_steps`` steps a draft is the likeliest token of every position; between
+    steps positions are kept as :class:`EntropyBound` keeps them. Then it is as in :class:`LinearSpec`: a
+    causal pass draws the token behind each row, and the draft decides only how many come at once.
+
+    Source: arXiv:2608.00146, which has drafts of diffusion verified by the same weights. It gives no
+    loop: that the draft is greedy, begins in noise and takes a fixed number of steps is ours.
+    """
+
+    settings = {
+        name: setting for name, setting in EntropyBound.settings.items() if name[:2] != "t_"
+    }
+    presets = {}
+    refused_settings = {"max_denoising_steps": "whose drafts take draft_steps"}
+
+    def contradiction(
+        self, values: Mapping[str, float | str]
+    ) -> tuple[tuple[str, ...], str] | None:
+        return None
+
+    def temperatures(
+        self,
+        settings: Mapping[str, Tensor],
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # Verified tokens are drawn as in an autoregressive model, without a schedule.
+        return as_drawn(requested)
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        decision = super().decide(behind_first(inputs), settings, memory)
+        return decision._replace(keep=decision.keep | is_first(inputs.canvas))

@@ -15,6 +15,7 @@ from vllm_diffusion.decoding.rule import (
     StepDecision,
     StepInputs,
     as_drawn,
+    behind_first,
 )
 
 DYNAMIC, STATIC, SEQUENTIAL = STRATEGIES = ("dynamic", "static", "sequential")
@@ -238,7 +239,9 @@ class LinearSpec(DecodingRule):
     """
 
     settings = {}
-    refused_settings = {"max_denoising_steps": "whose drafts take one step"}
+    refused_settings = dict.fromkeys(
+        ("max_denoising_steps", "draft_steps"), "whose drafts take one step"
+    )
 
     def temperatures(
         self,
@@ -252,8 +255,7 @@ class LinearSpec(DecodingRule):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        is_first = torch.arange(inputs.canvas.shape[-1], device=inputs.canvas.device) == 0
-        tokens = torch.where(is_first, inputs.canvas, inputs.candidate)
+        tokens = behind_first(inputs).candidate
         return StepDecision(
             keep=inputs.valid,
             tokens=tokens,

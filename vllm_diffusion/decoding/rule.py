@@ -225,6 +225,20 @@ def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
 
 
+def is_first(canvas: Tensor) -> Tensor:
+    """[C], bool: the first position of canvases, [R, C]."""
+    return torch.arange(canvas.shape[-1], device=canvas.device) == 0
+
+
+def behind_first(inputs: StepInputs) -> StepInputs:
+    """Return the inputs of a draft: what is drawn and likeliest at a canvas's first position is its token."""
+    first = is_first(inputs.canvas)
+    return inputs._replace(
+        candidate=torch.where(first, inputs.canvas, inputs.candidate),
+        argmax=torch.where(first, inputs.canvas, inputs.argmax),
+    )
+
+
 class DecodingRule(ABC):
     """Base of decoding rules; an instance holds the options that a family fixes.
 

@@ -283,8 +283,8 @@ class PassSettings:
             token_ids=token_ids,
             num_token_ids=num_token_ids,
             as_logits=self._reports_logits,
-            # A masked model commits the tokens that it drew.
-            of_drawn=self._slots.spec.mask_token_id is not None,
+            # A masked model commits the tokens that it drew, and a draft is verified by drawing.
+            of_drawn=self._slots.spec.mask_token_id is not None or self._slots.spec.layout.verifies,
             held=held,
         )
 

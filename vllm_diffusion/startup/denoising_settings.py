@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+    from vllm_diffusion.startup.engine_config import PublishedRule
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,14 @@ def denoising_settings(
     """
     chosen = plugin_settings(vllm_config)
     _check_names(chosen.of_rule, chosen.preset, rule)
+    for name, reason in rule.refused_settings.items():
+        if (value := getattr(chosen, name)) is not None:
+            raise ValueError(
+                f"{OPTION}: {name}={value!r} does not go with rule={chosen.rule!r}, {reason}; leave it out."
+            )
     steps: Any = chosen.max_denoising_steps
-    reason = rule.refused_settings.get("max_denoising_steps")
-    if steps is not None and reason is not None:
-        raise ValueError(
-            f"{OPTION}: max_denoising_steps={steps!r} does not go with rule={chosen.rule!r}, {reason}; "
-            "leave it out."
-        )
+    if "max_denoising_steps" in rule.refused_settings:
+        steps = chosen.draft_steps or 1
     if steps is None and vllm_config.diffusion_config:
         steps = vllm_config.diffusion_config.max_denoising_steps
     preset = {} if chosen.preset is None else rule.presets[chosen.preset]
@@ -113,6 +115,33 @@ def denoising_settings(
     if problem := rule.contradiction(values):
         raise ValueError(f"{problem[1]}.")
     return int(_checked("max_denoising_steps", steps, MAX_STEPS, "--diffusion-config")), values
+
+
+def choose_draft_length(vllm_config: VllmConfig, rule: PublishedRule) -> None:
+    """Make canvases as long as drafts, where they are drafts.
+
+    Args:
+        vllm_config: Configuration with the canvas length of the checkpoint or the operator.
+        rule: The chosen one.
+
+    Raises:
+        ValueError: Naming a setting of drafts that does not fit.
+    """
+    chosen, diffusion_config = plugin_settings(vllm_config), vllm_config.diffusion_config
+    assert diffusion_config is not None
+    most = diffusion_config.canvas_length
+    if rule.layout is None or not rule.layout.verifies:
+        for name in ("draft_length", "draft_steps"):
+            if getattr(chosen, name) is not None:
+                raise ValueError(
+                    f'{OPTION}: {name} is of drafts, which rule="linear_spec" makes; leave it out.'
+                )
+        return
+    if (length := chosen.draft_length) is not None and length > most:
+        raise ValueError(
+            f"{OPTION}: draft_length={length} must be at most {most}, the positions of a canvas; lower it."
+        )
+    diffusion_config.canvas_length = length or min(rule.draft_length or most, most)
 
 
 def _check_names(of_rule: Mapping[str, Any], preset: str | None, rule: DecodingRule) -> None:

@@ -22,6 +22,7 @@ from vllm_diffusion.startup.attention import choose_attention
 from vllm_diffusion.startup.checkpoint_file import choose_weight_files
 from vllm_diffusion.startup.denoising_settings import (
     Published,
+    choose_draft_length,
     denoising_settings,
     generation_config,
     log_differences,
@@ -58,11 +59,13 @@ class PublishedRule:
         rule: Factory of the rule; for a masked family its argument is the mask token.
         settings: Settings published with the checkpoints, by name.
         layout: Layout of canvases with this rule; ``None`` for the family's own.
+        draft_length: Positions of a draft, where canvases are drafts; ``None`` for the checkpoint's canvas.
     """
 
     rule: Callable[..., DecodingRule]
     settings: Mapping[str, float | str] = field(default_factory=dict)
     layout: type[CanvasLayout] | None = None
+    draft_length: int | None = None
 
 
 class BlockDiffusionEngineConfig:
@@ -116,6 +119,10 @@ class BlockDiffusionEngineConfig:
         if vllm_config.diffusion_config is None:
             canvas_length = vllm_config.model_config.hf_config.canvas_length
             vllm_config.diffusion_config = DiffusionConfig(canvas_length=canvas_length)
+
+    @classmethod
+    def apply_autoregressive_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Apply what vLLM chooses for the architecture whose weights the autoregressive mode runs."""
 
     @classmethod
     def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
@@ -187,13 +194,16 @@ class BlockDiffusionEngineConfig:
             )
         if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
+            cls.apply_autoregressive_defaults(vllm_config)
             _check_weights(vllm_config, cls.tensor_rules())
+            choose_adapter_rules(vllm_config, cls.tensor_rules())
             return
         check_capability()
         cls.check_model(vllm_config.model_config)
         choose_attention(vllm_config)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         cls.apply_stock_defaults(vllm_config)
+        choose_draft_length(vllm_config, cls.published_rule(vllm_config))
         passes.set_max_num_seqs(vllm_config, max_num_seqs)
         # The configuration carries it to the API process, the scheduler and the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)

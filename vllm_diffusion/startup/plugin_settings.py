@@ -30,6 +30,8 @@ class PluginSettings:
         attention: Implementation of :func:`attention_kernels.canvas_attention`: ``"auto"``,
             ``"reference"``, ``"triton"`` or ``"cute"``.
         rule: Name of the model's decoding rule; ``None`` for the checkpoint's own.
+        draft_length: Positions of a draft of the rule ``linear_spec``, its certain first one among them.
+        draft_steps: Steps of such a draft.
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions behind it are discarded.
@@ -50,6 +52,8 @@ class PluginSettings:
     window_anchor: Literal["canvas", "query"] = "canvas"
     attention: str = "auto"
     rule: str | None = None
+    draft_length: int | None = None
+    draft_steps: int | None = None
     preset: str | None = None
     converge_at_end: bool = False
     fused_encode: bool | None = None
@@ -62,9 +66,10 @@ class PluginSettings:
     def __post_init__(self) -> None:
         from attention_kernels.canvas_attention import Impl, WindowAnchor
 
-        steps = self.max_denoising_steps
-        if steps is not None and not MAX_STEPS.allows(steps):
-            raise ValueError(f"max_denoising_steps={steps!r} {MAX_STEPS.rule}.")
+        for name in ("max_denoising_steps", "draft_steps", "draft_length"):
+            value = getattr(self, name)
+            if value is not None and not MAX_STEPS.allows(value):
+                raise ValueError(f"{name}={value!r} {MAX_STEPS.rule}.")
         choices = {
             "window_anchor": get_args(WindowAnchor),
             "attention": get_args(Impl),

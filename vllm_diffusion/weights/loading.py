@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,14 +179,14 @@ class CheckedLoading:
             ValueError: Naming tensors and files.
         """
         self._check_left_out()
-        buffers = getattr(self._model, "loaded_buffers", ())
-        places = [place for place in self._places.values() if place.is_required(buffers)]
-        missing = {
+        places = [place for place in self._places.values() if place.is_required]
+        missing: dict[str, Part] = {
             self._stored_name(place, part): part
             for place in places
             for part in place.expected_parts()
             if part not in place.tensors
         }
+        missing |= {self._stored_name(place, (None, None)): (None, None) for place in self._empty()}
         for name, (expert, _) in missing.items():
             if name in self._used:
                 raise ValueError(
@@ -212,6 +213,14 @@ class CheckedLoading:
                 self._file_of(self._unexpected[0]),
                 "s" if len(self._unexpected) == 1 else "",
             )
+
+    def _empty(self) -> list[Place]:
+        """List buffers of layers that have some by the model's ``loaded_buffers``, of which none was loaded."""
+        buffers: defaultdict[int, list[Place]] = defaultdict(list)
+        for place in self._places.values():
+            if place.end in getattr(self._model, "loaded_buffers", ()):
+                buffers[id(place.layer)].append(place)
+        return [of[0] for of in buffers.values() if not any(place.tensors for place in of)]
 
     @property
     def _used(self) -> set[str]:

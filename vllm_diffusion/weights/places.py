@@ -58,17 +58,13 @@ class Place:
             return [(None, one) for one in shards if one not in joined]
         return [] if self.tensors else [(None, None)]
 
-    def is_required(self, buffers: tuple[str, ...]) -> bool:
-        """Return true if a checkpoint must have it.
-
-        Args:
-            buffers: Ends of the names of buffers that it must have.
-        """
-        if self.end in self.layer._buffers:
-            return self.end in buffers
+    @property
+    def is_required(self) -> bool:
+        """True for a parameter that a checkpoint must have."""
         method = getattr(self.layer, "quant_method", None)
         return (
-            self.size > 0
+            self.end in self.layer._parameters
+            and self.size > 0
             and self.end not in _NOT_STORED
             # Scales of the cache are 1 without.
             and not isinstance(method, BaseKVCacheMethod)

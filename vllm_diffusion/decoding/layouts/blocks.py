@@ -194,10 +194,7 @@ _ALL_AT_ONCE = (
     "is not supported by this server's rule, which verifies a draft's tokens all at once; leave it out, "
     'or serve with rule "autoregressive".'
 )
-_ONE_STEP = (
-    "is not supported by this server's rule, whose drafts are made in one step and change no token of "
-    "an answer; leave it out."
-)
+_NO_TOKEN = "is not supported by this server's rule, whose drafts change no token of an answer; leave it out."
 
 
 @dataclass(frozen=True)
@@ -231,7 +228,7 @@ class VerifiedDraft(SeededBlock):
             "read_only",
             "constrained",
         ),
-        _ONE_STEP,
+        _NO_TOKEN,
     )
 
     def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:

@@ -6,9 +6,11 @@ applies :class:`SelfConditioning` to canvas rows. This file holds layers and wei
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, DiffusionGemmaConfig
@@ -20,7 +22,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.config_utils import is_equal_or_regex_match
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.gemma4 import Gemma4Model
+from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer, Gemma4Model
 from vllm.model_executor.models.gemma4_mm import (
     Gemma4DummyInputsBuilder,
     Gemma4ForConditionalGeneration,
@@ -43,6 +45,7 @@ from vllm.model_executor.models.utils import (
     maybe_prefix,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_diffusion.families.diffusion_gemma.adapters import (
     EncoderDecoderAdapters,
@@ -102,6 +105,35 @@ class SelfConditioning(nn.Module):
         return self.post_norm(canvas_embeds + self.down_proj(gated))
 
 
+class TwoScalarLayer(Gemma4DecoderLayer):
+    """Layer whose outputs the encoder and the decoder multiply by scalars of their own, row by row."""
+
+    @classmethod
+    def adopt(cls, layer: Any, is_decoder_row: Tensor) -> None:
+        """Make a layer one of these.
+
+        Args:
+            layer: A layer with both scalars.
+            is_decoder_row: [max_num_tokens], bool: rows of the pass that are the decoder's.
+        """
+        layer.__class__ = cls
+        layer.register_buffer("is_decoder_row", is_decoder_row, persistent=False)
+        layer.register_buffer("encoder_scalar", layer.layer_scalar.clone(), persistent=False)
+        layer.take_encoder_scalar()
+
+    def take_encoder_scalar(self) -> None:
+        """Multiply by the scalar that vLLM's layer multiplies by, which is 1 from now on."""
+        self.encoder_scalar.copy_(self.layer_scalar)
+        self.layer_scalar.fill_(1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's layer, [num_tokens, hidden_size]."""
+        hidden_states, residual = super().forward(*args, **kwargs)
+        is_decoders = self.is_decoder_row[: hidden_states.shape[0], None]
+        scalar = torch.where(is_decoders, self.decoder_scalar, self.encoder_scalar)
+        return hidden_states * scalar, residual
+
+
 class DiffusionGemmaProcessingInfo(Gemma4ProcessingInfo):
     """Gemma 4's multimodal processing under DiffusionGemma's config; there is no audio tower."""
 
@@ -123,6 +155,9 @@ class DiffusionGemmaForBlockDiffusion(
     """The model that vLLM builds for the architecture of the same name."""
 
     hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_regex={
+            re.compile(r"^model\.decoder\.(layers\.\d+)\.layer_scalar$"): r"model.\1.decoder_scalar"
+        },
         orig_to_new_prefix={
             "model.decoder.self_conditioning.": "self_conditioning.",
             # Only adapters have this name.
@@ -138,8 +173,10 @@ class DiffusionGemmaForBlockDiffusion(
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     is_3d_moe_weight = True
-    # Beside the parameters, a checkpoint has these: the encoder's and the decoder's, which must agree.
-    loaded_buffers = ("layer_scalar",)
+    # Of these a checkpoint has at least one: the encoder's scalar of a layer, and the decoder's.
+    loaded_buffers = ("layer_scalar", "decoder_scalar")
+    # As in layers with a window of Gemma 4, a token attends to a picture within it.
+    mm_prefix_clamp_sliding_window = True
     adapter_manager = EncoderDecoderAdapters
     adapter_weights = EncoderDecoderLora
 
@@ -156,11 +193,11 @@ class DiffusionGemmaForBlockDiffusion(
     _get_max_soft_tokens = Gemma4ForConditionalGeneration._get_max_soft_tokens
     _encoder_chunk = staticmethod(Gemma4ForConditionalGeneration._encoder_chunk)
 
-    @staticmethod
-    def get_model_state_cls() -> type:
+    def get_model_state_cls(self) -> type:
+        """The state that embeds canvases; vLLM's own in the autoregressive mode."""
         from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
 
-        return DiffusionGemmaModelState
+        return DiffusionGemmaModelState if self._is_diffusion else DefaultModelState
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -178,6 +215,7 @@ class DiffusionGemmaForBlockDiffusion(
         spell_out_patterns(quant_config, config, DiffusionGemmaTensors(), self.hf_to_vllm_mapper)
         _ignore_values_with_keys(quant_config, text_config)
         self.config = config
+        self._is_diffusion = vllm_config.model_config.is_diffusion
         self.model_dtype = vllm_config.model_config.dtype
         # Read by the borrowed image methods.
         self.multimodal_config = vllm_config.model_config.multimodal_config
@@ -187,6 +225,10 @@ class DiffusionGemmaForBlockDiffusion(
         # Full-attention layers have no v_proj: their values are their keys before normalisation.
         text_config.attention_k_eq_v = True
         self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.is_decoder_row: Tensor | None = None
+        self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        for layer in self._layers().values():
+            layer.register_buffer("decoder_scalar", torch.ones(1))
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         self.lm_head: nn.Module = PPMissingLayer()
         if get_pp_group().is_last_rank:
@@ -276,8 +318,47 @@ class DiffusionGemmaForBlockDiffusion(
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        is_first = not hasattr(self, "_was_loaded")
         with checked_loading(self, weights) as checked:
-            return AutoWeightsLoader(self).load_weights(checked, mapper=self.hf_to_vllm_mapper)
+            loaded: set[str] = AutoWeightsLoader(self).load_weights(
+                checked, mapper=self.hf_to_vllm_mapper
+            )
+        for name, layer in self._layers().items():
+            self._take_scalars(layer, name, loaded, is_first)
+        return loaded
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """The layers of this pipeline stage, by name."""
+        layers = {f"model.layers.{i}": layer for i, layer in enumerate(self.model.layers)}
+        return {n: layer for n, layer in layers.items() if not isinstance(layer, PPMissingLayer)}
+
+    def _take_scalars(self, layer: Any, name: str, loaded: set[str], is_first: bool) -> None:
+        """Give a layer the scalars that were loaded; one that comes alone is both.
+
+        Raises:
+            ValueError: If an update parts the two, which the passes of a running server do not tell apart.
+        """
+        is_encoders = f"{name}.layer_scalar" in loaded
+        is_decoders = f"{name}.decoder_scalar" in loaded
+        if isinstance(layer, TwoScalarLayer):
+            if is_encoders:
+                layer.take_encoder_scalar()
+        elif is_encoders and not is_decoders:
+            layer.decoder_scalar.copy_(layer.layer_scalar)
+        elif is_decoders and not is_encoders:
+            layer.layer_scalar.copy_(layer.decoder_scalar)
+        elif not torch.equal(layer.layer_scalar, layer.decoder_scalar) and is_encoders:
+            if not is_first:
+                raise ValueError(
+                    f"The encoder's layer_scalar of {name} differs from the decoder's in this update, but not in the "
+                    "checkpoint that is served; start the server with the new checkpoint."
+                )
+            if self.is_decoder_row is None:
+                device = layer.layer_scalar.device
+                self.is_decoder_row = torch.zeros(
+                    self._max_num_tokens, dtype=torch.bool, device=device
+                )
+            TwoScalarLayer.adopt(layer, self.is_decoder_row)
 
 
 def _ignore_values_with_keys(quant_config: QuantizationConfig | None, text_config: Any) -> None:
@@ -292,7 +373,10 @@ def _ignore_values_with_keys(quant_config: QuantizationConfig | None, text_confi
             continue
         for layer, kind in enumerate(text_config.layer_types):
             keys = f"model.layers.{layer}.self_attn.k_proj"
-            if kind == "full_attention" and any(
-                is_equal_or_regex_match(keys, entry, use_fnmatch=True) for entry in entries
-            ):
+            # What a wildcard of modelopt's excludes is the joined matrix.
+            is_named = keys in entries or (
+                attribute != "exclude_modules"
+                and any(is_equal_or_regex_match(keys, one, use_fnmatch=True) for one in entries)
+            )
+            if kind == "full_attention" and is_named:
                 entries.append(keys.replace("k_proj", "v_proj"))

@@ -94,10 +94,14 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         places, num_rows = self.pass_rows, input_batch.num_draft_tokens
         rows = places.index[:num_rows]
-        if self._adapters is not None:
-            # Each stage has its own layers' matrices, and is told anew of which part a row is.
-            phase = self.slots.phase[places.slot[:num_rows]]
-            self._adapters.assign_rows(rows, is_denoised=phase != int(Phase.COMMITTING))
+        is_decoder_row = self.model.is_decoder_row
+        if self._adapters is not None or is_decoder_row is not None:
+            # Each stage has its own layers, and is told anew of which part a row is.
+            is_denoised = self.slots.phase[places.slot[:num_rows]] != int(Phase.COMMITTING)
+            if self._adapters is not None:
+                self._adapters.assign_rows(rows, is_denoised)
+            if is_decoder_row is not None:
+                is_decoder_row.zero_()[rows] = is_denoised
         if not self.is_first_stage:
             return {}
         if num_rows < input_batch.num_tokens:

@@ -1,0 +1,280 @@
+"""DiffusionGemma's ``autoregressive``, its encoder alone, and ``linear_spec``, which verifies drafts by it.
+
+The oracle is transformers' Gemma 4 with the encoder's tensors. Encoder and decoder differ in their
+``layer_scalar``, so that a row which takes the other stack's is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import SHIPPED, random_checkpoint
+from tests.support.engine import TracedEngine
+from tests.support.families.law import check_law, outcomes
+from tests.support.families.model import prompt_of
+from tests.support.frames import EVERY_FIELD, Watched
+from tests.support.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
+from tests.support.generate import tokens_of_batch
+from tests.support.oracle import Oracle
+from vllm_diffusion.metrics import request_metrics
+
+pytestmark = pytest.mark.engine
+
+AUTOREGRESSIVE = {"rule": "autoregressive"}
+DRAFTS = {"rule": "linear_spec"}
+# Chunks of 80 tokens, and a cache that holds few requests.
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 80,
+    "num_gpu_blocks_override": 34,
+    # Otherwise layers with a window keep blocks at the end of a prompt only.
+    "prefix_cache_retention_interval": None,
+}
+LENGTHS = (1, 2, 7, 33, 64, 81, 150, 120)
+
+
+def two_scalars(folder: Path) -> Path:
+    """A random checkpoint whose encoder and decoder scale each layer differently."""
+    random_checkpoint(folder, gain=1.0, embed=1.0)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(3)
+    for name in sorted(tensors):
+        if name.endswith("layer_scalar"):
+            tensors[name] = 0.6 + 0.8 * torch.rand(tensors[name].shape, generator=generator)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return two_scalars(tmp_path_factory.mktemp("scalars"))
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Any:
+    return encoder_as_gemma4(checkpoint)
+
+
+def way(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Options of an engine."""
+    return OPTIONS | {"additional_config": {"diffusion": settings}} | options
+
+
+WAYS = [
+    way(AUTOREGRESSIVE),
+    way(DRAFTS),
+    way(DRAFTS | {"draft_length": 8, "draft_steps": 2}, async_scheduling=True),
+    pytest.param(
+        way(DRAFTS | {"draft_length": 32, "draft_steps": 4}, async_scheduling=False),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(way(AUTOREGRESSIVE, async_scheduling=True), marks=pytest.mark.slow),
+]
+drafts = pytest.mark.parametrize("engine", WAYS[1:2], indirect=True, ids=["drafts"])
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=["causal", "drafts", "steps", "long", "async"])
+def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[TracedEngine]:
+    with TracedEngine(checkpoint, **request.param) as served:
+        yield served
+
+
+def params(**changes: Any) -> Any:
+    """vLLM's, which end at nothing but ``max_tokens``."""
+    from vllm import SamplingParams
+
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, "seed": 0}
+    return SamplingParams(**(options | {"detokenize": False} | changes))
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_greedy_tokens(engine: TracedEngine, oracle: Any) -> None:
+    """Chunked prompts, batches and lost memory: the encoder's tokens, and its log-probabilities."""
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    engine.preempted.clear()
+    outputs = engine.outputs(prompts, params(logprobs=3))
+    answers = tokens_of(outputs)
+    assert answers == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
+    assert any(len(set(answer)) > 5 for answer in answers)
+    assert engine.preempted
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        exact = logits_of(oracle, [*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
+        for row, reported in zip(exact.log_softmax(-1), completion.logprobs, strict=True):
+            for token, one in reported.items():
+                assert one.logprob == pytest.approx(float(row[token]), abs=2e-5)
+
+
+def test_prefix_cache(engine: TracedEngine, oracle: Any) -> None:
+    """The next turn finds the keys and values of the last answer."""
+    assert engine.llm.reset_prefix_cache()
+    prompt = prompt_of(60, seed=41)
+    (answer,) = tokens_of(engine.outputs([prompt], params(max_tokens=90)))
+    later = prompt + answer + prompt_of(3, seed=43)
+    (output,) = engine.outputs([later], params())
+    assert output.num_cached_tokens > len(prompt)
+    assert tokens_of([output]) == [greedy_tokens(oracle, later, 30)]
+
+
+@drafts
+def test_passes(engine: TracedEngine) -> None:
+    """One pass reads the prompt; then one drafts and one verifies, whatever they keep."""
+    (output,) = engine.outputs([prompt_of(20, seed=6)], params())
+    metrics = request_metrics(output.outputs[0])
+    assert metrics is not None
+    assert set(metrics.denoise_steps_per_canvas) == {1}
+    assert metrics.passes == 1 + 2 * len(metrics.denoise_steps_per_canvas)
+
+
+@drafts
+def test_frames_show_drafts(engine: TracedEngine) -> None:
+    """Each draft is a frame; what is kept of it begins it, and is answered."""
+    prompt, wanted = prompt_of(20, seed=6), params(extra_args=EVERY_FIELD)
+    seen = Watched(engine.llm, [prompt], [wanted])
+    tokens, start = list(seen.outputs[0].outputs[0].token_ids), 0
+    for (frame,) in seen.canvases(0):
+        kept = list(frame.answer_token_ids)
+        assert kept == tokens[start : start + len(kept)]
+        assert list(frame.token_ids or ())[: len(kept)] == kept
+        start += len(kept)
+    assert start == len(tokens)
+
+
+@drafts
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("bad_words", {"bad_words": ["a"]}),
+        ("structured_outputs", {"structured_outputs": "[a-f]{3}"}),
+        ("diffusion_max_steps", {"extra_args": {"diffusion_max_steps": 2}}),
+        ("diffusion_pinned", {"extra_args": {"diffusion_seed_canvas": [5] * 16}}),
+    ],
+)
+def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any]) -> None:
+    """What a draft's rows cannot know, with the rule that has it; what would change no token."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if regex := changes.get("structured_outputs"):
+        changes = {"structured_outputs": StructuredOutputsParams(regex=regex), "ignore_eos": False}
+    with pytest.raises(VLLMValidationError) as raised:
+        engine.outputs([prompt_of(5)], params(**changes))
+    assert field.partition("_")[0] in str(raised.value.parameter)
+    assert field.startswith("diffusion") or 'rule "autoregressive"' in str(raised.value)
+
+
+def test_same_draws_for_every_draft(checkpoint: Path) -> None:
+    """At a temperature a seed gives the same tokens, however many are drafted and in how many steps."""
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    wanted = [params(temperature=1.5, seed=i) for i in range(len(prompts))]
+    answers = []
+    for settings in ({"draft_length": 5, "draft_steps": 3}, {"draft_length": 16}):
+        with TracedEngine(checkpoint, **way(DRAFTS | settings)) as served:
+            answers.append(tokens_of(served.outputs(prompts, wanted)))
+    assert answers[0] == answers[1]
+
+
+def test_scalars_of_a_canvas(checkpoint: Path) -> None:
+    """Denoising takes the decoder's scalars, and known tokens the encoder's, as transformers does."""
+    reference = Oracle(checkpoint)
+    prompts = [prompt_of(length, seed=length) for length in (5, 40)]
+    with TracedEngine(checkpoint, max_model_len=256) as served:
+        for prompt in prompts:
+            with served.recording() as steps:
+                served.generate(
+                    [prompt], seeds=[1], max_tokens=64, temperature=1.0, ignore_eos=True
+                )
+            denoised = [one for one in steps if not one.encoding]
+            exact = reference.follow(
+                prompt, [one.canvas for one in denoised], [one.logits for one in denoised]
+            )
+            for ours, theirs in zip(denoised, exact, strict=False):
+                assert (ours.logits - theirs).abs().max() < 2e-4
+
+
+@pytest.mark.slow
+@drafts
+def test_law(engine: TracedEngine, oracle: Any) -> None:
+    """At a temperature three tokens follow the law of drawing one after another."""
+    top_k, temperature, num_requests = 2, 1.3, 800
+    prompt = prompt_of(6)
+
+    def law(said: list[int]) -> torch.Tensor:
+        logits = logits_of(oracle, [*prompt, *said])[-1] / temperature
+        kept = logits.topk(top_k)
+        filtered = torch.full_like(logits, float("-inf")).scatter(-1, kept.indices, kept.values)
+        return filtered.double().softmax(-1)
+
+    wanted = [
+        params(max_tokens=3, temperature=temperature, top_k=top_k, seed=i)
+        for i in range(num_requests)
+    ]
+    found = tokens_of(engine.outputs([prompt] * num_requests, wanted))
+    check_law(outcomes(law, 3), list(map(tuple, found)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [AUTOREGRESSIVE, DRAFTS], ids=["causal", "drafts"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    ids=["ranks", "stages"],
+)
+def test_two_processes(
+    layout: dict[str, Any], settings: dict[str, Any], checkpoint: Path, oracle: Any
+) -> None:
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 150)]
+    asked = {"max_tokens": 30, "temperature": 0.0, "seed": 0, "ignore_eos": True}
+    requests = [{"prompt": prompt, "params": asked} for prompt in prompts]
+    found = tokens_of_batch(checkpoint, requests, **way(settings, **layout))
+    assert found == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
+
+
+def configure(**settings: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(SHIPPED), max_model_len=256, additional_config={"diffusion": settings}
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (DRAFTS | {"draft_length": 33}, ["draft_length=33", "at most 32"]),
+        (DRAFTS | {"draft_length": 0}, ["draft_length=0", "at least 1"]),
+        (DRAFTS | {"draft_steps": 0}, ["draft_steps=0", "at least 1"]),
+        (DRAFTS | {"draft_steps": True}, ["draft_steps=True"]),
+        (DRAFTS | {"max_denoising_steps": 4}, ["max_denoising_steps=4", "draft_steps"]),
+        (DRAFTS | {"t_min": 0.4}, ["t_min"]),
+        ({"draft_length": 8}, ["draft_length", "linear_spec"]),
+        (AUTOREGRESSIVE | {"draft_steps": 1}, ["draft_steps", "autoregressive"]),
+        (AUTOREGRESSIVE | {"entropy_bound": 0.1}, ["entropy_bound", "autoregressive"]),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], words: list[str]) -> None:
+    """One line that names the field."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        configure(**settings)
+    message = str(raised.value)
+    assert all(word in message for word in words), message
+
+
+def test_default_drafts() -> None:
+    """They fit into the checkpoint's canvas, and take one step."""
+    spec = configure(**DRAFTS).model_config.canvas_spec
+    assert (spec.length, spec.max_denoising_steps) == (16, 1)
