@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +236,32 @@ LONG_PROMPTS = (8192, 32768, 122000)
 def long_prompt(tokens: int) -> Serving:
     """LLaDA2.2's shape with one block behind a prompt."""
     return Serving(transformer("llada2.2-mini"), canvas=32, steps=8, prompt=tokens, answer=32)
+
+
+# A chat: DiffusionGemma's ways are compared at it.
+CHAT = Serving(diffusion_gemma(), canvas=256, steps=16, prompt=1024, answer=512)
+
+
+def by_way(requests: int, draft_length: int = 8, kept: float = 4) -> dict[str, float]:
+    """Tokens a second of DiffusionGemma-26B's three ways of decoding, by rule, without the prompts' passes.
+
+    A draft takes a step and a pass that verifies it. What it keeps is not known; soft embeddings, the head's
+    second product, are of denoise steps alone.
+
+    Args:
+        requests: Requests at once.
+        draft_length: Rows of a request in both passes of a draft.
+        kept: Tokens that a verification keeps.
+    """
+    context = CHAT.prompt + CHAT.answer // 2
+    causal = replace(CHAT.shape, head_products=1)
+    one = causal.pass_seconds(requests, requests, context)
+    rows = requests * draft_length
+    drafted = CHAT.shape.pass_seconds(rows, requests, context)
+    verified = causal.pass_seconds(rows, requests, context)
+    denoised = CHAT.steps * CHAT.pass_ms(requests) / 1e3
+    return {
+        "entropy_bound": requests * CHAT.canvas / denoised,
+        "autoregressive": requests / one,
+        "linear_spec": requests * kept / (drafted + verified),
+    }

@@ -96,3 +96,13 @@ def test_peers_without_a_count_have_no_prediction():
     assert predictions.attention_over_ours("full", "FlashAttention-4") == pytest.approx(
         32.0 / 55.12, rel=0.1
     )
+
+
+def test_ways_of_decoding() -> None:
+    """Diffusion leads with few requests, and the causal ways with many; a draft must keep enough."""
+    few, many = predictions.by_way(1), predictions.by_way(256)
+    assert max(few, key=few.__getitem__) == "entropy_bound"
+    assert min(many, key=many.__getitem__) == "entropy_bound"
+    # Two passes for a token are more than one.
+    useless = predictions.by_way(32, kept=1)
+    assert useless["linear_spec"] < useless["autoregressive"]
