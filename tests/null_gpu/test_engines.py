@@ -97,6 +97,18 @@ def test_the_shipped_checkpoint_compiled(null_gpu):
     baselines.check("a steady pass on the null GPU, shipped checkpoint", found["steady"])
 
 
+def test_verified_drafts(null_gpu):
+    """The shipped checkpoint's drafts are captured, with prompts of every number of rows."""
+    options = TINY | {"additional_config": {"diffusion": {"rule": "linear_spec"}}}
+    outcome = null_gpu.run(
+        SERVE, model=str(SHIPPED), options=options, kinds=["plain"], every_row=True
+    )
+    found = outcome.checked()
+    assert_every_row(found["every_row"], 1)
+    assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+    assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
+
+
 @pytest.mark.slow
 def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
     """Six layers of the 26B's, with its vocabulary, experts and canvases, and weights that nothing fills."""
