@@ -105,10 +105,11 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         spec = getattr(config.model_config, "canvas_spec", None)
         self.canvas_length = 0 if spec is None else spec.length
         # vLLM's Gemma 4 takes the spans from the metadata of its own back ends where layers have no window.
+        # DiffusionGemma's encoder, a Gemma 4 otherwise, sees a whole picture in every layer.
         text_config = getattr(config.model_config, "hf_text_config", None)
         bidirectional = getattr(text_config, "use_bidirectional_attention", None)
-        is_diffusion = getattr(config.model_config, "is_diffusion", False)
-        self.sees_images_in_window = bidirectional == "vision" and not is_diffusion
+        is_encoder = getattr(text_config, "model_type", None) == "diffusion_gemma_text"
+        self.sees_images_in_window = bidirectional == "vision" and not is_encoder
         if "cute" in self.impls.values():
             self._run_triton_where_cute_cannot(config.model_config.is_mm_prefix_lm)
         # Layers that agree in these share what they launch.

@@ -175,7 +175,7 @@ class DiffusionGemmaForBlockDiffusion(
     is_3d_moe_weight = True
     # Of these a checkpoint has at least one: the encoder's scalar of a layer, and the decoder's.
     loaded_buffers = ("layer_scalar", "decoder_scalar")
-    # As in layers with a window of Gemma 4, a token attends to a picture within it.
+    # Otherwise vLLM's own state leaves out pictures that are larger than the window.
     mm_prefix_clamp_sliding_window = True
     adapter_manager = EncoderDecoderAdapters
     adapter_weights = EncoderDecoderLora
@@ -229,6 +229,8 @@ class DiffusionGemmaForBlockDiffusion(
         self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         for layer in self._layers().values():
             layer.register_buffer("decoder_scalar", torch.ones(1))
+            # A token of a picture sees all of it, beyond the window too, which Gemma 4's does not.
+            layer.self_attn.attn.mm_prefix_clamp_sliding_window = False
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         self.lm_head: nn.Module = PPMissingLayer()
         if get_pp_group().is_last_rank:
@@ -327,7 +329,7 @@ class DiffusionGemmaForBlockDiffusion(
             self._take_scalars(layer, name, loaded, is_first)
         return loaded
 
-    def _layers(self) -> dict[str, nn.Module]:
+    def _layers(self) -> dict[str, Any]:
         """The layers of this pipeline stage, by name."""
         layers = {f"model.layers.{i}": layer for i, layer in enumerate(self.model.layers)}
         return {n: layer for n, layer in layers.items() if not isinstance(layer, PPMissingLayer)}

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import DenoisedDraft, EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
 from vllm_diffusion.decoding.rule import INT32_MAX, Setting
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.denoising_settings import (
     Published,
     denoising_settings,
@@ -254,6 +256,7 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         from vllm.model_executor.models.config import Gemma4Config
 
         Gemma4Config.verify_and_update_config(vllm_config)
+        _decisions_of_next_tokens.install()
 
     @classmethod
     def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
@@ -268,6 +271,21 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
     @classmethod
     def tensor_rules(cls) -> TensorRules:
         return DiffusionGemmaTensors()
+
+
+@replaces_call(
+    "vllm.entrypoints.openai.decisions.state:select_read_strategy",
+    reason="vLLM reads decisions off a canvas of this architecture, and a server without one does not start.",
+    until="vLLM asks whether the model is served as a diffusion model.",
+)
+def _decisions_of_next_tokens(stock: Any, model_config: Any, *args: Any) -> Any:
+    """In the autoregressive mode decisions are Gemma 4's, read off the next token."""
+    is_ours = model_config.architecture == "DiffusionGemmaForBlockDiffusion"
+    if is_ours and not model_config.is_diffusion:
+        model_config = SimpleNamespace(
+            architecture="Gemma4ForConditionalGeneration", logprobs_mode=model_config.logprobs_mode
+        )
+    return stock(model_config, *args)
 
 
 def _check_canvas_length(model_config: ModelConfig) -> None:

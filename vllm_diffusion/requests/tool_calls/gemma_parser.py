@@ -1,4 +1,4 @@
-"""vLLM's parser of Gemma's tool calls, which for a diffusion model also demands them.
+"""vLLM's parser of Gemma's tool calls, which for a diffusion model and for DiffusionGemma's encoder also demands them.
 
 vLLM lets a tool parser turn the request's tools into a structural tag, the one kind of constraint
 that can name special tokens; its parser of Gemma's format has none, because xgrammar knows schemas
@@ -55,7 +55,11 @@ class GemmaToolParser(Gemma4EngineToolParser):
         model_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        if model_config is not None and model_config.is_diffusion:
+        if model_config is not None and (
+            model_config.is_diffusion
+            # Also where it answers token after token.
+            or getattr(model_config, "architecture", None) == "DiffusionGemmaForBlockDiffusion"
+        ):
             self.structural_tag_model = TAG
             self._parser_engine_cls = GemmaCallParser
         super().__init__(tokenizer, tools, model_config=model_config, **kwargs)

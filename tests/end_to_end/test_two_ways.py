@@ -1,0 +1,100 @@
+"""DiffusionGemma served with ``autoregressive`` and ``linear_spec``: thoughts and tool calls by Gemma's parsers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.end_to_end.test_decisions import QUESTIONS
+from tests.end_to_end.test_tools import NAMED, TOKENS, ask, gemma_request
+from tests.support.checkpoints import SHIPPED
+from tests.support.server import MODEL, PARSERS, Server, start_server
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", params=["autoregressive", "linear_spec"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Server]]:
+    """The rule, and a server with it."""
+    log = tmp_path_factory.mktemp(request.param) / "server.log"
+    settings = json.dumps({"diffusion": {"rule": request.param}})
+    with start_server(SHIPPED, log, *PARSERS, "--additional-config", settings) as running:
+        yield request.param, running
+
+
+def thinking(**fields: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
+        "max_tokens": 24,
+        "temperature": 0.0,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+        **fields,
+    }
+
+
+def test_thinking(served: tuple[str, Server]) -> None:
+    """What is said with thinking on is parsed, the same whole and streamed, and both rules serve it."""
+    _, server = served
+    (whole,) = server.client().chat.completions.create(**thinking()).choices
+    said, thought = "", ""
+    with server.client().chat.completions.create(**thinking(), stream=True) as chunks:
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            said += choice.delta.content or ""
+            thought += getattr(choice.delta, "reasoning", None) or ""
+    assert said == (whole.message.content or "")
+    assert thought == (getattr(whole.message, "reasoning", None) or "")
+    assert said or thought
+
+
+# Not after a thought: vLLM's own sampler lets the model end its answer within one.
+CALLS = {
+    "required": {"tool_choice": "required", "parallel_tool_calls": False},
+    "named": {"tool_choice": NAMED},
+    # The model begins the call by itself, as one that was trained on calls would.
+    "auto": {
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "logit_bias": {TOKENS["<|tool_call>"]: 100},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(served: tuple[str, Server], name: str) -> None:
+    """A grammar holds a call to its schema; drafts have none, and the answer names the rule that has."""
+    rule, server = served
+    request = gemma_request(**CALLS[name])
+    function = request["tools"][0]["function"]
+    function["strict"] = True
+    if rule == "linear_spec":
+        with pytest.raises(openai.BadRequestError, match='rule .{0,2}"autoregressive'):
+            ask(server, request, stream=False)
+        return
+    whole, streamed = (ask(server, request, stream) for stream in (False, True))
+    assert whole == streamed
+    _, ((called, arguments),) = whole
+    assert called == "store"
+    jsonschema.validate(json.loads(arguments), function["parameters"])
+
+
+def test_decisions(served: tuple[str, Server]) -> None:
+    """Without canvases they are read off the next token; drafts are not canvases to read."""
+    rule, server = served
+    body = {"input": "The sky is blue.", "questions": QUESTIONS}
+    response = server.post("/v1/decisions", body)
+    if rule == "linear_spec":
+        assert response.status_code == 400
+        return
+    assert response.status_code == 200, response.text
+    predicate, *others = response.json()["answers"]
+    assert 0.0 <= predicate["probability"] <= 1.0
+    for answer in others:
+        assert sum(item["probability"] for item in answer["probabilities"]) == pytest.approx(1.0)
