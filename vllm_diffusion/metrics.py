@@ -212,6 +212,7 @@ _HELP = {
     "canvases": "Canvases emitted.",
     "stuck_requests": "Requests that were ended since they settled nothing.",
     "canvases_at_step_cap": "Canvases that took as many steps as they may.",
+    "verifications": "Verified drafts of a rule whose canvases are drafts.",
 }
 # Counters with a label: passes by what a request had in them.
 _KINDS = {"encode_passes": "encode", "denoise_passes": "denoise", "fused_passes": "fused"}
@@ -245,6 +246,12 @@ def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
         "Forward passes of requests, by what they had in them: encode (causal rows), denoise "
         "(a canvas), fused (both).",
         [*labels, "kind"],
+    )
+    # As vLLM's counter of a draft model has it: position 0 is the first token that may be dropped.
+    counters["kept_tokens_per_position"] = Counter(
+        "vllm_diffusion:kept_tokens_per_position",
+        "Verifications that kept the drafted token at a position, behind the certain first one.",
+        [*labels, "position"],
     )
     return counters, {
         name: Histogram(f"vllm_diffusion:{name}", text, labels, buckets=buckets)
@@ -321,6 +328,7 @@ class DiffusionStatLogger(StatLoggerBase):
         self._kept = _kept_tokens(vllm_config, self._labels)
         if self._is_diffusion:
             self._counters, self._histograms = instruments()
+            self._verifies = model_config.canvas_spec.layout.verifies
 
     def record(
         self,
@@ -356,6 +364,11 @@ class DiffusionStatLogger(StatLoggerBase):
             }
             for name, value in observed.items():
                 self._histograms[name].labels(*self._labels).observe(value)
+            if self._verifies:
+                self._counters["verifications"].labels(*self._labels).inc()
+                for position in range(canvas.tokens - 1):
+                    labels = (*self._labels, str(position))
+                    self._counters["kept_tokens_per_position"].labels(*labels).inc()
 
     def log_engine_initialized(self) -> None:
         """Log nothing, since vLLM's own loggers do."""

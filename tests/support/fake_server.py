@@ -4,6 +4,7 @@ Every answer has ten tokens; a server that drafts has kept seven of eight drafte
 
 - ``plain``: no draft.
 - ``drafts``, ``worse``, ``drafts-otherwise``: a draft that is kept, that is not kept, that changes answers.
+- ``verifies``, ``verifies-otherwise``: counts as this package's own drafts do; the latter changes answers.
 - ``breaks``: refuses requests after the third. ``dies``, ``never-ready``: never answers.
 """
 
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 _KEPT = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="%d"} %d'
+
+_KEPT_OF_CANVAS = 'vllm_diffusion:kept_tokens_per_position_total{position="%d"} %d'
 
 
 def command(behaviour: str) -> list[str]:
@@ -55,6 +58,12 @@ class _Handler(BaseHTTPRequestHandler):
             kept = (2, 2, 2, 1) if self.behaviour == "drafts" else (0, 0, 0, 0)
             lines.append(f"vllm:spec_decode_num_drafts_total {2 * n}")
             lines += [_KEPT % (position, n * count) for position, count in enumerate(kept)]
+        if self.behaviour.startswith("verifies"):
+            # Prompts of seven tokens, and of each answer two drafts, in five passes over 23 rows.
+            counts = {"passes": 5, "encode_rows": 15, "canvas_rows": 8, "verifications": 2}
+            lines += [f"vllm_diffusion:{name}_total {count * n}" for name, count in counts.items()]
+            lines.append(f"vllm:prompt_tokens_total {7 * n}")
+            lines += [_KEPT_OF_CANVAS % (position, n * (2, 1)[position]) for position in (0, 1)]
         return "\n".join(lines) + "\n"
 
     def do_POST(self) -> None:
@@ -66,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.reply(400, json.dumps({"error": {"message": "too long"}}))
                 return
             _Handler.num_answered += 1
-        tokens = [1] * 9 + [3 if self.behaviour == "drafts-otherwise" else 2]
+        tokens = [1] * 9 + [3 if self.behaviour.endswith("-otherwise") else 2]
         choice = {"index": 0, "finish_reason": "stop", "token_ids": tokens, "text": "x"}
         choice["message"] = {"role": "assistant", "content": "said"}
         self.reply(200, json.dumps({"id": "a", "created": 0, "model": "m", "choices": [choice]}))

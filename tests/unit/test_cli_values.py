@@ -41,6 +41,7 @@ HOSTILE: dict[str, tuple[str, ...]] = {
     "empty_folder": ("/etc", "/dev/null", ""),
     "new_file": ("/etc", "/no/such/folder/a", "/dev/null", ""),
     "layer_ids": ("a", "1,,2", "2,1", "-1", ""),
+    "way": ("nope", "linear_spec,draft_length", "diffusion,=3", ""),
     "device": ("tpu", "cuda:x", "cuda", ""),
 }  # fmt: skip
 # Sent too, where the bound is another one: a number of tokens, steps, MiB, a share, a block.
@@ -85,7 +86,7 @@ def good_values(folder: Path) -> dict[str, str]:
     taken = dict.fromkeys(("model", "draft", "samples", "recording", "folder"), str(folder))
     return taken | {"url": "http://127.0.0.1:9", "new_folder": str(folder / "new")} | {
         "empty_folder": str(folder / "new"), "layer_ids": "1", "integer": "2", "text": "a",
-        "new_file": str(folder / "new.json"),
+        "new_file": str(folder / "new.json"), "way": "diffusion",
     }  # fmt: skip
 
 
@@ -216,6 +217,7 @@ COMBINATIONS: tuple[tuple[tuple[str, ...], str], ...] = (
         "max-num-seqs=2 is of servers",
     ),
     (("bench-drafts", "--base-url", "http://a"), "--data is missing"),
+    (("bench-ways", "a/model"), "--data is missing"),
     (("calibrate", "collect", "--url", "http://a"), "--data is missing"),
     (("swap-draft", "a", "--roll-back", "--url", "http://127.0.0.1:9"), "--roll-back"),
     (("drafts", "nope"), "known targets"),

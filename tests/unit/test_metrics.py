@@ -67,6 +67,33 @@ def test_request() -> None:
     assert metrics_of_passes(passes) == DiffusionRequestMetrics(7, 112, 160, 160, (1, 2, 2))
 
 
+@pytest.mark.parametrize("verifies", [True, False])
+def test_kept_tokens_of_canvases(verifies: bool) -> None:
+    """Where canvases are drafts, what each keeps behind its certain first token is counted by position."""
+    name = f"verifies {verifies}"
+    layout = SimpleNamespace(verifies=verifies)
+    model_config = SimpleNamespace(
+        served_model_name=name, canvas_spec=SimpleNamespace(layout=layout)
+    )
+    config: Any = SimpleNamespace(model_config=model_config, speculative_config=None)
+    stat_logger = DiffusionStatLogger(config)
+    counters = PassCounters()
+    for kept in (3, 1, 2):
+        counters.observe("a", RowCounts(0, 8, 8, 0), 1)
+        counters.observe("a", RowCounts(8, 0, 8, kept), 1)
+    stats = SimpleNamespace(spec_decoding_stats=counters.attach(None, 8))
+    stat_logger.record(stats, None)
+
+    def count(metric: str, **labels: str) -> float | None:
+        labels |= {"model_name": name, "engine": "0"}
+        return REGISTRY.get_sample_value(f"vllm_diffusion:{metric}_total", labels)
+
+    kept_at = [count("kept_tokens_per_position", position=str(at)) for at in range(3)]
+    assert count("verifications") == (3 if verifies else None)
+    assert kept_at == ([2, 1, None] if verifies else [None] * 3)
+    assert count("canvases") == 3
+
+
 def test_drafts_of_other_models() -> None:
     """There the list that carries our numbers counts drafts by position: nothing of ours is counted."""
     instruments()

@@ -339,6 +339,29 @@ def install() -> None:
     _grouped.install()
 
 
+def choose_reads() -> None:
+    """Have vLLM read a decision as the model is served, and not by its class alone. Safe to call twice."""
+    _read_strategy.install()
+
+
+@replaces_call(
+    "vllm.entrypoints.openai.decisions.state:select_read_strategy",
+    reason="A DiffusionGemma that is served token after token has no canvas from which a decision is read.",
+    until="select_read_strategy asks whether the model is served as diffusion.",
+)
+def _read_strategy(stock: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.entrypoints.openai.decisions.strategies import (
+        DiffusionGemmaCanvasStrategy,
+        NextTokenStrategy,
+    )
+
+    chosen = stock(model_config, *args, **kwargs)
+    if chosen is DiffusionGemmaCanvasStrategy and not model_config.is_diffusion:
+        # As of a Gemma 4, which its encoder is.
+        return NextTokenStrategy
+    return chosen
+
+
 @replaces_call(
     "vllm.entrypoints.openai.decisions.strategies:next_token_label_reads",
     reason="Reads of one decision say that they belong together, so that one pass answers them.",

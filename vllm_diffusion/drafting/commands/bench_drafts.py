@@ -91,15 +91,22 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every comparison of servers, which :func:`compare` reads."""
+def add_run_options(parser: argparse.ArgumentParser, *requests: int) -> None:
+    """Add the options of every comparison of servers, which :func:`compare` reads.
+
+    Args:
+        parser: Of the command.
+        requests: At a time by default; 1 and 8 where none is given.
+    """
+    default = list(requests or (1, 8))
     parser.add_argument(
         "--concurrency",
+        "--requests",
         nargs="+",
         type=values.integer(),
-        default=[1, 8],
+        default=default,
         metavar="N",
-        help="requests at a time (1 8)",
+        help=f"requests at a time ({' '.join(map(str, default))})",
     )
     values.add_number(parser, "--rounds", values.integer(), "that count", 3)
     values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 256)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -25,14 +24,11 @@ from vllm_diffusion.cli.client import (
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
+from vllm_diffusion.drafting.commands.growth import Growth
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answers, by_task
 from vllm_diffusion.startup.machine import working_accelerator
 
-if TYPE_CHECKING:
-    from prometheus_client.samples import Sample
-
 MODEL_NAME = "target"
-_KEPT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 # Each round asks the same again.
 _OPTIONS = ("--served-model-name", MODEL_NAME, "--no-enable-prefix-caching")
 
@@ -47,6 +43,7 @@ class Contender:
         note: What a reader must know of it.
         passes: Over each block, of a DFlash draft that always drafts; 0 of another.
         url: Root of a server that runs already; empty for one that is started.
+        rule: By which a model of this package is served, where rules are compared; empty where drafts are.
     """
 
     name: str
@@ -54,49 +51,7 @@ class Contender:
     note: str = ""
     passes: int = 0
     url: str = ""
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Growth of a server's counters while it answered.
-
-    Attributes:
-        requests: Answered.
-        tokens: Of the answers.
-        first_token_seconds: From each request to its first token, summed.
-        verifications: Verified drafts.
-    """
-
-    requests: float = 0.0
-    tokens: float = 0.0
-    first_token_seconds: float = 0.0
-    verifications: Verifications = Verifications()
-
-    @classmethod
-    def between(cls, before: Sequence[Sample], after: Sequence[Sample]) -> Growth:
-        """Subtract one look at the counters from a later one.
-
-        Raises:
-            ValueError: As :meth:`Verifications.from_counters`.
-        """
-        was, now = totals(before), totals(after)
-        kept_before, kept = (
-            totals((each for each in samples if each.name == _KEPT), "position")
-            for samples in (before, after)
-        )
-
-        def grown(name: str) -> float:
-            return now.get(name, 0.0) - was.get(name, 0.0)
-
-        return cls(
-            grown(ANSWERED),
-            grown("vllm:generation_tokens_total"),
-            grown("vllm:time_to_first_token_seconds_sum"),
-            Verifications.from_counters(
-                grown("vllm:spec_decode_num_drafts_total"),
-                {int(at): count - kept_before.get(at, 0.0) for at, count in kept.items()},
-            ),
-        )
+    rule: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, ver
 Figures = dict[str, Any]
 _MIB = 2**20
 _NOT_KNOWN = "-"
+# Rule of denoised canvases, as `bench-ways` calls a model's own; the others verify each token.
+DIFFUSION = "diffusion"
 
 
 def as_json(results: Sequence[Result], plan: Plan) -> list[Figures]:
@@ -65,9 +67,25 @@ def _load(result: Result, baseline: Result, plan: Plan, concurrency: int) -> Fig
         # Of all requests, the mean.
         "first_token_seconds": sum(each.counted.first_token_seconds for each in rounds)
         / max(sum(each.counted.requests for each in rounds), 1),
-        "same_tokens": result.says_as(baseline) if plan.temperature == 0 and is_whole else None,
+        **_per_token(rounds),
+        "same_tokens": result.says_as(baseline)
+        if plan.temperature == 0 and is_whole and _has_one_law(result, baseline)
+        else None,
         **_acceptance(rounds),
         "tasks": tasks,
+    }
+
+
+def _has_one_law(result: Result, baseline: Result) -> bool:
+    """Return whether greedy answers of both are promised to be the same; a canvas's are another law's."""
+    return DIFFUSION not in (result.contender.rule, baseline.contender.rule)
+
+
+def _per_token(rounds: Sequence[Round]) -> Figures:
+    tokens = max(sum(each.counted.tokens for each in rounds), 1)
+    return {
+        "passes_per_token": sum(each.counted.passes for each in rounds) / tokens,
+        "rows_per_token": sum(each.counted.rows for each in rounds) / tokens,
     }
 
 
@@ -159,7 +177,7 @@ def _speed(contender: Figures, load: Figures) -> dict[str, str]:
     times, used = load["ratios"], load["processor_ratios"]
     resident, on_gpus = contender["resident_bytes"], contender["device_bytes"]
     return {
-        "draft": contender["name"],
+        "way" if contender["rule"] else "draft": contender["name"],
         "tokens/s": f"{median(load['tokens_per_second']):.1f}",
         "ratio": f"{median(times):.2f}" if times else _NOT_KNOWN,
         "from..to": f"{min(times):.2f}..{max(times):.2f}" if times else _NOT_KNOWN,
@@ -171,8 +189,17 @@ def _speed(contender: Figures, load: Figures) -> dict[str, str]:
         else f"{on_gpus / _MIB:.0f}"
         if on_gpus
         else "no GPU",
-        "tokens/verification": _tokens(load),
+        **(_work(load) if contender["rule"] else {"tokens/verification": _tokens(load)}),
         "same tokens": {True: "yes", False: "NO", None: _NOT_KNOWN}[load["same_tokens"]],
+    }
+
+
+def _work(load: Figures) -> dict[str, str]:
+    kept = load["tokens_per_verification"] - 1
+    return {
+        "kept/draft": f"{kept:.2f}" if load["verifications"] else _NOT_KNOWN,
+        "passes/token": f"{load['passes_per_token']:.2f}",
+        "rows/token": f"{load['rows_per_token']:.2f}",
     }
 
 
@@ -227,7 +254,8 @@ def _verdicts(concurrency: int, found: Sequence[tuple[Figures, Figures]]) -> Ite
     if not rated:
         return
     ratio, best = max(rated, key=lambda each: each[0])
-    pays = "the fastest is" if ratio > 1 else "no draft pays; the fastest is"
+    kind = "other way" if best["rule"] else "draft"
+    pays = "the fastest is" if ratio > 1 else f"no {kind} pays; the fastest is"
     yield (
         f"{concurrency} at a time: {pays} {best['name']}, with {ratio:.2f} times the tokens a second "
         f"of {found[0][0]['name']}."

@@ -18,8 +18,9 @@ from tests.support.commands import refusal_of
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.commands import contenders, draft_runs, draft_table
-from vllm_diffusion.drafting.commands.draft_runs import Contender, Growth, Result, Round, refusal
+from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, Round, refusal
 from vllm_diffusion.drafting.commands.draft_table import as_json, tables
+from vllm_diffusion.drafting.commands.growth import Growth
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt
 
 
