@@ -35,9 +35,10 @@ def register() -> None:
     try:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+        from vllm_diffusion.requests.require_key import guard_adapters
         from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig
 
-        BlockDiffusionEngineConfig.guard_server = staticmethod(_guard_server)
+        BlockDiffusionEngineConfig.guard_server = staticmethod(guard_adapters)
         BlockDiffusionEngineConfig.install_api = staticmethod(_install_api)
         BlockDiffusionEngineConfig.apply_tuned = staticmethod(_apply_tuned)
     except Exception as error:
@@ -88,15 +89,6 @@ def _register_shared() -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _guard_server() -> None:
-    """Put in place what an API process needs with any rule, that without canvases among them."""
-    from vllm_diffusion.requests.arguments import choose_reads
-    from vllm_diffusion.requests.require_key import guard_adapters
-
-    guard_adapters()
-    choose_reads()
 
 
 def _install_api() -> None:

@@ -331,16 +331,14 @@ def end_token_ids(sampling_params: Any) -> list[int]:
 
 
 def install() -> None:
-    """Group the reads of a decision, for diffusion models that are ours. Safe to call twice.
+    """Group the reads of a decision, for diffusion models that are ours, and choose how others read.
+
+    Safe to call twice.
 
     vLLM's ``/v1/decisions`` sends a request for each question, or for each canvas of questions. They reach
     the engine one after another, and an idle one would begin with the first alone.
     """
     _grouped.install()
-
-
-def choose_reads() -> None:
-    """Have vLLM read a decision as the model is served, and not by its class alone. Safe to call twice."""
     _read_strategy.install()
 
 
