@@ -331,33 +331,12 @@ def end_token_ids(sampling_params: Any) -> list[int]:
 
 
 def install() -> None:
-    """Group the reads of a decision, for diffusion models that are ours, and choose how others read.
-
-    Safe to call twice.
+    """Group the reads of a decision, for diffusion models that are ours. Safe to call twice.
 
     vLLM's ``/v1/decisions`` sends a request for each question, or for each canvas of questions. They reach
     the engine one after another, and an idle one would begin with the first alone.
     """
     _grouped.install()
-    _read_strategy.install()
-
-
-@replaces_call(
-    "vllm.entrypoints.openai.decisions.state:select_read_strategy",
-    reason="A DiffusionGemma that is served token after token has no canvas from which a decision is read.",
-    until="select_read_strategy asks whether the model is served as diffusion.",
-)
-def _read_strategy(stock: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm.entrypoints.openai.decisions.strategies import (
-        DiffusionGemmaCanvasStrategy,
-        NextTokenStrategy,
-    )
-
-    chosen = stock(model_config, *args, **kwargs)
-    if chosen is DiffusionGemmaCanvasStrategy and not model_config.is_diffusion:
-        # As of a Gemma 4, which its encoder is.
-        return NextTokenStrategy
-    return chosen
 
 
 @replaces_call(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-    from vllm_diffusion.startup.engine_config import PublishedRule
+    from vllm_diffusion.decoding.layouts import CanvasLayout
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,15 @@ def denoising_settings(
     return int(_checked("max_denoising_steps", steps, MAX_STEPS, "--diffusion-config")), values
 
 
-def choose_draft_length(vllm_config: VllmConfig, rule: PublishedRule) -> None:
+def choose_draft_length(
+    vllm_config: VllmConfig, layout: type[CanvasLayout] | None, default: int | None
+) -> None:
     """Make canvases as long as drafts, where they are drafts.
 
     Args:
         vllm_config: Configuration with the canvas length of the checkpoint or the operator.
-        rule: The chosen one.
+        layout: Layout of the chosen rule's canvases; ``None`` for the family's own.
+        default: Positions of a draft if the operator sets none; ``None`` for the whole canvas.
 
     Raises:
         ValueError: Naming a setting of drafts that does not fit.
@@ -130,7 +133,7 @@ def choose_draft_length(vllm_config: VllmConfig, rule: PublishedRule) -> None:
     chosen, diffusion_config = plugin_settings(vllm_config), vllm_config.diffusion_config
     assert diffusion_config is not None
     most = diffusion_config.canvas_length
-    if rule.layout is None or not rule.layout.verifies:
+    if layout is None or not layout.verifies:
         for name in ("draft_length", "draft_steps"):
             if getattr(chosen, name) is not None:
                 raise ValueError(
@@ -141,7 +144,7 @@ def choose_draft_length(vllm_config: VllmConfig, rule: PublishedRule) -> None:
         raise ValueError(
             f"{OPTION}: draft_length={length} must be at most {most}, the positions of a canvas; lower it."
         )
-    diffusion_config.canvas_length = length or min(rule.draft_length or most, most)
+    diffusion_config.canvas_length = length or min(default or most, most)
 
 
 def _check_names(of_rule: Mapping[str, Any], preset: str | None, rule: DecodingRule) -> None:

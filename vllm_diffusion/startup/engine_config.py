@@ -203,7 +203,8 @@ class BlockDiffusionEngineConfig:
         choose_attention(vllm_config)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         cls.apply_stock_defaults(vllm_config)
-        choose_draft_length(vllm_config, cls.published_rule(vllm_config))
+        rule = cls.published_rule(vllm_config)
+        choose_draft_length(vllm_config, rule.layout, rule.draft_length)
         passes.set_max_num_seqs(vllm_config, max_num_seqs)
         # The configuration carries it to the API process, the scheduler and the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)

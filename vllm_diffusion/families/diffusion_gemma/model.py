@@ -127,7 +127,7 @@ class TwoScalarLayer(Gemma4DecoderLayer):
         self.layer_scalar.fill_(1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's layer, [num_tokens, hidden_size]."""
+        """Run vLLM's layer, [num_tokens, hidden_size], and multiply by each row's scalar."""
         hidden_states, residual = super().forward(*args, **kwargs)
         is_decoders = self.is_decoder_row[: hidden_states.shape[0], None]
         scalar = torch.where(is_decoders, self.decoder_scalar, self.encoder_scalar)
