@@ -187,8 +187,9 @@ class CheckedLoading:
             if part not in place.tensors
         }
         missing |= {self._stored_name(place, (None, None)): (None, None) for place in self._empty()}
+        used = self._used() if missing else set()
         for name, (expert, _) in missing.items():
-            if name in self._used:
+            if name in used:
                 raise ValueError(
                     f"{name}{self._file_of(name)} lacks expert {expert}, which config.json describes; correct the "
                     f"number of experts there, or {_AGAIN}."
@@ -222,8 +223,8 @@ class CheckedLoading:
                 buffers[id(place.layer)].append(place)
         return [of[0] for of in buffers.values() if not any(place.tensors for place in of)]
 
-    @property
     def _used(self) -> set[str]:
+        """Collect the names of tensors that were loaded into some place."""
         return {name for place in self._places.values() for name, _ in place.tensors.values()}
 
     def _check_left_out(self) -> None:
@@ -238,7 +239,7 @@ class CheckedLoading:
                     f"{most} experts; correct their number there, or {_AGAIN}."
                 )
         # Layers of other pipeline stages, and of parts that are not served, have nothing that is used.
-        served = {_owner(name) for name in self._used} if self._left_out else set()
+        served = {_owner(name) for name in self._used()} if self._left_out else set()
         for name in self._left_out:
             if _owner(name) in served:
                 raise ValueError(
