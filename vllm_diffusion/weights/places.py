@@ -86,6 +86,9 @@ class Place:
             by_expert[expert].append(tensor)
         is_routed = isinstance(self.layer, RoutedExperts)
         size = self.size // (self.layer.local_num_experts if is_routed else 1)
+        if is_routed:
+            # Without expert parallelism data-parallel engines share each expert too.
+            num_ranks = self.layer.moe_config.tp_size
         for tensors in by_expert.values():
             found = sum(number for _, number in tensors)
             fits = found <= size * num_ranks
