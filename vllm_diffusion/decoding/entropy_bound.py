@@ -16,7 +16,7 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
-    as_drawn,
+    VerifiedRule,
     behind_first,
     is_first,
 )
@@ -117,7 +117,7 @@ class EntropyBound(DecodingRule):
         )
 
 
-class DenoisedDraft(EntropyBound):
+class DenoisedDraft(VerifiedRule, EntropyBound):
     """Draft a canvas of noise behind its first token, which is certain; the pass that commits it verifies it.
 
     After the last of ``draft_steps`` steps a draft is the likeliest token of every position; between
@@ -138,16 +138,6 @@ class DenoisedDraft(EntropyBound):
         self, values: Mapping[str, float | str]
     ) -> tuple[tuple[str, ...], str] | None:
         return None
-
-    def temperatures(
-        self,
-        settings: Mapping[str, Tensor],
-        step: Tensor,
-        max_steps: Tensor,
-        requested: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        # Verified tokens are drawn as in an autoregressive model, without a schedule.
-        return as_drawn(requested)
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]

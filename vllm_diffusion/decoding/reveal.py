@@ -14,6 +14,7 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
+    VerifiedRule,
     as_drawn,
     behind_first,
 )
@@ -225,7 +226,7 @@ class RevealAndEdit(Reveal):
         )
 
 
-class LinearSpec(DecodingRule):
+class LinearSpec(VerifiedRule):
     """Draft a canvas behind its first token, which is certain; the pass that commits it verifies it.
 
     A draft is the likeliest token of every position, in one step. Then a causal pass over the canvas
@@ -242,15 +243,6 @@ class LinearSpec(DecodingRule):
     refused_settings = dict.fromkeys(
         ("max_denoising_steps", "draft_steps"), "whose drafts take one step"
     )
-
-    def temperatures(
-        self,
-        settings: Mapping[str, Tensor],
-        step: Tensor,
-        max_steps: Tensor,
-        requested: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return as_drawn(requested)
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]

@@ -303,3 +303,16 @@ class DecodingRule(ABC):
             settings: Settings of the rule, [R] each.
             memory: Memory as the previous step left it.
         """
+
+
+class VerifiedRule(DecodingRule):
+    """Base of rules whose canvases are drafts; verified tokens are drawn as in an autoregressive model."""
+
+    def temperatures(
+        self,
+        settings: Mapping[str, Tensor],
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return as_drawn(requested)
