@@ -94,15 +94,16 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         places, num_rows = self.pass_rows, input_batch.num_draft_tokens
         rows = places.index[:num_rows]
+        if self._adapters is not None:
+            # Each stage has its own layers' matrices, and is told anew of which part a row is.
+            self._adapters.assign_rows(rows, self._is_denoised(num_rows))
         is_decoder_row = self.model.is_decoder_row
-        if self._adapters is not None or is_decoder_row is not None:
-            # Each stage has its own layers, and is told anew of which part a row is.
-            is_denoised = self.slots.phase[places.slot[:num_rows]] != int(Phase.COMMITTING)
-            if self._adapters is not None:
-                self._adapters.assign_rows(rows, is_denoised)
-            if is_decoder_row is not None:
-                is_decoder_row.zero_()[rows] = is_denoised
+        if is_decoder_row is not None and num_rows < input_batch.num_tokens:
+            # Known tokens are the encoder's. Where there are none, every row is written below.
+            is_decoder_row.zero_()
         if not self.is_first_stage:
+            if is_decoder_row is not None:
+                is_decoder_row[rows] = self._is_denoised(num_rows)
             return {}
         if num_rows < input_batch.num_tokens:
             self._fill_ids(input_batch, req_states)
@@ -110,6 +111,11 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         if num_rows > 0:
             self._embed_canvases(rows)
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
+
+    def _is_denoised(self, num_rows: int) -> Tensor:
+        """Tell canvas rows of the decoder, [num_rows], bool, from those of finished canvases, which are the encoder's."""
+        phase: Tensor = self.slots.phase[self.pass_rows.slot[:num_rows]]
+        return phase != int(Phase.COMMITTING)
 
     def _embed_known_tokens(self, input_batch: InputBatch) -> None:
         """Plain embeddings of all rows, images among them; those of canvases come after."""
@@ -143,9 +149,10 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         if self._adapters is not None:
             self._adapters.assign_canvas_rows(rows)
         conditioned = self.model.self_conditioning(plain, signal)
-        is_committed = slots.phase[slot] == int(Phase.COMMITTING)
-        embeds = torch.where(is_committed[:, None], plain, conditioned)
-        self._inputs_embeds[rows] = embeds
+        is_denoised = self._is_denoised(len(rows))
+        self._inputs_embeds[rows] = torch.where(is_denoised[:, None], conditioned, plain)
+        if self.model.is_decoder_row is not None:
+            self.model.is_decoder_row[rows] = is_denoised
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         super().capture_graphs(capture, max_canvases)
