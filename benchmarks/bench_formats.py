@@ -29,7 +29,7 @@ from typing import Any
 
 from memory_limit import pass_bytes
 from records import Rows, parser_of, read
-from serving import Sweep, fix_steps, passes_of
+from serving import Side, Sweep, fix_steps, passes_of
 from timing import STOCK, copy_rate, place
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
@@ -124,7 +124,6 @@ def measure(
     """
     from transformers import DiffusionGemmaConfig
 
-    # Folders of the sweep's results are named by their side.
     made = write_checkpoint(folder / "canvases", args.shape, name)
     fix_steps(made, args.steps)
     settings = json.loads((made / "config.json").read_text())
@@ -138,7 +137,7 @@ def measure(
     def row(
         side: str, made: Path, experts: float, *options: str, **variables: str
     ) -> dict[str, Any]:
-        found = sweep.of(side, made, [*words, *options], variables)[run]
+        found = sweep.of([Side(side, made, [*words, *options], variables)])[side][run]
         denoises = "diffusion" in side
         size = pass_bytes(
             config,

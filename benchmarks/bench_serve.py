@@ -1,11 +1,13 @@
-"""Tokens a second and first-token times of ``vllm serve``, ours and stock, by ``vllm bench sweep``.
+"""Tokens a second and first-token times of ``vllm serve``, ours and stock, by ``vllm bench serve``.
 
     python benchmarks/bench_serve.py                       # one NVIDIA GPU: the 26B shape, dummy weights, FP8
     python benchmarks/bench_serve.py --model PATH --concurrency 1 8
     python benchmarks/bench_serve.py --model benchmarks/configs/sdar-8b --sides ours --steps 2
 
 Three servers take turns: ours, stock as it comes, and stock tuned; each answers every ``--concurrency``
-with prompts of every ``--input-len``. Families that stock does not have are served by ours alone.
+with prompts of every ``--input-len``. With ``--together`` all of them run at once and are asked in turns,
+where a GPU has the memory: ``--options='--kv-cache-memory-bytes 5368709120 --max-num-seqs 8'``. Families that stock
+does not have are served by ours alone.
 Each canvas takes exactly ``--steps`` denoising steps and answers ignore their end, so that all do the
 same work. Without a GPU the shipped checkpoint is served at small settings, which shows that the
 script works and nothing else. ``bench_routing.py`` says which experts such answers touch.
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 from records import Rows, parser_of
-from serving import Run, Sweep, passes_of, prepare
+from serving import Run, Side, Sweep, passes_of, prepare
 from timing import STOCK, place
 
 HERE = Path(__file__).resolve().parent
@@ -99,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, default=4096 if ON_GPU else 1024)
     parser.add_argument("--prompts", type=int, default=16 if ON_GPU else 4, help="at the least")
     parser.add_argument("--options", default="", help="further options of each server")
+    parser.add_argument("--together", action="store_true", help="all servers at once")
     parser.add_argument("--start-seconds", type=int, default=1800)
     parser.add_argument("--out", type=Path, help="folder for logs and results")
     options = parser.parse_args(argv)
@@ -110,13 +113,16 @@ def main(argv: list[str] | None = None) -> None:
     rows: dict[Run, list[dict[str, Any]]] = {run: [] for run in runs}
     try:
         prepare(options.model, folder, options.steps)
-        for side in options.sides:
-            variables, words = SIDES[side]
-            words = ["--max-model-len", str(options.max_model_len), *words]
-            found = sweep.of(side, folder, words + shlex.split(options.options), variables)
-            log = sweep.said(side)
-            for run in runs:
-                rows[run].append(row(side, run, found[run], options, log))
+        words = ["--max-model-len", str(options.max_model_len)]
+        sides = [
+            Side(name, folder, [*words, *own, *shlex.split(options.options)], variables)
+            for name, (variables, own) in SIDES.items()
+            if name in options.sides
+        ]
+        for some in [sides] if options.together else [[side] for side in sides]:
+            for name, found in sweep.of(some).items():
+                for run in runs:
+                    rows[run].append(row(name, run, found[run], options, sweep.said(name)))
     except ValueError as error:
         sys.exit(str(error))
     print(place())

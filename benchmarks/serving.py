@@ -1,19 +1,21 @@
-"""Folders to serve at a fixed number of denoise steps, and servers of them under ``vllm bench sweep``."""
+"""Folders to serve at a fixed number of denoise steps, and servers of them under ``vllm bench serve``."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_diffusion.cli.server import free_port
+from vllm_diffusion.cli.client import ServerError
+from vllm_diffusion.cli.server import HOST, Server
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 NO_IMAGES = ["--limit-mm-per-prompt", '{"image":0,"video":0,"audio":0}']
@@ -86,11 +88,28 @@ def passes_of(log: str, steps: int) -> int:
 
 
 @dataclass(frozen=True)
+class Side:
+    """How one side serves.
+
+    Attributes:
+        name: Of its log and its results.
+        folder: What is served; weights are random where it has none.
+        options: Of ``vllm serve``.
+        variables: Of its environment.
+    """
+
+    name: str
+    folder: Path
+    options: Sequence[str]
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Requests of every side, and where its results go.
 
     Attributes:
-        out: Folder; results are ``out/SIDE/*/summary.json``, and what was printed is ``out/SIDE.log``.
+        out: Folder; results are ``out/SIDE/*.json``, and what was printed is ``out/SIDE.log``.
         runs: Tokens of a prompt and requests at once, of each run.
         output_len: Tokens of an answer.
         prompts: Requests of a run, at the least; four for each that is asked at once.
@@ -103,59 +122,82 @@ class Sweep:
     prompts: int
     start_seconds: int = 1800
 
-    def of(
-        self, side: str, folder: Path, options: Sequence[str], variables: dict[str, str]
-    ) -> dict[Run, dict[str, Any]]:
-        """Serve a folder as one side does, and ask it in every run; the results of each.
-
-        Args:
-            side: Name of the side.
-            folder: What is served; weights are random where it has none.
-            options: Of ``vllm serve``.
-            variables: Of its environment.
+    def of(self, sides: Sequence[Side]) -> dict[str, dict[Run, dict[str, Any]]]:
+        """Serve the sides at once, and ask them in turns; the results of each in every run.
 
         Raises:
-            ValueError: If a result is missing, or a request failed.
+            ValueError: If a server does not start, a result is missing, or a request failed.
         """
-        self._serve(side, folder, options, variables)
-        return self.read(side)
+        with ExitStack() as stack, ThreadPoolExecutor(len(sides)) as starting:
+            servers = list(starting.map(lambda side: stack.enter_context(self.serve(side)), sides))
+            for run in self.runs:
+                for side, server in zip(sides, servers, strict=True):
+                    self.ask(side, server, run)
+        return {side.name: {run: self.read(side.name, run) for run in self.runs} for side in sides}
 
-    def _serve(
-        self, side: str, folder: Path, options: Sequence[str], variables: dict[str, str]
-    ) -> None:
-        address = ["--host", "127.0.0.1", "--port", str(free_port())]
-        load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
-        serve = [*VLLM, "serve", str(folder), *address, "--served-model-name", "model"]
-        serve += ["--load-format", load_format, *NO_IMAGES, *options]
-        # Stock refuses any temperature but 1.
-        bench = [*VLLM, "bench", "serve", *address, "--model", "model", "--tokenizer", str(folder)]
-        bench += ["--dataset-name", "random", "--random-output-len", str(self.output_len)]
-        bench += ["--ignore-eos", "--temperature", "1", "--disable-tqdm"]
-        asked = [
-            {
-                "random_input_len": length,
-                "max_concurrency": clients,
-                "num_prompts": max(4 * clients, self.prompts),
-                "num_warmups": clients,
-                "seed": clients,
-            }
-            for length, clients in self.runs
-        ]
-        parameters = self.out / "bench_params.json"
-        parameters.write_text(json.dumps(asked))
-        command = [*VLLM, "bench", "sweep", "serve", "--show-stdout", "--num-runs", "1"]
-        command += ["--serve-cmd", shlex.join(serve), "--bench-cmd", shlex.join(bench)]
-        # Prompts of two runs differ, so that no cache has to be emptied.
-        command += ["--after-bench-cmd", "true", "--bench-params", str(parameters)]
-        command += ["--server-ready-timeout", str(self.start_seconds)]
-        command += ["--output-dir", str(self.out), "--experiment-name", side]
+    @contextmanager
+    def serve(self, side: Side) -> Iterator[Server]:
+        """Run a side's server. Its log is kept, however it ends.
+
+        Raises:
+            ValueError: If it does not start.
+        """
+        load_format = "auto" if any(side.folder.glob("*.safetensors")) else "dummy"
+        command = [*VLLM, "serve", str(side.folder), "--host", HOST, "--port", "{port}"]
+        command += ["--served-model-name", "model", "--load-format", load_format]
+        command += [*NO_IMAGES, *side.options]
         quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-        print(f"serving: {side}", file=sys.stderr, flush=True)
-        with self.log(side).open("wb") as log:
-            # What it wrote decides: its own table of all results needs pandas, which may be missing.
-            subprocess.run(
-                command, env=os.environ | quiet | variables, stdout=log, stderr=log, check=False
-            )
+        server = Server(
+            command,
+            report=lambda line: print(f"{side.name}: {line}", file=sys.stderr, flush=True),
+            timeout=self.start_seconds,
+            environment=quiet | side.variables,
+        )
+        try:
+            with server:
+                yield server
+                shutil.copy(server.log_path, self.log(side.name))
+        except ServerError as error:
+            shutil.move(server.log_path, self.log(side.name))
+            raise ValueError(f"{self._end_of(side.name)}\n{side.name}: {error}") from None
+
+    def ask(self, side: Side, server: Server, run: Run) -> None:
+        """Ask a server as ``vllm bench serve`` does, which writes its result where it has one."""
+        length, clients = run
+        path = self.result(side.name, run)
+        path.unlink(missing_ok=True)
+        command = [*VLLM, "bench", "serve", "--base-url", server.url, "--model", "model"]
+        command += ["--tokenizer", str(side.folder), "--dataset-name", "random"]
+        command += ["--random-input-len", str(length), "--random-output-len", str(self.output_len)]
+        command += ["--max-concurrency", str(clients), "--num-warmups", str(clients)]
+        command += ["--num-prompts", str(max(4 * clients, self.prompts)), "--seed", str(clients)]
+        # Stock refuses any temperature but 1.
+        command += ["--ignore-eos", "--temperature", "1", "--disable-tqdm", "--save-result"]
+        command += ["--result-dir", str(path.parent), "--result-filename", path.name]
+        quiet = {"OPENAI_API_KEY": server.api_key, "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, env=os.environ | quiet, stdout=subprocess.DEVNULL, check=False)
+
+    def read(self, side: str, run: Run) -> dict[str, Any]:
+        """A side's result of a run; errors as of :meth:`of`."""
+        length, clients = run
+        path = self.result(side, run)
+        if not path.exists():
+            wrong = f"{side} did not answer {clients} at once with prompts of {length}"
+        else:
+            found: dict[str, Any] = json.loads(path.read_text())
+            failed, asked = found["failed"], found["num_prompts"]
+            if not failed and found["completed"] == asked:
+                return found
+            wrong = f"{side} at {clients}: {failed} of {asked} requests failed"
+        raise ValueError(f"{self._end_of(side)}\n{wrong}; its log is {self.log(side)}.")
+
+    def _end_of(self, side: str) -> str:
+        return self.said(side)[-LOG_CHARACTERS:]
+
+    def result(self, side: str, run: Run) -> Path:
+        """The file of what a side answered in a run."""
+        length, clients = run
+        return self.out / side / f"{length}-{clients}.json"
 
     def log(self, side: str) -> Path:
         """The file of what a side printed."""
@@ -164,21 +206,3 @@ class Sweep:
     def said(self, side: str) -> str:
         """What a side printed."""
         return self.log(side).read_text(errors="replace")
-
-    def read(self, side: str) -> dict[Run, dict[str, Any]]:
-        """One side's results; errors as of :meth:`of`."""
-        found: dict[Run, dict[str, Any]] = {}
-        for path in (self.out / side).glob("*/summary.json"):
-            (run,) = json.loads(path.read_text())
-            found[run["random_input_len"], run["max_concurrency"]] = run
-        for length, clients in self.runs:
-            run = found.get((length, clients))
-            if run is None:
-                wrong = f"{side} did not answer {clients} at once with prompts of {length}"
-            elif (failed := run["failed"]) or run["completed"] != run["num_prompts"]:
-                wrong = f"{side} at {clients}: {failed} of {run['num_prompts']} requests failed"
-            else:
-                continue
-            tail = self.said(side)[-LOG_CHARACTERS:]
-            raise ValueError(f"{tail}\n{wrong}; its log is {self.log(side)}.")
-        return found

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in three quarters of an hour of one.
+"""Everything that only a GPU can tell, in an hour of one.
 
     python benchmarks/gpu/campaign.py run                   # all of it, on this machine's GPU
     python benchmarks/gpu/campaign.py run --toy             # a rehearsal on the CPU

@@ -20,6 +20,8 @@ from results import Origin, Result
 
 Rows = list[dict[str, Any]]
 Found = dict[str, Result]
+# Of a server for each, as ``bench_serve.py`` names them.
+SIDES = ("ours", "stock")
 # The number that a question's rows hold; ``None`` if they do not.
 Value = Callable[[Rows], float | None]
 
@@ -167,6 +169,16 @@ def _serving() -> Iterator[Figure]:
     """Tokens a second and times to the first token beside stock's, and formats' speeds."""
     sides = "serving-ours serving-stock serving-tuned"
     gemma = predictions.GEMMA
+    for n in (1, 8):
+        for column, words in (
+            ("tokens_a_second", "tokens a second"),
+            ("ms_to_first", "median time to the first token"),
+        ):
+            both = (cell(column, table="serving", side=side, requests=n) for side in SIDES)
+            text = (
+                f"{words}, requests: {n}; over stock on the same GPU, both for 8 requests at most"
+            )
+            yield Figure(text, "serving-both", ratio(*both))
     for n, least in ((1, 1.1), (8, 2), (32, 2.5)):
         value = over_stock("tokens_a_second", max, n)
         text = f"tokens a second, requests: {n}; over the better stock"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import bench_formats
@@ -17,19 +18,18 @@ def run(monkeypatch, tmp_path):
     """Runs the script at toy size, with servers that print a log and drop so many requests."""
 
     def served(log: str, failed: int = 0) -> list[dict[str, Any]]:
-        def serve(sweep: serving.Sweep, side: str, *rest: object) -> None:
-            ((length, clients),) = sweep.runs
-            found = {"random_input_len": length, "max_concurrency": clients, "num_prompts": 1}
-            found |= {"failed": failed, "completed": 1 - failed}
+        def ask(sweep: serving.Sweep, side: serving.Side, _: None, run: serving.Run) -> None:
+            found = {"num_prompts": 1, "failed": failed, "completed": 1 - failed}
             found |= {"output_throughput": 10, "median_itl_ms": 20}
-            # As vLLM does, which overwrites no folder.
-            (sweep.out / side / "run").mkdir(parents=True)
-            (sweep.out / side / "run" / "summary.json").write_text(json.dumps([found]))
-            sweep.log(side).write_text(log if side == "diffusion" else "INFO ready")
+            path = sweep.result(side.name, run)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(found))
+            sweep.log(side.name).write_text(log if side.name == "diffusion" else "INFO ready")
 
         path = tmp_path / "rows.jsonl"
         options = ["--shape", "tiny", "--formats", "bf16", "--steps", "4", "--stock"]
-        monkeypatch.setattr(serving.Sweep, "_serve", serve)
+        monkeypatch.setattr(serving.Sweep, "serve", lambda *_: nullcontext())
+        monkeypatch.setattr(serving.Sweep, "ask", ask)
         monkeypatch.setattr(bench_formats, "experts_touched", lambda folder: 2.0)
         options += ["--copy-rate", "1", "--data", str(path)]
         monkeypatch.setattr(sys, "argv", ["bench_formats.py", *options])

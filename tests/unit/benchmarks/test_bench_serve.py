@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,9 @@ ORDERS = {
 
 
 def write_run(out: Path, side: str, **changes: Any) -> None:
-    """What ``vllm bench sweep`` leaves of one side at one request."""
+    """What ``vllm bench serve`` leaves of one side at one request, and its server's log."""
     speed, first = SPEEDS[side]
     run = {
-        "max_concurrency": 1,
-        "random_input_len": 64,
         "output_throughput": speed,
         "median_ttft_ms": first,
         "failed": 0,
@@ -35,21 +35,36 @@ def write_run(out: Path, side: str, **changes: Any) -> None:
         "num_prompts": 4,
         "median_itl_ms": 34.0,
     }
-    folder = out / side / "BENCH--max_concurrency=1"
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps([run | changes]))
+    (out / side).mkdir()
+    (out / side / "64-1.json").write_text(json.dumps(run | changes))
     log = "INFO Using FLASH_ATTN attention backend out of ...\n"
     (out / f"{side}.log").write_text(log + f"{OURS} {next(iter(ORDERS))}\n" * (side == "ours"))
 
 
-def test_rows(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("together", [False, True])
+def test_rows(tmp_path, monkeypatch, capsys, together):
     """A row for each side, with the time of a pass where a client is alone; ours beside the better stock."""
-    monkeypatch.setattr(serving.Sweep, "_serve", lambda _, side, *rest: write_run(tmp_path, side))
+    running: list[str] = []
+    at_once: list[int] = []
+
+    @contextmanager
+    def serve(_: serving.Sweep, side: serving.Side) -> Iterator[None]:
+        running.append(side.name)
+        yield
+        running.remove(side.name)
+
+    def ask(_: serving.Sweep, side: serving.Side, *rest: object) -> None:
+        at_once.append(len(running))
+        write_run(tmp_path, side.name)
+
+    monkeypatch.setattr(serving.Sweep, "serve", serve)
+    monkeypatch.setattr(serving.Sweep, "ask", ask)
     monkeypatch.setattr(bench_serve, "prepare", lambda *_: None)
     data = tmp_path / "rows.jsonl"
     options = ["--out", str(tmp_path), "--data", str(data), "--concurrency", "1"]
-    options += ["--input-len", "64"]
-    bench_serve.main([*options, "--steps", "16"])
+    options += ["--input-len", "64", "--steps", "16"]
+    bench_serve.main([*options, *["--together"] * together])
+    assert at_once == [3 if together else 1] * 3
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     assert [row["side"] for row in rows] == ["ours", "stock", "tuned"]
     assert [row["tokens_a_second"] for row in rows] == [300.0, 100.0, 200.0]
@@ -77,9 +92,9 @@ def test_failed_requests_are_refused(tmp_path):
     """A side that dropped requests has no speed, nor has one that did not answer; the log says why."""
     write_run(tmp_path, "stock", failed=1)
     with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock at 1: 1 of 4 requests failed"):
-        serving.Sweep(tmp_path, [(64, 1)], 64, 4).read("stock")
+        serving.Sweep(tmp_path, [(64, 1)], 64, 4).read("stock", (64, 1))
     with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock did not answer 8 at once"):
-        serving.Sweep(tmp_path, [(64, 8)], 64, 4).read("stock")
+        serving.Sweep(tmp_path, [(64, 8)], 64, 4).read("stock", (64, 8))
 
 
 def test_folder_of_a_config(tmp_path):
