@@ -9,6 +9,7 @@ one's name; the decoder's is canonical. Only ``layer_scalar`` is stored for both
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -184,8 +185,12 @@ class DiffusionGemmaTensors(TensorRules):
     has_fused_experts = True
 
     def shapes(self, config: Any) -> dict[str, Shape]:
-        from transformers import DiffusionGemmaForBlockDiffusion
+        from transformers import DiffusionGemmaForBlockDiffusion, Gemma4VisionConfig
 
+        if config.vision_config is None:
+            # Its class makes a tower whatever the configuration says.
+            config = copy.copy(config)
+            config.vision_config = Gemma4VisionConfig()
         with torch.device("meta"):
             model = DiffusionGemmaForBlockDiffusion(config)
         tensors = model.state_dict()
