@@ -35,7 +35,7 @@ Kernel = Literal[
 ]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
 CONTEXTS = (300, 3000)
-# Rows of small inputs, and ids of a tile as the sampler cuts them on a GPU.
+# Rows of small inputs, and ids of a tile. The sampler's is a multiple: Triton compiles the same for both.
 MAX_ROWS, TILE = 64, 8192
 
 

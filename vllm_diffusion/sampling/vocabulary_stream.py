@@ -41,14 +41,11 @@ from vllm_diffusion.sampling.kept_rows import (
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead, Walk, one_ahead, one_by_one
 
-# Ids of a tile, on a CPU and on a GPU. Not measured on a GPU yet; by arithmetic, of one canvas of 256 rows
-# at a hidden size of 2816 in bf16 on an H200 (132 multiprocessors, 128 x 128 entries of a product each):
-# a tile of 4096 is projected by 64 of them, and its three kernels take some 15, 6 and 22 us and a gap
-# each, 2.9 ms in all. One of 8192 is projected by 128 of them at once, in 20, 8 and 25 to 44 us: 1.8 to
-# 2.5 ms in half the launches; its embedding rows, 46 MB, stay in the cache (50 MB) between the two
-# products that read them. Those of 16384 do not, which costs 0.3 ms for less than 0.3 ms of gaps. With
-# more rows the products are bound by arithmetic at either size.
-TILE, TILE_ON_GPU = 4096, 8192
+# Ids of a tile, on a CPU and on a GPU. Measured as a graph on an H100, at a hidden size of 2816 in bf16, of
+# tiles of 4096, 8192, 16384 and 32768 ids (docs/develop/gpu-figures.md): one canvas of 256 rows takes 2.38,
+# 2.09, 1.94 and 1.79 ms, 8 take 13.3, 11.7, 11.2 and 11.4, and 32 take 47.3, 46.4, 44.9 and 44.7. What one tile's
+# logits hold grows with it: at the last, half a byte for each logit of the pass.
+TILE, TILE_ON_GPU = 4096, 32768
 # Kept logits hold at most this many bytes for each logit of the pass, and rows go through the
 # vocabulary in groups where that is less than all of those that are kept. One canvas of 256 in bf16
 # is below the second bound: cutting it would read the head's weights again for each group.
