@@ -1,0 +1,131 @@
+"""The law of drafts that are verified, term by term: every outcome of every draw, through the compiled step's own code."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+
+from tests.support.families.law import outcomes
+from tests.support.specs import diffusion_gemma_spec
+from tests.unit.canvas.test_step import idle_pass
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+from vllm_diffusion.canvas.step import CanvasStep
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec, SlotStatistics
+from vllm_diffusion.decoding.entropy_bound import DenoisedDraft
+from vllm_diffusion.decoding.layouts import VerifiedDraft
+from vllm_diffusion.decoding.reveal import LinearSpec
+from vllm_diffusion.requests.arguments import RequestArguments
+
+pytestmark = pytest.mark.engine
+
+VOCAB, CANVAS, LENGTH = 3, 3, 4
+DRAWS = torch.tensor(list(product(range(VOCAB), repeat=CANVAS)))
+SPECS = {
+    # The mask token is one that can be drawn.
+    "one step from masks": CanvasSpec(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=2),
+    "two steps from noise": diffusion_gemma_spec(
+        CANVAS, 2, layout=VerifiedDraft(CANVAS), rule=DenoisedDraft()
+    ),
+}
+
+
+class Toy:
+    """A law of the next token and a draft, both by what was said."""
+
+    def __init__(self, seed: int, quality: float) -> None:
+        """Draw them.
+
+        Args:
+            seed: Of both.
+            quality: Share of the drafted tokens that are the law's likeliest.
+        """
+        self._generator = torch.Generator().manual_seed(seed)
+        self._quality = quality
+        self._laws: dict[tuple[int, ...], torch.Tensor] = {}
+        self._guesses: dict[tuple[int, ...], int] = {}
+
+    def law(self, said: list[int]) -> torch.Tensor:
+        key = tuple(said)
+        if key not in self._laws:
+            self._laws[key] = torch.rand(VOCAB, generator=self._generator).double().softmax(-1)
+        return self._laws[key]
+
+    def draft(self, said: list[int]) -> list[int]:
+        """A canvas whose first token was said."""
+        canvas = said[-1:]
+        while len(canvas) < CANVAS:
+            before = [*said[:-1], *canvas]
+            canvas.append(self._guess(before))
+        return canvas
+
+    def _guess(self, said: list[int]) -> int:
+        key = tuple(said)
+        if key not in self._guesses:
+            is_good = torch.rand((), generator=self._generator) < self._quality
+            guess = torch.randint(VOCAB, (), generator=self._generator)
+            self._guesses[key] = int(self.law(said).argmax() if is_good else guess)
+        return self._guesses[key]
+
+
+def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[int]]:
+    """What is said after a draft and its verification, for each of ``DRAWS``: its last token begins a canvas.
+
+    Args:
+        spec: Of the draft.
+        said: Up to the canvas's first token.
+        draft: The canvas that the rows of every step say.
+    """
+    slots = CanvasSlots(len(DRAWS), spec, VOCAB, torch.device("cpu"))
+    for slot in range(len(DRAWS)):
+        slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
+    slots.apply_staged_writes()
+    step = CanvasStep(slots, emits_when_done=False, compile_backend=None)
+    zeros = torch.zeros(DRAWS.shape)
+
+    def run(drawn: torch.Tensor, **changes: torch.Tensor) -> list[int]:
+        output = step(
+            SlotStatistics(drawn, drawn, zeros, zeros), idle_pass(len(DRAWS))._replace(**changes)
+        )
+        return output.num_emitted.tolist()
+
+    everyone = torch.ones(len(DRAWS), dtype=torch.bool)
+    rows = torch.full((len(DRAWS),), CANVAS, dtype=torch.int32)
+    run(torch.full(DRAWS.shape, said[-1]), seeding=everyone)
+    for _ in range(spec.max_denoising_steps):
+        # What stands at the first position is no draft's.
+        assert run(torch.tensor([[VOCAB - 1, *draft[1:]]] * len(DRAWS)), num_rows=rows) == [
+            0
+        ] * len(DRAWS)
+    assert slots.canvas.tolist() == [draft] * len(DRAWS)
+    emitted = run(DRAWS, num_rows=rows)
+    return [
+        [*said[:-1], *draft[:num], first]
+        for num, first in zip(emitted, slots.canvas[:, 0].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", SPECS)
+def test_law(name: str, quality: float) -> None:
+    """Each sequence is as likely as drawn token after token, whatever the draft says."""
+    toy = Toy(seed=1, quality=quality)
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    open_ends = {(token,): float(p) for token, p in enumerate(toy.law([]))}
+    while open_ends:
+        said, probability = open_ends.popitem()
+        if len(said) >= LENGTH:
+            found[said[:LENGTH]] += probability
+            continue
+        draft = toy.draft(list(said))
+        laws = [toy.law([*said[:-1], *draft[: i + 1]]) for i in range(CANVAS)]
+        for drawn, after in zip(
+            DRAWS.tolist(), verified(SPECS[name], list(said), draft), strict=True
+        ):
+            share = prod(float(law[token]) for law, token in zip(laws, drawn, strict=True))
+            key = tuple(after)
+            open_ends[key] = open_ends.get(key, 0.0) + probability * share
+    assert found == pytest.approx(outcomes(toy.law, LENGTH), rel=1e-9)
