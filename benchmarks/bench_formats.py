@@ -137,7 +137,7 @@ def measure(
     def row(
         side: str, made: Path, experts: float, *options: str, **variables: str
     ) -> dict[str, Any]:
-        found = sweep.of([Side(side, made, [*words, *options], variables)])[side][run]
+        ((_, _, found),) = sweep.of([Side(side, made, [*words, *options], variables)])
         denoises = "diffusion" in side
         size = pass_bytes(
             config,

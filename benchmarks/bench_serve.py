@@ -120,15 +120,12 @@ def main(argv: list[str] | None = None) -> None:
             if name in options.sides
         ]
         for some in [sides] if options.together else [[side] for side in sides]:
-            for name, found in sweep.of(some).items():
-                for run in runs:
-                    rows[run].append(row(name, run, found[run], options, sweep.said(name)))
+            for name, run, found in sweep.of(some):
+                rows[run].append(row(name, run, found, options, sweep.said(name)))
+                data.add("serving", **rows[run][-1])
     except ValueError as error:
         sys.exit(str(error))
     print(place())
-    for some in rows.values():
-        for one in some:
-            data.add("serving", **one)
     for run, some in rows.items():
         print(f"{run}: {compared(some)}")
     print(f"logs and results: {out}")

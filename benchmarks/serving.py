@@ -122,8 +122,8 @@ class Sweep:
     prompts: int
     start_seconds: int = 1800
 
-    def of(self, sides: Sequence[Side]) -> dict[str, dict[Run, dict[str, Any]]]:
-        """Serve the sides at once, and ask them in turns; the results of each in every run.
+    def of(self, sides: Sequence[Side]) -> Iterator[tuple[str, Run, dict[str, Any]]]:
+        """Serve the sides at once, and ask them in turns; each result as it comes, and whose it is.
 
         Raises:
             ValueError: If a server does not start, a result is missing, or a request failed.
@@ -133,14 +133,14 @@ class Sweep:
             for run in self.runs:
                 for side, server in zip(sides, servers, strict=True):
                     self.ask(side, server, run)
-        return {side.name: {run: self.read(side.name, run) for run in self.runs} for side in sides}
+                    yield side.name, run, self.read(side.name, run)
 
     @contextmanager
     def serve(self, side: Side) -> Iterator[Server]:
-        """Run a side's server. Its log is kept, however it ends.
+        """Run a side's server.
 
         Raises:
-            ValueError: If it does not start.
+            ValueError: If it does not start; its log is kept.
         """
         load_format = "auto" if any(side.folder.glob("*.safetensors")) else "dummy"
         command = [*VLLM, "serve", str(side.folder), "--host", HOST, "--port", "{port}"]
@@ -156,13 +156,12 @@ class Sweep:
         try:
             with server:
                 yield server
-                shutil.copy(server.log_path, self.log(side.name))
         except ServerError as error:
             shutil.move(server.log_path, self.log(side.name))
             raise ValueError(f"{self._end_of(side.name)}\n{side.name}: {error}") from None
 
     def ask(self, side: Side, server: Server, run: Run) -> None:
-        """Ask a server as ``vllm bench serve`` does, which writes its result where it has one."""
+        """Ask a server as ``vllm bench serve`` does, which writes a result if it has one; keep the log by then."""
         length, clients = run
         path = self.result(side.name, run)
         path.unlink(missing_ok=True)
@@ -176,6 +175,7 @@ class Sweep:
         command += ["--result-dir", str(path.parent), "--result-filename", path.name]
         quiet = {"OPENAI_API_KEY": server.api_key, "HF_HUB_OFFLINE": "1"}
         subprocess.run(command, env=os.environ | quiet, stdout=subprocess.DEVNULL, check=False)
+        shutil.copy(server.log_path, self.log(side.name))
 
     def read(self, side: str, run: Run) -> dict[str, Any]:
         """A side's result of a run; errors as of :meth:`of`."""

@@ -103,7 +103,8 @@ class Figure:
     def measured(self, found: Found) -> str | None:
         """The value, and whether the target is met; ``None`` while it is open."""
         mine = [found.get(name) for name in self.experiments.split()]
-        done = [one for one in mine if one is not None and one.state == "done"]
+        # What had measured something when its time was up has measured that.
+        done = [one for one in mine if one is not None and one.state in ("done", "cut")]
         value = self.value([row for one in done for row in one.rows])
         if value is None or len(done) < len(mine):
             return None
