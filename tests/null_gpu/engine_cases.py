@@ -235,6 +235,12 @@ def runner_of(llm: Any) -> Any:
     return worker_of(llm).model_runner
 
 
+def verifies(llm: Any) -> bool:
+    """Whether what is served drafts, and verifies its drafts."""
+    spec = getattr(runner_of(llm).vllm_config.model_config, "canvas_spec", None)
+    return spec is not None and spec.layout.verifies
+
+
 def kernels_of(config: Any) -> dict[str, Any]:
     """Kinds of the attention layers, as they are and as the self-check takes them; and what serves."""
     from vllm_diffusion.attention.backend import CanvasAttentionImpl
@@ -299,7 +305,9 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
 def steady_pass(llm: Any, kind: str) -> dict[str, int]:
     """What one pass of three requests asks of the driver, once everything has been compiled and allocated."""
     engine = llm.llm_engine
-    ids = [f"steady {kind} {i}" for i in range(3)]
+    # Drafts that keep nothing for some passes end their requests.
+    kept = "verified" if verifies(llm) else "steady"
+    ids = [f"{kept} {kind} {i}" for i in range(3)]
     for request_id in ids:
         params = params_of(kind, max_tokens=300)
         engine.add_request(request_id, {"prompt_token_ids": PROMPT}, params)
