@@ -7,7 +7,7 @@
 Three servers take turns: ours, stock as it comes, and stock tuned; each answers every ``--concurrency``
 with prompts of every ``--input-len``. With ``--together`` all of them run at once and are asked in turns,
 where a GPU has the memory: ``--options='--kv-cache-memory-bytes 5368709120 --max-num-seqs 8'``. Families that stock
-does not have are served by ours alone.
+does not have are served by ours alone, and so are DiffusionGemma's other ways (``--sides ours autoregressive``).
 Each canvas takes exactly ``--steps`` denoising steps and answers ignore their end, so that all do the
 same work. Without a GPU the shipped checkpoint is served at small settings, which shows that the
 script works and nothing else. ``bench_routing.py`` says which experts such answers touch.
@@ -16,6 +16,7 @@ script works and nothing else. ``bench_routing.py`` says which experts such answ
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -39,6 +40,14 @@ SIDES: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": (STOCK, []),
     "tuned": (STOCK, TUNED),
 }
+# The same of the ways in which DiffusionGemma decodes besides: of random weights a draft keeps next to nothing.
+WAYS = {
+    rule: (
+        SIDES["ours"][0],
+        ["--additional-config", json.dumps({"diffusion": {"rule": rule, **settings}})],
+    )
+    for rule, settings in {"autoregressive": {}, "linear_spec": {"draft_length": 8}}.items()
+}
 
 
 def row(
@@ -47,10 +56,10 @@ def row(
     """One line of the table.
 
     ``ms_a_pass`` is known where one request runs at a time: a canvas comes as one chunk, after the
-    passes of its order.
+    passes of its order; token after token each takes a pass, and drafts have two kinds.
     """
     length, clients = asked
-    passes = passes_of(log, options.steps)
+    passes = {"autoregressive": 1, "linear_spec": None}.get(side, passes_of(log, options.steps))
     return {
         "model": options.model.name,
         "drafted": "--speculative-config" in options.options,
@@ -60,7 +69,7 @@ def row(
         "requests": clients,
         "tokens_a_second": round(run["output_throughput"], 1),
         "ms_to_first": round(run["median_ttft_ms"], 1),
-        "ms_a_pass": round(run["median_itl_ms"] / passes, 3) if clients == 1 else None,
+        "ms_a_pass": round(run["median_itl_ms"] / passes, 3) if passes and clients == 1 else None,
     }
 
 
@@ -73,7 +82,7 @@ def attention_of(log: str) -> str:
 
 def compared(rows: list[dict[str, Any]]) -> str:
     """Ours against the better stock, in tokens a second and in first-token time each by itself."""
-    sides = {row["side"]: row for row in rows}
+    sides = {row["side"]: row for row in rows if row["side"] in SIDES}
     ours = sides.pop("ours", None)
     if ours is None or not sides:
         return ""
@@ -91,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     length = 1024 if ON_GPU else 64
     parser.add_argument("--model", type=Path, default=HERE / model)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    sides = SIDES | WAYS
+    parser.add_argument("--sides", nargs="+", choices=sides, default=list(SIDES))
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32] if ON_GPU else [1, 2, 4]
     )
@@ -114,12 +124,12 @@ def main(argv: list[str] | None = None) -> None:
     try:
         prepare(options.model, folder, options.steps)
         words = ["--max-model-len", str(options.max_model_len)]
-        sides = [
+        asked = [
             Side(name, folder, [*words, *own, *shlex.split(options.options)], variables)
-            for name, (variables, own) in SIDES.items()
+            for name, (variables, own) in sides.items()
             if name in options.sides
         ]
-        for some in [sides] if options.together else [[side] for side in sides]:
+        for some in [asked] if options.together else [[side] for side in asked]:
             for name, run, found in sweep.of(some):
                 rows[run].append(row(name, run, found, options, sweep.said(name)))
                 data.add("serving", **rows[run][-1])
@@ -127,7 +137,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(str(error))
     print(place())
     for run, some in rows.items():
-        print(f"{run}: {compared(some)}")
+        if line := compared(some):
+            print(f"{run}: {line}")
     print(f"logs and results: {out}")
 
 

@@ -219,6 +219,16 @@ def _serving() -> Iterator[Figure]:
         yield Figure(f"tuned experts at {n} rows, FP8: time before over after", "experts", value)
 
 
+def _ways() -> Iterator[Figure]:
+    """DiffusionGemma's three ways; random weights keep one token of a draft, the certain one."""
+    for n in (1, 8, 32):
+        predicted = predictions.by_way(n, kept=1)
+        for rule in ("autoregressive", "linear_spec"):
+            value = cell("tokens_a_second", table="serving", side=rule, requests=n)
+            text = f"`rule: {rule}`, tokens a second, requests: {n}"
+            yield Figure(text, "ways", value, predicted=predicted[rule])
+
+
 def _families() -> Iterator[Figure]:
     """What masked families and a draft take, in shapes of published checkpoints."""
     ours = {"table": "serving", "side": "ours"}
@@ -262,6 +272,7 @@ def _families() -> Iterator[Figure]:
 
 FIGURES = (
     *_serving(),
+    *_ways(),
     *_families(),
     Figure(
         "kernels and their graphs, executed: those that are not as the reference, or as the eager call",
