@@ -24,10 +24,10 @@ def test_a_server_answers(tmp_path):
     unchecked = ("--additional-config", '{"diffusion": {"self_check": "off"}}')
     # What a pass emits would else be what memory happens to hold that no kernel has written.
     decided = ("--worker-extension-cls", "tests.null_gpu.decided_outcomes.DecidedOutcomes")
-    options = ("--max-num-batched-tokens", "512", *unchecked, *decided)
+    options = (*unchecked, *decided)
     server = start_server(SHIPPED, tmp_path / "log", *options, **variables)
     try:
-        body = {"prompt": "a", "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
+        body = {"prompt": "a " * 200, "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
         answer = server.post("/v1/completions", body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
