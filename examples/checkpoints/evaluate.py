@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from format_comparison import Distribution, FormatRun, table, wilson_interval
-from tiny_tasks import FAMILIES, Example, Size, evaluation_set, is_correct
+from tiny_tasks import FAMILIES, TOOL_FAMILY, Example, Size, evaluation_set, is_correct
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -235,7 +235,10 @@ def is_sdar(checkpoint: Path) -> bool:
 def prompt_token_ids(tokenizer, example: Example) -> list[int]:
     """The chat as the template writes it, up to where the answer begins."""
     return tokenizer.apply_chat_template(
-        example.messages, add_generation_prompt=True, return_dict=False
+        example.messages,
+        tools=list(example.tools) or None,
+        add_generation_prompt=True,
+        return_dict=False,
     )
 
 
@@ -307,7 +310,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=shipped_checkpoint())
     parser.add_argument("--engine", choices=("transformers", "vllm", "both"), default="both")
     parser.add_argument("--num-prompts", type=int, default=500, help="per family")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=(*FAMILIES, TOOL_FAMILY),
+        default=list(FAMILIES),
+        help="default: the six without tools",
+    )
     parser.add_argument(
         "--size",
         choices=("one", "few", "many"),

@@ -1,9 +1,10 @@
 """Tasks with checkable answers that the tiny checkpoint is trained and evaluated on.
 
-Six families have one right answer each (``FAMILIES``); ``prose`` and ``chat`` have fixed texts and
-are trained on, but not scored. Everything is drawn from a ``random.Random``, so a seed gives the
-same examples everywhere. A question (the text of the last user turn, without filler around it) is
-held out by its hash: training never draws such a question, in any context; evaluation draws
+Six families have one right answer each (``FAMILIES``). So has ``weather``, questions about a city
+beside a declared tool, which is apart so that the prompts of the six stay what they were; ``prose``
+and ``chat`` have fixed texts and are trained on, but not scored. Everything is drawn from a
+``random.Random``, so a seed gives the same examples everywhere. A question (the text of the last
+user turn, without filler around it) is held out by its hash: training never draws such a question, in any context; evaluation draws
 nothing else. What a held-out question is made of (the pair 7 and 8, the word "cat") does occur
 in training, inside other questions.
 
@@ -25,6 +26,7 @@ Size = Literal["one", "few", "many"]
 Context = Literal["plain", "filler", "turns"]
 
 FAMILIES = ("sums", "reverse", "upper", "json", "count", "list")
+TOOL_FAMILY = "weather"
 UNCHECKED_FAMILIES = ("prose", "chat")
 
 # One question in ten belongs to the evaluation split.
@@ -87,15 +89,68 @@ _STORIES = {
         "the next, so that fruit can grow, and it brings honey home."
     ),
 }
+_GREETING = "Hello! Ask me to add numbers, reverse words or count."
+_IDENTITY = "I am a tiny diffusion model with two million parameters."
+_ABILITIES = "I can add, reverse, count, number lists and write JSON."
+_WELCOME = "You are welcome."
+# Without the end mark and in lower case: people type them with any, or none.
 _CHATS = {
-    "Hello": "Hello! Ask me to add numbers, reverse words or count.",
-    "Hello!": "Hello! Ask me to add numbers, reverse words or count.",
-    "Hi": "Hello! Ask me to add numbers, reverse words or count.",
-    "Who are you?": "I am a tiny diffusion model with two million parameters.",
-    "What can you do?": "I can add, reverse, count, number lists and write JSON.",
-    "Thank you": "You are welcome.",
-    "Thanks!": "You are welcome.",
+    "hello": _GREETING,
+    "hello there": _GREETING,
+    "hi": _GREETING,
+    "hi there": _GREETING,
+    "hey": _GREETING,
+    "good morning": _GREETING,
+    "who are you": _IDENTITY,
+    "what are you": _IDENTITY,
+    "what can you do": _ABILITIES,
+    "help": _ABILITIES,
+    "thank you": _WELCOME,
+    "thank you very much": _WELCOME,
+    "thanks": _WELCOME,
+    "thanks a lot": _WELCOME,
 }
+_END_MARKS = ("", "!", ".", "?")
+
+# Cities of weather questions: these, or any word with a capital letter.
+_WEATHER_CITIES = (
+    *("Amsterdam", "Athens", "Berlin", "Boston", "Cairo", "Chicago", "Delhi", "Dublin", "Lima"),
+    *("Lisbon", "London", "Madrid", "Moscow", "Mumbai", "Munich", "Nairobi", "New York", "Oslo"),
+    *("Paris", "Prague", "Rome", "San Francisco", "Seattle", "Seoul", "Shanghai", "Singapore"),
+    *("Stockholm", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw", "Zurich"),
+)
+_WEATHER_WORDINGS = (
+    "What is the weather in {}?",
+    "What's the weather in {}?",
+    "What is the weather like in {}?",
+    "What's the weather like in {} today?",
+    "How is the weather in {}?",
+    "How is the weather in {} today?",
+    "How warm is it in {}?",
+    "Weather in {}?",
+    "Tell me the weather in {}.",
+)
+_UNITS = ("celsius", "fahrenheit")
+_TOOL_NAMES = ("get_weather", "get_weather", "get_weather", "get_current_weather")
+_TOOL_DESCRIPTIONS = (
+    "Get the weather",
+    "Get the weather of a city",
+    "Get the current weather in a city.",
+    "Get current weather for a location.",
+    "Get the current weather in a given location",
+    "The weather of a city",
+)
+_CITY_DESCRIPTIONS = (
+    "The city",
+    "City name",
+    "The name of the city",
+    "City and country",
+    "The city, e.g. Paris",
+    "The city and state, e.g. San Francisco, CA",
+)
+_OTHER_TOOLS = (("get_time", "Get the time", "zone"), ("search", "Search the web", "query"))
+_SKIES = ("sunny", "rainy", "cloudy", "windy", "foggy", "clear", "snow")
+_NO_TOOL = "I can ask for the weather where a get_weather tool is given."
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "Be exact.")
 
 
@@ -113,16 +168,27 @@ class Example:
     system: str = ""
     # Not empty: the template is rendered with thinking on and this thought precedes the answer.
     thought: str = ""
+    # Declared in the system turn, as an OpenAI client sends them.
+    tools: tuple[dict[str, Any], ...] = ()
+    # Messages after the question: the call that the model made, and its result.
+    after: tuple[dict[str, Any], ...] = ()
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        """Chat messages as an OpenAI client sends them, last the user's."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+    def is_call(self) -> bool:
+        """Whether the answer is a tool call, after which the result follows in the same turn."""
+        return self.answer.startswith("<|tool_call>")
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Chat messages as an OpenAI client sends them, last the user's or a tool's result."""
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
         for question, answer in self.turns:
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": self.filler + self.question})
-        return messages
+        return messages + list(self.after)
 
     @property
     def is_held_out(self) -> bool:
@@ -132,8 +198,8 @@ class Example:
 
 
 def is_correct(example: Example, text: str) -> bool:
-    """Exact match with the answer, apart from white space around it."""
-    return text.strip() == example.answer
+    """Exact match with the answer, apart from control tokens and white space around it."""
+    return text.strip() == re.sub(r'<\|?[a-z_"]+\|?>', "", example.answer)
 
 
 def answer_question(question: str) -> str:
@@ -341,6 +407,113 @@ def draw_question(rng: random.Random, family: str, size: Size, *, held_out: bool
             return example
 
 
+def _weather_parameter(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """The parameter that takes the city, and a tool's schema around it."""
+    name = rng.choice(("city", "location"))
+    city = {"type": "string"}
+    if rng.random() < 0.5:
+        city["description"] = rng.choice(_CITY_DESCRIPTIONS)
+    schema: dict[str, Any] = {"type": "object", "properties": {name: city}}
+    if rng.random() < 0.4:
+        schema["properties"]["unit"] = {"type": "string", "enum": list(_UNITS)}
+    if rng.random() < 0.8:
+        schema["required"] = [name]
+    if rng.random() < 0.2:
+        schema["additionalProperties"] = False
+    return name, schema
+
+
+def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _weather_tools(rng: random.Random, name: str, schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tool for the weather, sometimes beside another one."""
+    # Of a description that was never seen, nothing depends either.
+    description = rng.choice(_TOOL_DESCRIPTIONS) if rng.random() < 0.8 else _filler(rng)[:40]
+    tools = [_tool(name, description, schema)]
+    if rng.random() < 0.15:
+        other, about, parameter = rng.choice(_OTHER_TOOLS)
+        properties = {parameter: {"type": "string"}}
+        tools.append(_tool(other, about, {"type": "object", "properties": properties}))
+        rng.shuffle(tools)
+    return tools
+
+
+def _weather_report(rng: random.Random) -> tuple[str, str]:
+    """What a tool may answer, as text or JSON, and the same in the words of the answer."""
+    degrees, sky = rng.randint(-9, 39), rng.choice(_SKIES)
+    kind = rng.random()
+    if kind < 0.4:
+        return (report := f"{degrees} degrees, {sky}"), report
+    if kind < 0.6:
+        return (report := f"{sky}, {degrees} C"), report
+    keys = rng.choice((("temperature", "condition"), ("temp", "sky")))
+    values = dict(zip(keys, (degrees, sky), strict=True))
+    return json.dumps(values), ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def draw_weather(rng: random.Random, *, held_out: bool, with_result: bool = False) -> Example:
+    """A question about a city's weather beside a declared tool, from one side of the split.
+
+    Args:
+        rng: The stream's generator.
+        held_out: The side of the split.
+        with_result: The call has been made and answered; what is left is to say the result.
+    """
+    while True:
+        known = rng.random() < 0.5
+        city = rng.choice(_WEATHER_CITIES) if known else _word(rng).capitalize()
+        question = rng.choice(_WEATHER_WORDINGS).format(city)
+        name = rng.choice(_TOOL_NAMES)
+        parameter, schema = _weather_parameter(rng)
+        arguments = {parameter: city}
+        if "unit" in schema["properties"] and rng.random() < 0.5:
+            arguments["unit"] = rng.choice(_UNITS)
+            question = f"{question[:-1]} in {arguments['unit'].capitalize()}{question[-1]}"
+        values = ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in arguments.items())
+        call = f"<|tool_call>call:{name}{{{values}}}<tool_call|>"
+        tools = tuple(_weather_tools(rng, name, schema))
+        example = Example(TOOL_FAMILY, question, call, tools=tools)
+        if example.is_held_out == held_out:
+            break
+    if not with_result:
+        return example
+    content, said = _weather_report(rng)
+    function = {"name": name, "arguments": arguments}
+    result = {"role": "tool", "content": content}
+    if rng.random() < 0.5:
+        result["name"] = name
+    after = ({"role": "assistant", "content": None, "tool_calls": [{"function": function}]}, result)
+    return replace(example, answer=f"Weather in {city}: {said}.", after=after)
+
+
+def _draw_chat(rng: random.Random) -> Example:
+    """A greeting, thanks or a question about the model, in the casings and end marks people type."""
+    text = rng.choice(list(_CHATS))
+    casing = rng.choices((str.capitalize, str.lower, str.title, str.upper), (45, 40, 8, 7))[0]
+    is_asked = text.startswith(("who", "what"))
+    mark = rng.choices(_END_MARKS, (30, 2, 2, 66) if is_asked else (50, 30, 15, 5))[0]
+    return Example("chat", casing(text) + mark, _CHATS[text])
+
+
+def _draw_tool_example(rng: random.Random) -> Example:
+    """Mostly a call; also what follows it, and the two cases in which there is nothing to call."""
+    kind = rng.random()
+    if kind < 0.7:
+        return draw_weather(rng, held_out=False)
+    if kind < 0.8:
+        return draw_weather(rng, held_out=False, with_result=True)
+    example = draw_weather(rng, held_out=False)
+    if kind < 0.84:
+        return replace(example, tools=(), answer=_NO_TOOL)
+    other = draw_question(rng, rng.choice(FAMILIES), "one", held_out=False)
+    if rng.random() < 0.4:
+        other = _draw_chat(rng)
+    return replace(other, tools=example.tools)
+
+
 def add_context(rng: random.Random, example: Example, context: Context) -> Example:
     """Put filler sentences or earlier turns (never held-out ones) before the question."""
     if context == "plain":
@@ -355,7 +528,7 @@ def add_context(rng: random.Random, example: Example, context: Context) -> Examp
             ]
             turns = tuple((turn.question, turn.answer) for turn in earlier)
             longer = replace(example, turns=turns)
-        if sum(len(message["content"]) for message in longer.messages) >= _MIN_CONTEXT_CHARS:
+        if sum(len(message["content"] or "") for message in longer.messages) >= _MIN_CONTEXT_CHARS:
             return longer
 
 
@@ -375,8 +548,9 @@ def draw_training_example(
         wording = rng.choice(("Tell me about the {}.", "Tell a story: {}."))
         example = Example(family, wording.format(topic), _STORIES[topic])
     elif family == "chat":
-        question = rng.choice(list(_CHATS))
-        example = Example(family, question, _CHATS[question])
+        example = _draw_chat(rng)
+    elif family == TOOL_FAMILY:
+        example = _draw_tool_example(rng)
     else:
         size_weights = (50, 45, 5) if short else (25, 50, 25)
         size: Size = rng.choices(("one", "few", "many"), size_weights)[0]
@@ -386,7 +560,8 @@ def draw_training_example(
     example = add_context(rng, example, context)
     if rng.random() < 0.06:
         example = replace(example, system=rng.choice(_SYSTEM_PROMPTS))
-    if rng.random() < 0.04:
+    # After a tool's result the template goes on in the turn, past the place of a thought.
+    if rng.random() < 0.04 and not example.after:
         example = replace(example, thought=f"Task: {family}.")
     return example
 
@@ -394,13 +569,13 @@ def draw_training_example(
 def evaluation_set(
     family: str, num_prompts: int = 500, seed: int = 0, size: Size | None = None
 ) -> list[Example]:
-    """Held-out prompts of a checked family, all different.
+    """Held-out prompts of a checked family or of ``weather``, all different.
 
     Every fourth has an answer of ``many`` items (over three canvases or more), every fifth has
     filler or earlier turns before it (a context of more than three windows).
 
     Args:
-        family: One of ``FAMILIES``.
+        family: One of ``FAMILIES``, or ``weather``: calls alone.
         num_prompts: How many; a smaller set is a prefix of a larger one.
         seed: Another seed gives another set from the same split.
         size: Questions of this size alone, and nothing before them.
@@ -411,7 +586,10 @@ def evaluation_set(
     while len(examples) < num_prompts:
         idx = len(examples)
         drawn: Size = size or ("many" if idx % 4 == 0 else rng.choice(("one", "few")))
-        example = draw_question(rng, family, drawn, held_out=True)
+        if family == TOOL_FAMILY:
+            example = draw_weather(rng, held_out=True)
+        else:
+            example = draw_question(rng, family, drawn, held_out=True)
         if size is None and idx % 5 == 0:
             example = add_context(rng, example, rng.choice(("filler", "turns")))
         key = (example.question, example.filler, example.turns)

@@ -42,9 +42,10 @@ EMA_DECAY = 0.995
 
 
 def tokenize(tokenizer, example: Example) -> Row:
-    """Prompt and response token ids; the response ends with ``<turn|>``."""
+    """Prompt and response token ids; the response ends with ``<turn|>``, or where a result follows."""
     prompt = tokenizer.apply_chat_template(
         example.messages,
+        tools=list(example.tools) or None,
         tokenize=False,
         add_generation_prompt=True,
         enable_thinking=bool(example.thought),
@@ -53,7 +54,9 @@ def tokenize(tokenizer, example: Example) -> Row:
     if example.thought:
         response = EMPTY_THOUGHT.replace("\n", f"\n{example.thought}\n") + response
     encode = tokenizer.backend_tokenizer.encode
-    return encode(prompt).ids, [*encode(response).ids, TOKEN_ID["<turn|>"]]
+    # The published model hands over to the tool by the token that opens the result.
+    end = TOKEN_ID["<|tool_response>" if example.is_call else "<turn|>"]
+    return encode(prompt).ids, [*encode(response).ids, end]
 
 
 def row_stream(
@@ -157,12 +160,12 @@ class Muon(torch.optim.Optimizer):
 def _orthogonalise(x: Tensor) -> Tensor:
     """Nearest orthogonal matrices, roughly: singular values of [N, R, C] come close to 1."""
     wide = x.mT if x.shape[1] > x.shape[2] else x
-    y = wide.bfloat16()
+    # In float32: processors without bfloat16 of their own take seven times as long for it.
+    y = wide
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = y @ y.mT
         y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
-    y = y.float()
     return y.mT if x.shape[1] > x.shape[2] else y
 
 
@@ -258,7 +261,7 @@ def optimise(
     torch.manual_seed(args.seed + 1000 * step + rank)
     stream = batches(args.seed + step, lambda: progress < args.short_part)
     for batch in stream:
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+        with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=args.bf16):
             named = losses(batch)
         sum(named.values()).backward()
         minutes = (time.monotonic() - start) / 60

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
 import hypothesis
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,15 +22,18 @@ sys.path.insert(0, str(EXAMPLES))
 
 import tiny_model  # noqa: E402
 import tiny_sdar  # noqa: E402
+import tiny_training  # noqa: E402
 from evaluate import wilson_interval  # noqa: E402
 from tiny_tasks import (  # noqa: E402
     FAMILIES,
+    TOOL_FAMILY,
     UNCHECKED_FAMILIES,
     Example,
     add_context,
     answer_question,
     draw_question,
     draw_training_example,
+    draw_weather,
     evaluation_set,
     is_correct,
 )
@@ -58,6 +63,50 @@ def test_draw_question(seed, family, size, held_out):
     assert is_correct(example, f" {example.answer}\n")
     assert not is_correct(example, example.answer + "x")
     assert not is_correct(example, "")
+
+
+@given(seeds, st.booleans(), st.booleans())
+def test_draw_weather(seed, held_out, with_result):
+    """Of its side; the call is one of the declared tool's, as its schema has it, and names the city that was asked for."""
+    example = draw_weather(random.Random(seed), held_out=held_out, with_result=with_result)
+    assert example.is_held_out == held_out
+    assert example.is_call != with_result
+    if with_result:
+        (call,) = example.after[0]["tool_calls"]
+        city = next(iter(call["function"]["arguments"].values()))
+        assert example.answer.startswith(f"Weather in {city}: ")
+        return
+    name, arguments = re.fullmatch(
+        r"<\|tool_call>call:(\w+)\{(.*)\}<tool_call\|>", example.answer
+    ).groups()
+    pairs = dict(pair.split(":", 1) for pair in arguments.split(","))
+    values = {
+        key: value.removeprefix('<|"|>').removesuffix('<|"|>') for key, value in pairs.items()
+    }
+    tool = next(t["function"] for t in example.tools if t["function"]["name"] == name)
+    jsonschema.validate(values, tool["parameters"] | {"additionalProperties": False})
+    assert next(iter(values.values())) in example.question
+    assert is_correct(example, f"call:{name}{{{arguments}}}".replace('<|"|>', ""))
+
+
+def test_a_call_ends_where_its_result_begins(tokenizer):
+    """As the published model hands over; whatever else is answered ends the turn, and tools stand in the prompt."""
+    rng = random.Random(0)
+    for with_result, end in ((False, "<|tool_response>"), (True, "<turn|>")):
+        example = draw_weather(rng, held_out=False, with_result=with_result)
+        prompt, response = tiny_training.tokenize(tokenizer, example)
+        assert response[-1] == tiny_model.TOKEN_ID[end]
+        assert example.tools[0]["function"]["name"] in tokenizer.decode(prompt)
+
+
+@given(seeds)
+def test_greetings_in_any_writing(seed):
+    """What people type gets the answer of the same words in lower case."""
+    example = draw_training_example(random.Random(seed), {"chat": 1.0}, short=True)
+    said = example.question.lower().rstrip("!.?")
+    again = draw_training_example(random.Random(seed), {"chat": 1.0}, short=True)
+    assert example == again
+    assert ("You are welcome" in example.answer) == said.startswith("thank")
 
 
 @pytest.mark.parametrize(
