@@ -26,7 +26,6 @@ import tiny_training  # noqa: E402
 from evaluate import wilson_interval  # noqa: E402
 from tiny_tasks import (  # noqa: E402
     FAMILIES,
-    TOOL_FAMILY,
     UNCHECKED_FAMILIES,
     Example,
     add_context,
