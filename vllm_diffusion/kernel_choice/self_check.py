@@ -160,9 +160,10 @@ def checked_choices(
         NothingRightError: Naming the kernel.
     """
     record = Record(folder, facts_of(gpu))
-    began = time.monotonic()
     fresh: dict[str, Outcome] = {}
     with record.locked(), CheckProcess(device, seconds=SECONDS) as process:
+        # Behind the lock: another start's check is not this one's time.
+        began = time.monotonic()
         known = {} if forgets else record.read()
 
         def check(case: KernelCase) -> Outcome:
