@@ -1,10 +1,10 @@
-"""Imports point one way: down the floors of docs/develop/architecture.md."""
+"""Imports point one way: down the floors of docs/develop/architecture.md, and never in a circle."""
 
 from __future__ import annotations
 
 import re
 
-from tests.support.house import ROOT, arrows
+from tests.support.house import ROOT, arrows, circles
 
 
 def floors() -> list[list[str]]:
@@ -20,3 +20,8 @@ def test_imports_point_down() -> None:
     assert {room for arrow in arrows() for room in arrow[:2]} == set(floor)
     wrong = {f"{path} -> {to}" for at, to, path in arrows() if at != to and floor[at] >= floor[to]}
     assert not wrong
+
+
+def test_no_circles() -> None:
+    """No files import one another, for type checkers alone either."""
+    assert not circles()
