@@ -13,7 +13,6 @@ from attention_kernels.canvas_attention.batch import (
     AttentionOptions,
     PagedCache,
     Sequences,
-    Window,
     check_query,
 )
 from attention_kernels.canvas_attention.reference import canvas_attention_reference
@@ -33,7 +32,7 @@ def canvas_attention(
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Paged attention of sequences whose head is causal and whose tail is a canvas.
+    """Paged attention of sequences whose head is causal and whose tail is a canvas: a plan that runs at once.
 
     Of a sequence with L keys the last Q are queries: row r stands at position p = L - Q + r. With
     c = ``causal_rows`` of the sequence and its canvas starting at s = L - Q + c, key j is seen by
@@ -65,16 +64,11 @@ def canvas_attention(
         ValueError: If shapes, dtypes, devices or options disagree.
         NotImplementedError: If ``impl`` cannot run these inputs.
     """
-    sequences = _checked(query, cache, sequences, out, impl)
+    run = plan_canvas_attention(query, cache, sequences, options, out=out, impl=impl)
     if out is None:
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    if query.numel() == 0 or sequences.seq_lens.numel() == 0:
-        return out
-    chosen = _choose(query) if impl == "auto" else impl
-    if chosen == "reference":
-        canvas_attention_reference(query, cache, sequences, options, out)
-    else:
-        _call_operator(query, cache, sequences, options, out, chosen)
+    if query.numel() > 0 and sequences.seq_lens.numel() > 0:
+        run(query, cache, out)
     return out
 
 
@@ -198,104 +192,10 @@ def _choose(query: Tensor) -> Impl:
             reason = f"no kernel takes {query.dtype} with head_dim {query.shape[2]}"
         else:
             choice = "triton"
-    # A compiler that traces this function must not find a log call in it.
-    if not torch.compiler.is_compiling():
-        _log_choice(choice, reason)
+    _log_choice(choice, reason)
     return choice
 
 
 @functools.cache
 def _log_choice(choice: str, reason: str) -> None:
     logger.info("canvas attention runs %s: %s.", choice, reason)
-
-
-def _call_operator(
-    query: Tensor,
-    cache: PagedCache,
-    sequences: Sequences,
-    options: AttentionOptions,
-    out: Tensor,
-    impl: str,
-) -> None:
-    """Call kernels through an operator of PyTorch: a compiler that traces the call finds one node."""
-    window = options.window
-    _canvas_attention(
-        query,
-        cache.key,
-        cache.value,
-        sequences.block_table,
-        sequences.query_start_loc,
-        sequences.seq_lens,
-        sequences.causal_rows,
-        out,
-        sequences.row_spans,
-        *_parts(cache.key_scale),
-        *_parts(cache.value_scale),
-        options.scale,
-        options.softcap,
-        window.left,
-        window.right,
-        window.anchor,
-        options.most_splits,
-        sequences.query_bound,
-        sequences.key_bound,
-        impl,
-    )
-
-
-def _parts(scale: float | Tensor | None) -> tuple[Tensor | None, float | None]:
-    """Return a scale as an operator takes it: on the device, or as a number."""
-    return (scale, None) if isinstance(scale, Tensor) else (None, scale)
-
-
-@torch.library.custom_op("attention_kernels::canvas_attention", mutates_args=("out",))
-def _canvas_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    causal_rows: Tensor,
-    out: Tensor,
-    row_spans: Tensor | None,
-    key_scale: Tensor | None,
-    key_factor: float | None,
-    value_scale: Tensor | None,
-    value_factor: float | None,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    window_anchor: str,
-    most_splits: int,
-    max_query_len: int,
-    max_seq_len: int,
-    impl: str,
-) -> None:
-    window = Window(window_left, window_right, "canvas" if window_anchor == "canvas" else "query")
-    _kernels(impl).attend(
-        query,
-        PagedCache(
-            key_cache,
-            value_cache,
-            key_factor if key_scale is None else key_scale,
-            value_factor if value_scale is None else value_scale,
-        ),
-        Sequences(
-            block_table,
-            query_start_loc,
-            seq_lens,
-            causal_rows,
-            row_spans,
-            max_query_len,
-            max_seq_len,
-        ),
-        AttentionOptions(scale, softcap, window, most_splits),
-        out,
-    )
-
-
-@_canvas_attention.register_fake
-def _(*args: object) -> None:
-    """Write ``out`` and return nothing."""

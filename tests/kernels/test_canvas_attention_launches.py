@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
 from attention_kernels.testing import assert_within_error_budget
@@ -219,29 +218,6 @@ def test_programs_of_a_launch(canvases, context, window, grid):
             kernels.Cut(config),
         )
     assert launch.grid == grid
-
-
-def test_canvas_attention_op():
-    """The operator passes torch's own checks."""
-    batch = make_batch([4, 3], [10, 9], [2, 0])
-    tensors = [tensor for name, tensor in batch.tensors().items() if name != "row_spans"]
-    out = torch.zeros_like(batch.query)
-    options = (0.2, 0.0, 5, -1, "canvas", 8, 7, 32, "triton")
-    arguments = (*tensors, out, None, None, None, None, None, *options)
-    torch.library.opcheck(torch.ops.attention_kernels.canvas_attention.default, arguments)
-
-
-@pytest.mark.parametrize("impl", ["triton"])
-def test_canvas_attention_compiled(impl):
-    """The public function traces into one graph and computes the same bits."""
-    batch = make_batch([4, 3], [10, 9], [2, 0])
-
-    def doubled(query: Tensor) -> Tensor:
-        arguments = {**batch.tensors(), "query": query}
-        return attend(**arguments, scale=0.2, left=5, impl=impl) * 2
-
-    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(batch.query), doubled(batch.query))
 
 
 @pytest.mark.gpu
