@@ -16,6 +16,7 @@ import pydantic
 import pytest
 
 from tests.support.checkpoints import copy_checkpoint
+from tests.support.torch_offloading import CONNECTOR
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -471,6 +472,23 @@ def test_target_device_set(tmp_path: Path) -> None:
     assert "unset VLLM_TARGET_DEVICE" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("connector", "words"),
+    [
+        ({"kv_connector": "NixlConnector"}, "NixlConnector is not supported for a diffusion model"),
+        ({"kv_connector": "MultiConnector"}, "MultiConnector is not"),
+        ({"kv_connector": "Own", "kv_connector_module_path": "somebodys"}, "Own is not"),
+        ({"kv_connector": "OffloadingConnector"}, "--kv-offloading-size needs a GPU"),
+        (CONNECTOR, "add --language-model-only"),
+    ],
+    ids=["nixl", "several", "own", "on a CPU", "images"],
+)
+def test_connectors(connector: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """None carries the cache to another server; to the memory of a GPU's machine one does, without pictures."""
+    transfer = {"kv_role": "kv_both", **connector}
+    assert words in refusal(copy_checkpoint(tmp_path), kv_transfer_config=transfer)
+
+
 KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
 
 
@@ -480,11 +498,7 @@ KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
         ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
         (
             {
-                "kv_transfer_config": {
-                    "kv_connector": "MemoryConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_module_path": "tests.support.memory_connector",
-                },
+                "kv_transfer_config": CONNECTOR,
                 "language_model_only": True,
             },
             ["--kv-transfer-config"],

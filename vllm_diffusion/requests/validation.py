@@ -165,7 +165,7 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
             "others, or leave min_tokens out.",
             params.allowed_token_ids,
         )
-    _check_transfers(params, model_config)
+    _check_transfers(params)
     for field, reason in bounds.text_problems(params):
         refuse(field, reason)
     for field, reason, value in bounds.sampling_problems(params):
@@ -213,18 +213,12 @@ def check_logprobs(params: Any, model_config: Any, num_slots: int) -> None:
         )
 
 
-def _check_transfers(params: Any, model_config: Any) -> None:
+def _check_transfers(params: Any) -> None:
     """vLLM's protocol checks its own fields of these names, and not those within vllm_xargs."""
-    extra = params.extra_args or {}
-    value = extra.get("ec_transfer_params")
-    if value is not None and not isinstance(value, Mapping):
-        refuse("ec_transfer_params", f"must be a mapping; got {reprlib.repr(value)}.")
-    value = extra.get("kv_transfer_params")
-    transfer_config = getattr(model_config, "kv_transfer_config", None)
-    if value is not None and (
-        problem := bounds.transfer_form_problem(value, params.n, transfer_config)
-    ):
-        refuse(*problem)
+    for name in ("ec_transfer_params", "kv_transfer_params"):
+        value = (params.extra_args or {}).get(name)
+        if value is not None and not isinstance(value, Mapping):
+            refuse(name, f"must be a mapping; got {reprlib.repr(value)}.")
 
 
 def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
-from vllm.outputs import RequestError
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -36,7 +35,6 @@ from vllm_diffusion.scheduling.features import (
     ReturnedPart,
     SchedulerFeature,
 )
-from vllm_diffusion.scheduling.kv_transfer import KVTransfer
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
@@ -75,7 +73,6 @@ class CanvasScheduling(Scheduler):
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = PassCounters()
-        self._transfer = KVTransfer(self, spec)
         keeps_last = plugin_settings(self.vllm_config).keep_last_canvas
         self._last_canvas = LastCanvas(self, spec, keeps_last and not self.is_async)
         self._read_groups = ReadGroups()
@@ -87,7 +84,6 @@ class CanvasScheduling(Scheduler):
         # In the order in which each verb is called.
         self._features: tuple[SchedulerFeature, ...] = (
             self._last_canvas,
-            self._transfer,
             self._read_groups,
             self.stuck,
             self.constraints,
@@ -118,12 +114,7 @@ class CanvasScheduling(Scheduler):
             request.max_tokens = min(request.max_tokens, num_read)
         if request.lora_request is not None:
             request.lora_request = AdapterLoad.of(request.lora_request)
-        problem = self._transfer.prepare(request)
         super().add_request(request)
-        if problem:
-            # Stock's way to refuse a request that it has taken.
-            error = RequestError("validation_error", problem)
-            self.grammar_compile_error_reqs[request.request_id] = error
         for feature in self._features:
             feature.add_request(request)
 
@@ -186,7 +177,6 @@ class CanvasScheduling(Scheduler):
             max_model_len=self.max_model_len,
             canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
-            is_prefilled_only=self._transfer.is_prefilled_only(request),
             awaits_output=self._awaits_output(request),
             narrows_later=request.num_output_placeholders > 0,
             shares_prompt=self._fuses_prompt and not may_be_repeated,
@@ -235,7 +225,6 @@ class CanvasScheduling(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client, ended in refused.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(ended.outputs)
-        self._transfer.end_prefilled(scheduler_output, outputs)
         for feature in self._features:
             feature.finish_pass(outputs)
         self._last_canvas.finish_encoded()
@@ -330,15 +319,23 @@ class CanvasScheduling(Scheduler):
         self._last_canvas.drop_all()
         return super().reset_prefix_cache(*args, **kwargs)
 
-    # A connector moves blocks of the cache.
+    # Blocks of the cache move to the CPU's memory and back (--kv-offloading-size).
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         super()._update_waiting_for_remote_kv(request)
         # Stock would compute the last token again, which begins no block.
-        request.num_computed_tokens = self._transfer.num_final(request.num_computed_tokens)
+        request.num_computed_tokens -= self.spec.num_given(request.num_computed_tokens)
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self._transfer.offer_final(request)
+        """Offer final keys and values alone: by computed tokens, and by blocks that have a hash.
+
+        The rows of a canvas in flight are noise, and so are those of an answer's last canvas that is not
+        encoded.
+        """
+        if self.connector is not None:
+            num_final = request.num_computed_tokens - request.num_in_flight_tokens
+            request.num_computed_tokens = max(0, min(num_final, request.num_tokens))
+            del request.block_hashes[request.num_computed_tokens // self.hash_block_size :]
         return super()._connector_finished(request)
 
 

@@ -28,7 +28,6 @@ from vllm_diffusion.startup.denoising_settings import (
     log_differences,
 )
 from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
-from vllm_diffusion.startup.kv_connectors import check_kv_connectors
 from vllm_diffusion.startup.machine import is_vllm_cpu_build
 from vllm_diffusion.startup.options import check_options
 from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
@@ -208,7 +207,6 @@ class BlockDiffusionEngineConfig:
         passes.set_max_num_seqs(vllm_config, max_num_seqs)
         # The configuration carries it to the API process, the scheduler and the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
-        vllm_config.model_config.kv_transfer_config = vllm_config.kv_transfer_config
         _check_mask(vllm_config.model_config, spec)
         _check_blocks(vllm_config, spec)
         backend, own = (
@@ -218,7 +216,6 @@ class BlockDiffusionEngineConfig:
         if (problem := spec.layout.attention_problem(backend, own)) is not None:
             raise ValueError(problem)
         check_options(vllm_config)
-        check_kv_connectors(vllm_config)
         passes.choose_media(vllm_config)
         _check_weights(vllm_config, cls.tensor_rules())
         check_room(vllm_config)

@@ -156,6 +156,8 @@ def _looking(
     return model_config
 
 
+# Connectors of vLLM that carry blocks of the cache no further than this machine's memory.
+_OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SCHEDULERS = "vllm_diffusion.scheduling.canvas_scheduler"
 
 
@@ -178,6 +180,11 @@ def check_options(vllm_config: VllmConfig) -> None:
                 "kv_cache_dtypes": " or ".join(_cache_dtypes(vllm_config)),
             }
             raise ValueError(refusal(name, **values))
+    if _offloads_cache(vllm_config) and _takes_images(vllm_config):
+        raise ValueError(
+            "--kv-offloading-size lets clients send embeddings in place of images, which DiffusionGemma does "
+            "not take; add --language-model-only, or leave it out."
+        )
 
 
 def _field(config: Any, path: str) -> Any:
@@ -234,6 +241,26 @@ def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _offloads_cache(vllm_config: VllmConfig) -> bool:
+    """Return true if blocks of the cache move to this machine's memory and back, by vLLM's own means."""
+    transfer = vllm_config.kv_transfer_config
+    connector = transfer and transfer.kv_connector
+    return vllm_config.cache_config.kv_offloading_size is not None or connector in _OFFLOADING
+
+
+def _copies_from_a_gpu(vllm_config: VllmConfig) -> bool:
+    """Return true for an offloaded cache, but by a specification outside vLLM, which copies by itself."""
+    transfer = vllm_config.kv_transfer_config
+    extra = (transfer and transfer.kv_connector_extra_config) or {}
+    return _offloads_cache(vllm_config) and not extra.get("spec_module_path")
+
+
+def _takes_images(vllm_config: VllmConfig) -> bool:
+    """Return true if clients may send embeddings in place of images, as they may wherever a cache is loaded."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return multimodal is not None and not multimodal.language_model_only
 
 
 def _transfers_between_gpus(vllm_config: VllmConfig) -> bool:
@@ -297,8 +324,9 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--quantization": _quantises_while_loading,
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
-    "--kv-offloading-size": (
-        lambda config: config.cache_config.kv_offloading_size is not None and _is_cpu()
+    "--kv-offloading-size": lambda config: _copies_from_a_gpu(config) and _is_cpu(),
+    "--kv-transfer-config": (
+        lambda config: config.kv_transfer_config is not None and not _offloads_cache(config)
     ),
     "--offload-group-size": (
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()

@@ -47,7 +47,6 @@ def requests(draw: st.DrawFn) -> ScheduledRequest:
         max_model_len=num_computed + num_uncomputed + room,
         canvas_width=draw(st.integers(1, LENGTH)),
         is_at_prompt=draw(st.booleans()),
-        is_prefilled_only=draw(st.booleans()),
         awaits_output=draw(st.booleans()),
         narrows_later=draw(st.booleans()),
         shares_prompt=draw(st.booleans()),
@@ -69,7 +68,6 @@ def test_a_canvas_runs_whole_or_not_at_all(
         assert rows.num_added == num_canvas
         assert rows.num_rows <= request.num_left
     if num_canvas > 0:
-        assert not request.is_prefilled_only
         whole = LENGTH if layout in BLOCKS else min(request.canvas_width, request.room)
         assert num_canvas >= whole > 0
         if layout in BLOCKS:

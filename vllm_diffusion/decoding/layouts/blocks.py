@@ -81,7 +81,7 @@ class AlignedBlock(CanvasLayout):
             and request.num_computed + num_rows + self.length <= request.max_model_len
             and num_rows + self.length <= request.num_left
         )
-        if has_canvas and fits and not request.is_prefilled_only:
+        if has_canvas and fits:
             return ScheduledRows(num_rows + self.length, self.length)
         return ScheduledRows(num_rows)
 

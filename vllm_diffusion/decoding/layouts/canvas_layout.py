@@ -32,7 +32,6 @@ class ScheduledRequest(NamedTuple):
         max_model_len: Tokens of the longest sequence.
         canvas_width: Positions of the request's canvas.
         is_at_prompt: True if no canvas of the request has been scheduled yet.
-        is_prefilled_only: True if the request ends with its prompt.
         awaits_output: True if the next canvas depends on a pass in flight.
         narrows_later: True if a pass in flight may move on to a last, narrower canvas.
         shares_prompt: True if the pass that ends the prompt may run the canvas behind it.
@@ -47,7 +46,6 @@ class ScheduledRequest(NamedTuple):
     max_model_len: int
     canvas_width: int
     is_at_prompt: bool
-    is_prefilled_only: bool
     awaits_output: bool
     narrows_later: bool
     shares_prompt: bool
@@ -149,8 +147,6 @@ class CanvasLayout:
     def rows(self, request: ScheduledRequest) -> ScheduledRows:
         """Return the rows that a request runs in a pass: a canvas whole or not at all."""
         known = max(min(request.num_granted, request.num_uncomputed), 0)
-        if request.is_prefilled_only:
-            return ScheduledRows(min(request.num_granted, request.num_uncomputed))
         if request.is_at_prompt:
             return self._rows_of_prompt(request, known)
         if request.awaits_output:
