@@ -52,7 +52,7 @@ def test_kinds_of_use() -> None:
     assert uses["vllm.v1.worker.gpu.pp_utils:PPHandler.broadcast"] == "overridden"
     assert uses["vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel"] == "kernel"
     assert uses["vllm.model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS"] == "private"
-    assert uses["vllm.v1.request:Request._all_token_ids"] == "private"
+    assert uses["vllm.config.parallel:ParallelConfig._api_process_count"] == "private"
     assert uses["vllm.v1.worker.gpu.attn_utils:build_attn_metadata"] == "called"
 
 
