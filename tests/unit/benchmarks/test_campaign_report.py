@@ -107,6 +107,18 @@ def test_what_failed_answers_nothing():
     assert "| kernels | timed out | 3.0 | why | `python x` |" in said
 
 
+def test_what_was_cut_answers_by_the_rows_it_has():
+    """A row is a measurement; that none of the kernels is wrong takes all of them."""
+    row = {"table": "attention", "layer": "sliding", "requests": 1, "context": 1024}
+    row |= {"which": "stock-triton", "anchor": "query", "of_ours": 1.5}
+    kernels = [{"table": "kernels", "state": "right"}]
+    origin, found = group(H200, attention=[row], kernels=kernels)
+    cut = {name: replace(result, state="cut", reason="why") for name, result in found.items()}
+    said = report.table([(origin, cut)])
+    assert "stock-triton over ours | none | 5.89 | `attention` | 1.5" in said
+    assert said.count("| open |") == len(report.FIGURES) - 1
+
+
 @pytest.mark.parametrize(
     "origin",
     [replace(H200, toy=True), replace(H200, machine=MACHINE | {"gpu": None})],
