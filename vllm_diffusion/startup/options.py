@@ -243,11 +243,15 @@ def _is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _offloads_cache(vllm_config: VllmConfig) -> bool:
-    """Return true if blocks of the cache move to this machine's memory and back, by vLLM's own means."""
+def _connector(vllm_config: VllmConfig) -> str | None:
     transfer = vllm_config.kv_transfer_config
-    connector = transfer and transfer.kv_connector
-    return vllm_config.cache_config.kv_offloading_size is not None or connector in _OFFLOADING
+    return None if transfer is None else transfer.kv_connector
+
+
+def _offloads_cache(vllm_config: VllmConfig) -> bool:
+    """Return true if blocks of the cache move to this machine's memory and back."""
+    size = vllm_config.cache_config.kv_offloading_size
+    return size is not None or _connector(vllm_config) in _OFFLOADING
 
 
 def _copies_from_a_gpu(vllm_config: VllmConfig) -> bool:
@@ -325,9 +329,7 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
     "--kv-offloading-size": lambda config: _copies_from_a_gpu(config) and _is_cpu(),
-    "--kv-transfer-config": (
-        lambda config: config.kv_transfer_config is not None and not _offloads_cache(config)
-    ),
+    "--kv-transfer-config": (lambda config: _connector(config) not in (None, *_OFFLOADING)),
     "--offload-group-size": (
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
     ),
