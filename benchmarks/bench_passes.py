@@ -3,7 +3,6 @@
     python benchmarks/bench_passes.py
     python benchmarks/bench_passes.py --checkpoint PATH --rounds 5
     python benchmarks/bench_passes.py --load
-    python benchmarks/bench_passes.py --chat
 
 Each order serves the same held-out prompts of the shipped checkpoint in a process of its own:
 answers of one canvas and of several, alone and in a batch. A pass is counted whenever the engine
@@ -11,9 +10,6 @@ schedules one. Stock's own class runs on the same platform, and draws its own no
 
 With ``--load`` the same 64 prompts are served 1, 8 and 32 at a time, and rows are counted for each
 token of the answers (``tests/support/row_counts.py``). Padding is what the graphs of a GPU would add.
-
-With ``--chat`` each turn's prompt is the whole chat so far and a held-out prompt, which shows what
-``keep_last_canvas`` costs and saves; the engine runs empty between turns, as it does while somebody reads.
 """
 
 from __future__ import annotations
@@ -39,25 +35,15 @@ from vllm_diffusion.startup.passes import capture_sizes
 
 ORDERS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "separate": {"additional_config": {"diffusion": {"fused_encode": False}}},
     "asynchronous": {"async_scheduling": True},
     "stock, sync": {"async_scheduling": False},
     "stock, async": {"async_scheduling": True},
-}
-# Those of a chat, in which a reply's last canvas is kept or not.
-KEEPS = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
-CHAT_ORDERS: dict[str, dict[str, Any]] = {
-    "fused": {},
-    "fused, kept": KEEPS,
-    "asynchronous": {"async_scheduling": True},
-    "asynchronous, kept": {"async_scheduling": True, **KEEPS},
 }
 BATCH = 4
 MAX_TOKENS = 192
 # Requests at once, of all prompts of a load.
 AT_ONCE = (1, 8, 32)
 NUM_PROMPTS = 64
-TURNS = 4
 Found = list[dict[str, Any]]
 
 
@@ -93,7 +79,7 @@ def engine(order: str, options: argparse.Namespace, max_num_seqs: int, **changes
         max_model_len=1024,
         max_num_seqs=max_num_seqs,
         language_model_only=True,
-        **((ORDERS | CHAT_ORDERS)[order] | changes),
+        **(ORDERS[order] | changes),
     )
 
 
@@ -166,43 +152,6 @@ def serve(order: str, options: argparse.Namespace) -> Found:
     return found
 
 
-def serve_chat(order: str, options: argparse.Namespace) -> Found:
-    """Passes of the answers and behind them, tokens of the prompts, and rows that were encoded."""
-    from vllm_diffusion.metrics import request_metrics
-
-    llm = engine(order, options, 2)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    schedule = scheduler.schedule
-    scheduled: list[int] = []
-
-    # Counted when a pass begins: one that is on its way when the answer comes is not behind it.
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        scheduled.append(output.total_num_scheduled_tokens)
-        return output
-
-    scheduler.schedule = counting
-    totals = dict.fromkeys(("passes", "behind", "prompt", "computed"), 0)
-    history: list[int] = []
-    said, canvas_rows = [], 0
-    for turn, prompt in enumerate(prompts_of(llm.get_tokenizer(), several_canvases(TURNS))):
-        history += prompt
-        before = sum(map(bool, scheduled))
-        asked = {"prompt_token_ids": list(history)}
-        (output,) = llm.generate([asked], params(order, turn), use_tqdm=False)
-        answered = sum(map(bool, scheduled))
-        while scheduler.has_requests():
-            llm.llm_engine.step()
-        canvas_rows += request_metrics(output.outputs[0]).canvas_rows
-        totals["passes"] += answered - before
-        totals["behind"] += sum(map(bool, scheduled)) - answered
-        totals["prompt"] += len(history)
-        totals["computed"] += len(history) - output.num_cached_tokens
-        said.append(list(output.outputs[0].token_ids))
-        history += said[-1]
-    return [{**totals, "encoded": sum(scheduled) - canvas_rows, "said": said}]
-
-
 def in_a_process(order: str, options: argparse.Namespace) -> Found:
     """What one order serves, in a process of its own."""
     print(f"serving: {order}", file=sys.stderr, flush=True)
@@ -216,7 +165,7 @@ def in_a_process(order: str, options: argparse.Namespace) -> Found:
         out = Path(folder) / "rows.json"
         command = [sys.executable, __file__, "--orders", order, "--out", str(out)]
         command += ["--checkpoint", options.checkpoint, "--rounds", str(options.rounds)]
-        command += ["--load"] * options.load + ["--chat"] * options.chat
+        command += ["--load"] * options.load
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())
 
@@ -226,18 +175,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", default=str(shipped_checkpoint()))
     parser.add_argument("--rounds", type=int, default=5, help="timed repetitions")
     parser.add_argument("--orders", nargs="+", help="default: all")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--load", action="store_true", help="count rows at 1, 8 and 32 requests")
-    what.add_argument("--chat", action="store_true", help="count a chat of four turns")
+    parser.add_argument("--load", action="store_true", help="count rows at 1, 8 and 32 requests")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    known = CHAT_ORDERS if options.chat else ORDERS
-    orders = options.orders or list(known)
-    if unknown := set(orders) - known.keys():
-        parser.error(f"--orders: no {min(unknown)!r} among {', '.join(map(repr, known))}")
-    table, measure = "passes", serve
-    if options.load or options.chat:
-        table, measure = ("rows", serve_load) if options.load else ("chat", serve_chat)
+    orders = options.orders or list(ORDERS)
+    if unknown := set(orders) - ORDERS.keys():
+        parser.error(f"--orders: no {min(unknown)!r} among {', '.join(map(repr, ORDERS))}")
+    table, measure = ("rows", serve_load) if options.load else ("passes", serve)
     if options.out:
         options.out.write_text(json.dumps(measure(orders[0], options)))
         return

@@ -50,11 +50,7 @@ def oracle(checkpoint):
     return Oracle(checkpoint)
 
 
-# test_execution_modes.py has the separate order in every run.
-@pytest.fixture(
-    scope="module",
-    params=["fused", pytest.param("separate", marks=pytest.mark.slow), "asynchronous"],
-)
+@pytest.fixture(scope="module", params=["fused", "asynchronous"])
 def order(request):
     """How finished canvases are encoded and passes scheduled."""
     return request.param

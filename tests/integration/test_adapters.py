@@ -273,14 +273,9 @@ def test_bad_adapter(served, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("order", ["asynchronous", "separate"])
-def test_other_orders(tmp_path, order):
-    """Where only the device knows which canvases are the encoder's, or they have passes of their own."""
-    options = {
-        "asynchronous": {"async_scheduling": True},
-        "separate": {"additional_config": {"diffusion": {"fused_encode": False}}},
-    }[order]
-    served = Served(tmp_path, **options)
+def test_asynchronous_order(tmp_path):
+    """Where only the device knows which canvases are the encoder's."""
+    served = Served(tmp_path, async_scheduling=True)
     try:
         for name in (*ADAPTERS, None):
             check_parity(served, name, prompt_of(CANVAS, seed=1))

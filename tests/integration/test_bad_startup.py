@@ -489,28 +489,11 @@ def test_connectors(connector: dict[str, Any], words: str, tmp_path: Path) -> No
     assert words in refusal(copy_checkpoint(tmp_path), kv_transfer_config=transfer)
 
 
-KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
-        (
-            {
-                "kv_transfer_config": CONNECTOR,
-                "language_model_only": True,
-            },
-            ["--kv-transfer-config"],
-        ),
-    ],
-    ids=["no-prefix-cache", "connector"],
-)
-def test_keep_last_canvas_refused(options: Any, words: list[str], tmp_path: Path) -> None:
-    """Where the last canvas cannot be kept, both options are named."""
-    message = refusal(copy_checkpoint(tmp_path), **KEEP, **options)
-    for word in [*words, "keep_last_canvas"]:
-        assert word in message
+@pytest.mark.parametrize("name", ["fused_encode", "keep_last_canvas"])
+def test_settings_that_are_gone(name: str, tmp_path: Path) -> None:
+    """Each says what is done now."""
+    message = refusal(copy_checkpoint(tmp_path), additional_config={"diffusion": {name: True}})
+    assert f"{name} is gone: " in message
 
 
 SKIP = {"additional_config": {"diffusion": {"skip_unlikely": True}}}
@@ -525,20 +508,6 @@ def test_skip_unlikely_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     message = refusal(copy_checkpoint(tmp_path), **SKIP)
     assert "skip_unlikely" in message
     assert "VLLM_BATCH_INVARIANT" in message
-
-
-def test_keep_last_canvas_retention(tmp_path: Path) -> None:
-    """Dense unless the operator says how sparse; vLLM's default without the setting."""
-    checkpoint = copy_checkpoint(tmp_path)
-
-    def retention(**options: Any) -> int | None:
-        interval = configure(checkpoint, **options).cache_config.prefix_cache_retention_interval
-        assert interval is None or isinstance(interval, int)
-        return interval
-
-    assert retention() == 0
-    assert retention(**KEEP) is None
-    assert retention(**KEEP, prefix_cache_retention_interval=64) == 64
 
 
 @pytest.mark.parametrize("given", [None, 3, 8, 128, 256])

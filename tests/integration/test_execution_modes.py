@@ -56,10 +56,9 @@ def expected(oracle):
     ("options", "order"),
     [
         ({"async_scheduling": True}, "async, encode separate"),
-        ({"additional_config": {"diffusion": {"fused_encode": False}}}, "sync, encode separate"),
         ({}, "sync, encode fused with the next canvas"),
     ],
-    ids=["asynchronous", "separate encode", "default"],
+    ids=["asynchronous", "default"],
 )
 def test_order_of_passes(options, order, checkpoint, expected, monkeypatch):
     """Whatever is scheduled when, the answers are those of the reference."""
@@ -152,25 +151,6 @@ def test_stages_in_a_small_cache(is_async, num_stages, checkpoint, expected):
     answer = run_engine(job)
     assert [request["tokens"] for request in answer["batches"][0]] == expected
     assert answer["num_preemptions"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_stages_keep_the_last_canvas(checkpoint):
-    """An answer is encoded behind its end there too, and the next turn reads it from the cache."""
-    found = []
-    for num_stages in (1, 2):
-        job = generation_job(
-            checkpoint,
-            pipeline_parallel_size=num_stages,
-            additional_config={"diffusion": {"keep_last_canvas": True}},
-        )
-        job["batches"] = [job["batches"][0][:1]]
-        job["then_read"] = {"params": {"max_tokens": CANVAS, "ignore_eos": True, "seed": 9}}
-        found.append(run_engine(job)["batches"])
-    assert found[0] == found[1]
-    # A prompt of 20 tokens and three canvases, in blocks of 16.
-    assert found[1][1][0]["num_cached_tokens"] == (20 + 3 * CANVAS) // 16 * 16
 
 
 def test_bfloat16(checkpoint, oracle):

@@ -23,7 +23,7 @@ BLOCK = 16
         "fused",
         *(
             pytest.param(order, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
-            for order in ("separate", "asynchronous", "stages", "asynchronous stages")
+            for order in ("asynchronous", "stages", "asynchronous stages")
         ),
     ],
 )
@@ -37,9 +37,6 @@ def engine(
         pipeline_parallel_size=2 if "stages" in request.param else 1,
         # Layers with a window keep the blocks of answers too.
         prefix_cache_retention_interval=None,
-        additional_config={
-            "diffusion": {"fused_encode": False} if request.param == "separate" else {}
-        },
         kv_transfer_config=CONNECTOR,
     ) as engine:
         yield engine

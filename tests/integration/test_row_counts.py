@@ -25,7 +25,6 @@ def engine(order):
         max_num_seqs=AT_ONCE,
         async_scheduling=order == "asynchronous",
         enable_prefix_caching=False,
-        additional_config={"diffusion": {"fused_encode": False} if order == "separate" else {}},
     ) as engine:
         yield engine
 

@@ -10,7 +10,6 @@ from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
-from vllm_diffusion.requests.arguments import READ_GROUP
 
 pytestmark = pytest.mark.engine
 
@@ -22,7 +21,6 @@ def engine(checkpoint, order):
     with TracedEngine(
         checkpoint,
         async_scheduling=order == "asynchronous",
-        additional_config={"diffusion": {"fused_encode": False} if order == "separate" else {}},
         # Room for about one request of the longest length in the cache.
         kv_cache_memory_bytes=1024**2,
         max_num_batched_tokens=5 * CANVAS,
@@ -30,10 +28,6 @@ def engine(checkpoint, order):
         prefix_cache_retention_interval=None,
     ) as engine:
         yield engine
-
-
-# Passes of their own that a prompt and a finished canvas take, and whether the last one takes it too.
-EXTRA_PASSES = {"fused": (0, 0, False), "separate": (1, 1, False), "asynchronous": (0, 1, True)}
 
 
 @pytest.mark.parametrize("num_canvases", [1, 3, 5])
@@ -45,12 +39,13 @@ def test_passes_to_the_unit(engine, order, num_canvases):
     )
     metrics = request_metrics(output)
     assert len(metrics.denoise_steps_per_canvas) == num_canvases
-    for_prompt, per_canvas, also_last = EXTRA_PASSES[order]
-    num_encoded = num_canvases if also_last else num_canvases - 1
-    num_extra = for_prompt + per_canvas * num_encoded
+    is_async = order == "asynchronous"
+    # Each canvas has a pass of its own there that encodes it, the last one too.
+    num_encoded = num_canvases if is_async else num_canvases - 1
+    num_extra = num_canvases if is_async else 0
     assert metrics.passes == num_extra + sum(metrics.denoise_steps_per_canvas)
     assert metrics.encode_rows == len(prompt) + CANVAS * num_encoded
-    if not also_last:
+    if not is_async:
         num_canvas_rows = CANVAS * sum(metrics.denoise_steps_per_canvas)
         assert metrics.canvas_rows == metrics.projected_rows == num_canvas_rows
 
@@ -74,19 +69,18 @@ def counting(engine):
 READ = {"diffusion_read_only": True, "diffusion_max_steps": 1, "diffusion_canvas_length": 8}
 
 
-def test_a_read_of_one_step_takes_one_pass(engine, order):
+def test_a_read_of_one_step_takes_one_pass(engine):
     """Prompt and step together; behind a long prompt's chunks with the last of them."""
-    apart = order == "separate"
     for length, num_chunks in ((1, 1), (16, 1), (70, 1), (8 * CANVAS, 2)):
         with counting(engine) as rows:
             (output,) = engine.generate(
                 [prompt_of(length, seed=50 + length)], seeds=[1], max_tokens=8, extra_args=READ
             )
-        assert len(rows) == request_metrics(output).passes == num_chunks + apart
+        assert len(rows) == request_metrics(output).passes == num_chunks
         assert sum(rows) == length + 8
 
 
-def test_reads_of_one_text_take_one_pass(engine, order):
+def test_reads_of_one_text_take_one_pass(engine):
     """The text is computed once; what each asks of it, and its canvas, stand beside it."""
     text = prompt_of(64, seed=61)
     prompts = [text + prompt_of(3 + i, seed=62 + i) for i in range(4)]
@@ -94,33 +88,13 @@ def test_reads_of_one_text_take_one_pass(engine, order):
     seeds = [1, 2, 3, 4]
     with counting(engine) as rows:
         together = engine.generate(prompts, seeds=seeds, **wanted)
-    assert len(rows) == 1 + (order == "separate")
+    assert len(rows) == 1
     # The block that a text ends in is nobody else's: 64 tokens, what follows them, and canvases.
     assert sum(rows) == 64 + 3 + 4 + 5 + 6 + 4 * 8
     for prompt, seed, read in zip(prompts, seeds, together, strict=True):
         assert engine.llm.reset_prefix_cache()
         (alone,) = engine.generate([prompt], seeds=[seed], **wanted)
         assert alone.token_ids == read.token_ids
-
-
-def test_reads_that_belong_together_wait_for_each_other(engine, order):
-    """Though an engine without work hears of them one after another."""
-    text, llm_engine = prompt_of(64, seed=63), engine.llm.llm_engine
-    with counting(engine) as rows:
-        for i in range(3):
-            llm_engine.add_request(
-                f"read {i}",
-                {"prompt_token_ids": text + prompt_of(3 + i, seed=64 + i)},
-                engine.sampling_params(
-                    seed=i, max_tokens=8, extra_args=READ | {READ_GROUP: ["decision", 3]}
-                ),
-            )
-            if i < 2:
-                llm_engine.step()
-        while llm_engine.has_unfinished_requests():
-            llm_engine.step()
-    assert len(rows) == 1 + (order == "separate")
-    assert sum(rows) == 64 + 3 + 4 + 5 + 3 * 8
 
 
 def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):

@@ -88,7 +88,6 @@ def settings(**diffusion: Any) -> dict[str, Any]:
 
 def orders() -> Iterator[Case]:
     yield gemma("order: asynchronous", tuple(KINDS), async_scheduling=True)
-    yield gemma("order: separate", tuple(KINDS), **settings(fused_encode=False))
 
 
 def process_starts() -> Iterator[Case]:

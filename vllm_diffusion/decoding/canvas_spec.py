@@ -141,18 +141,17 @@ class CanvasSpec:
         """
         return 0 if self.layout.starts_from_commit or self.rule.can_finish_kv else 1
 
-    def why_prompt_apart(self) -> str | None:
-        """Return why the end of a prompt and its canvas cannot share a pass; ``None`` if they can."""
-        if self.layout.starts_from_commit:
-            return "this model's canvases begin with a token that the encoding pass gives"
-        return None
+    def fuses_prompt(self) -> bool:
+        """Return true if the end of a prompt and its canvas can share a pass.
 
-    def why_encoded_apart(self, is_async: bool) -> str | None:
-        """Return why a finished canvas and the next cannot share a pass; ``None`` if they can."""
-        if self.layout.starts_from_commit:
-            return self.why_prompt_apart()
-        if is_async:
-            return "--async-scheduling does not know in time which step converges"
-        if self.rule.can_finish_kv:
-            return "this model's last step mostly leaves nothing to encode"
-        return None
+        A canvas that begins with a token of the encoding pass waits for it.
+        """
+        return not self.layout.starts_from_commit
+
+    def fuses_encode(self, is_async: bool) -> bool:
+        """Return true if a finished canvas and the next one can share a pass.
+
+        The asynchronous order does not know in time which step converges, and a last step that mostly
+        leaves final keys and values leaves nothing to encode.
+        """
+        return self.fuses_prompt() and not is_async and not self.rule.can_finish_kv

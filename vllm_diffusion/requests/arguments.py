@@ -3,13 +3,12 @@
 The struct replaces the words of the client for everything behind: it travels to the engine's process and
 the workers in ``SamplingParams.extra_args``. After that check this package reads no argument by its name. vLLM's
 schedulers do: they read ``diffusion_canvas_length``, ``diffusion_read_only`` and ``diffusion_max_steps``.
-Also here: reads of one decision are marked as one group, and what several parts ask of vLLM's own parameters.
+Also here: what several parts ask of vLLM's own parameters.
 """
 
 from __future__ import annotations
 
 import reprlib
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,14 +16,11 @@ import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import REQUESTED_STEPS, Choice, Setting
-from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests.refusals import refuse
 
 PREFIX = "diffusion_"
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
 _PARSED = "vllm_diffusion"
-# Key of ``extra_args`` that holds a read's group: a name, and the number of reads.
-READ_GROUP = "read_together"
 FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
 _NAMES: tuple[str, ...] = (
     "diffusion_max_steps",
@@ -59,18 +55,6 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.frame_interval is not None or self.step_map or self.trace
 
 
-class ReadGroup(msgspec.Struct, frozen=True):
-    """Group of reads that one pass answers.
-
-    Attributes:
-        name: Name of the group, the same for all of its reads.
-        num_reads: Number of reads in the group.
-    """
-
-    name: str
-    num_reads: int
-
-
 class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     """Arguments of a request about its canvases.
 
@@ -85,7 +69,6 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
         settings: Settings of the decoding rule that it sets, by name, within the bounds of the rule.
-        read_group: Group of reads that it belongs to; ``None`` if it is alone.
     """
 
     max_steps: int | None = None
@@ -96,7 +79,6 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_ids: tuple[int, ...] | None = None
     shown: Shown = Shown()
     settings: Mapping[str, int | float | str] = msgspec.field(default_factory=dict)
-    read_group: ReadGroup | None = None
 
 
 _NONE = RequestArguments()
@@ -227,10 +209,6 @@ def parse_arguments(
         if (value := _value(args, PREFIX + name, setting)) is not None:
             settings[name] = value
     max_steps = _value(args, "diffusion_max_steps", REQUESTED_STEPS)
-    group = None
-    match args.get(READ_GROUP):
-        case [str(name), int(count)]:
-            group = ReadGroup(name, int(count))
     return RequestArguments(
         # Stock lowers a cap above the server's to the server's; so do we.
         max_steps=None if max_steps is None else min(max_steps, spec.max_denoising_steps),
@@ -241,7 +219,6 @@ def parse_arguments(
         allowed_ids=tuple(logprob_token_ids) if constrained and logprob_token_ids else None,
         shown=shown,
         settings=settings,
-        read_group=group,
     )
 
 
@@ -328,35 +305,3 @@ def end_token_ids(sampling_params: Any) -> list[int]:
     if sampling_params.eos_token_id is not None:
         ends.append(sampling_params.eos_token_id)
     return ends
-
-
-def install() -> None:
-    """Group the reads of a decision, for diffusion models that are ours. Safe to call twice.
-
-    vLLM's ``/v1/decisions`` sends a request for each question, or for each canvas of questions. They reach
-    the engine one after another, and an idle one would begin with the first alone.
-    """
-    _grouped.install()
-
-
-@replaces_call(
-    "vllm.entrypoints.openai.decisions.strategies:next_token_label_reads",
-    reason="Reads of one decision say that they belong together, so that one pass answers them.",
-    until="Requests of one decision carry an id of the decision and their number.",
-)
-async def _grouped(
-    stock: Any,
-    engine_client: Any,
-    engine_inputs: Sequence[Any],
-    sampling_params: Sequence[Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    config = engine_client.vllm_config
-    # Of several engines each gets some of them.
-    is_one_engine = config.parallel_config.data_parallel_size == 1
-    if is_one_engine and hasattr(config.model_config, "canvas_spec"):
-        group = [uuid.uuid4().hex, len(sampling_params)]
-        for params in sampling_params:
-            params.extra_args = {**(params.extra_args or {}), READ_GROUP: group}
-    return await stock(engine_client, engine_inputs, sampling_params, *args, **kwargs)

@@ -28,16 +28,10 @@ from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import CanvasGrammars, Constraints, StuckRequests
-from vllm_diffusion.scheduling.features import (
-    LastCanvas,
-    PromptLogprobs,
-    ReadGroups,
-    ReturnedPart,
-    SchedulerFeature,
-)
+from vllm_diffusion.scheduling.features import PromptLogprobs, ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.startup.engine_process import end_with_threads
-from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt, plugin_settings
+from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt
 from vllm_diffusion.weights.adapters.rows import AdapterLoad
 from vllm_diffusion.weights.transfer import why_refused
 
@@ -73,9 +67,6 @@ class CanvasScheduling(Scheduler):
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = PassCounters()
-        keeps_last = plugin_settings(self.vllm_config).keep_last_canvas
-        self._last_canvas = LastCanvas(self, spec, keeps_last and not self.is_async)
-        self._read_groups = ReadGroups()
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
         )
@@ -83,8 +74,6 @@ class CanvasScheduling(Scheduler):
         self.prompt_logprobs = PromptLogprobs(self)
         # In the order in which each verb is called.
         self._features: tuple[SchedulerFeature, ...] = (
-            self._last_canvas,
-            self._read_groups,
             self.stuck,
             self.constraints,
             self.prompt_logprobs,
@@ -126,7 +115,6 @@ class CanvasScheduling(Scheduler):
         self._num_rows_left, self._num_added = self.max_num_scheduled_tokens, {}
         output = super().schedule(throttle_prefills)
         self._leaves_waiting = bool(self.waiting)
-        self._last_canvas.drop_preempted()
         return output
 
     def _reserve_prefill_lookahead(
@@ -138,12 +126,6 @@ class CanvasScheduling(Scheduler):
         waits for a pass with room. The stock scheduler does not count the canvas behind the end of
         a prompt, so the budget is kept here as well.
         """
-        if self._last_canvas.keeps(request):
-            num_rows = self._last_canvas.num_rows(request, num_computed_tokens, num_new_tokens)
-            self._num_rows_left -= num_rows
-            return num_rows
-        if self._read_groups.holds(request.request_id):
-            return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
@@ -227,7 +209,6 @@ class CanvasScheduling(Scheduler):
             outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(ended.outputs)
         for feature in self._features:
             feature.finish_pass(outputs)
-        self._last_canvas.finish_encoded()
         return outputs
 
     def _parts(
@@ -290,18 +271,6 @@ class CanvasScheduling(Scheduler):
 
     # A request leaves.
 
-    def _handle_stopped_request(self, request: Request) -> bool:
-        """Return false, as for a session that goes on, if the request stays to be encoded."""
-        return super()._handle_stopped_request(request) and not self._last_canvas.keep(request)
-
-    def _enqueue_waiting_request(self, request: Request) -> None:
-        """Queue a stopped request that goes on; vLLM calls this once the request is reported."""
-        if not self._last_canvas.keeps(request):
-            super()._enqueue_waiting_request(request)
-            return
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
-
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
         self._counters.forget(request.request_id)
@@ -313,11 +282,6 @@ class CanvasScheduling(Scheduler):
         for feature in self._features:
             feature.remove_request(request.request_id)
         return super()._free_request(request, *args, **kwargs)
-
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        # vLLM does not reset while requests hold blocks, which answered requests do.
-        self._last_canvas.drop_all()
-        return super().reset_prefix_cache(*args, **kwargs)
 
     # Blocks of the cache move to the CPU's memory and back (--kv-offloading-size).
 
@@ -343,7 +307,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
     """Synchronous scheduler: each pass is scheduled with the last one's result.
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
-    not computed, and are encoded like a prompt; the last canvas only with ``keep_last_canvas``.
+    not computed, and are encoded like a prompt; the last canvas never.
     With a rule whose passes leave final keys and values, the pass that writes them emits the
     canvas.
     """
@@ -369,7 +333,7 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
     """Asynchronous scheduler: the next pass is scheduled while this one runs.
 
     The step that converges is not known in time, so the next pass over the same rows encodes the
-    canvas and emits it: the last one too, with or without ``keep_last_canvas``.
+    canvas and emits it, the last one too.
     """
 
     is_async = True

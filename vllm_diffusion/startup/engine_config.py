@@ -224,7 +224,6 @@ class BlockDiffusionEngineConfig:
         if not current_platform.is_cpu():
             passes.choose_worker(vllm_config.parallel_config, WORKER)
         passes.choose_capture_sizes(vllm_config)
-        passes.choose_retention(vllm_config)
         cls._check_skipping(vllm_config)
         if plugin_settings(vllm_config).tuned is not None:
             cls.apply_tuned(vllm_config)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.startup.machine import checkpoint_bytes, has_cpp_compiler
-from vllm_diffusion.startup.plugin_settings import OPTION, fuses_encode, plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -302,9 +301,6 @@ def choose_order(vllm_config: VllmConfig) -> None:
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.async_scheduling is not None:
         return
-    if plugin_settings(vllm_config).fused_encode is True:
-        scheduler_config.async_scheduling = False
-        return
     if current_platform.is_cpu():
         scheduler_config.async_scheduling = False
         logger.info(
@@ -337,42 +333,5 @@ def choose_scheduler(vllm_config: VllmConfig) -> None:
     if scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = SCHEDULER
     choose_order(vllm_config)
-    # Refuses a contradiction before anything is loaded.
-    fuses_encode(vllm_config)
     # An image's rows attend to one another in both directions, so they must be in one pass.
     scheduler_config.disable_chunked_mm_input = True
-
-
-def choose_retention(vllm_config: VllmConfig) -> None:
-    """With ``keep_last_canvas``, keep a sliding-window layer's blocks up to the end of a reply.
-
-    vLLM's default of 0 keeps only those at the end of a prompt. An explicit 0 looks the same, so it
-    is replaced too.
-
-    Raises:
-        ValueError: If nothing could be kept.
-    """
-    if not plugin_settings(vllm_config).keep_last_canvas:
-        return
-    cache_config = vllm_config.cache_config
-    if not cache_config.enable_prefix_caching:
-        raise ValueError(
-            f"{OPTION}: keep_last_canvas keeps it in the prefix cache, which is off; leave "
-            "--no-enable-prefix-caching or keep_last_canvas out."
-        )
-    if (
-        vllm_config.kv_transfer_config is not None
-        or vllm_config.ec_transfer_config is not None
-        or cache_config.kv_offloading_size is not None
-    ):
-        raise ValueError(
-            f"{OPTION}: keep_last_canvas encodes behind the answer, and a connector takes the cache "
-            "with the answer; leave --kv-transfer-config, --ec-transfer-config and "
-            "--kv-offloading-size, or keep_last_canvas, out."
-        )
-    if cache_config.prefix_cache_retention_interval == 0:
-        cache_config.prefix_cache_retention_interval = None
-        logger.info(
-            "keep_last_canvas: sliding-window layers keep their blocks of whole replies in the "
-            "prefix cache (prefix_cache_retention_interval None instead of 0)."
-        )

@@ -35,10 +35,6 @@ class PluginSettings:
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions behind it are discarded.
-        fused_encode: True to encode a finished canvas, and the end of a prompt, in the same pass as
-            the next canvas's first step; ``None`` to do so if it is possible.
-        keep_last_canvas: True to encode the last canvas of a request behind its answer, so that the
-            prefix cache keeps it for the next turn of a chat.
         skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
             if all of them are too unlikely there for the embeddings' dtype; ``None`` for what is tuned,
             or false.
@@ -56,8 +52,6 @@ class PluginSettings:
     draft_steps: int | None = None
     preset: str | None = None
     converge_at_end: bool = False
-    fused_encode: bool | None = None
-    keep_last_canvas: bool = False
     skip_unlikely: bool | None = None
     tuned: str | None = None
     self_check: Literal["auto", "always", "off"] = "auto"
@@ -80,14 +74,20 @@ class PluginSettings:
             if value not in known:
                 names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
-        for name in ("converge_at_end", "fused_encode", "keep_last_canvas", "skip_unlikely"):
+        for name in ("converge_at_end", "skip_unlikely"):
             value = getattr(self, name)
-            is_unset = value is None and name in ("fused_encode", "skip_unlikely")
+            is_unset = value is None and name == "skip_unlikely"
             if not isinstance(value, bool) and not is_unset:
                 raise ValueError(f"{name}={value!r} must be true or false.")
         if self.tuned is not None and (not isinstance(self.tuned, str) or not self.tuned):
             raise ValueError(f"tuned={self.tuned!r} must be the path of a file.")
 
+
+# Settings of earlier versions, and what is done now.
+_GONE = {
+    "fused_encode": "a canvas is encoded in a pass of the next one wherever that is possible",
+    "keep_last_canvas": "the next turn of a chat computes the last canvas of a reply with its prompt",
+}
 
 # Settings that every model has.
 SETTINGS = tuple(each.name for each in fields(PluginSettings) if each.name != "of_rule")
@@ -103,6 +103,9 @@ def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
     section = additional.get("diffusion", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(section, Mapping):
         raise ValueError(f"{OPTION}: diffusion must be a mapping; got {section!r}.")
+    for name in section:
+        if name in _GONE:
+            raise ValueError(f"{OPTION}: {name} is gone: {_GONE[name]}. Leave it out.")
     own = {name: value for name, value in section.items() if name in SETTINGS}
     of_rule = {name: value for name, value in section.items() if name not in SETTINGS}
     try:
@@ -122,33 +125,21 @@ def commits_in_place(vllm_config: VllmConfig) -> bool:
 
 def fuses_prompt(vllm_config: VllmConfig) -> bool:
     """Return true if the end of a prompt and the first canvas's first step share a pass."""
-    chosen = plugin_settings(vllm_config).fused_encode
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    reason = _why_attention_parts(vllm_config) or spec.why_prompt_apart()
-    return chosen is not False and reason is None
+    return spec.fuses_prompt() and not _parts_in_attention(vllm_config)
 
 
 def fuses_encode(vllm_config: VllmConfig) -> bool:
-    """Return true if a finished canvas and the next one share a pass.
-
-    Raises:
-        ValueError: If the operator asks for it where it is not possible, with the reason.
-    """
-    chosen = plugin_settings(vllm_config).fused_encode
+    """Return true if a finished canvas and the next one share a pass."""
     spec: CanvasSpec = vllm_config.model_config.canvas_spec
     is_async: bool = vllm_config.scheduler_config.async_scheduling
-    reason = _why_attention_parts(vllm_config) or spec.why_encoded_apart(is_async)
-    if reason is None:
-        return chosen is not False
-    if chosen:
-        raise ValueError(f"{OPTION}: fused_encode cannot be true: {reason}; leave one of them out.")
-    return False
+    return spec.fuses_encode(is_async) and not _parts_in_attention(vllm_config)
 
 
-def _why_attention_parts(vllm_config: VllmConfig) -> str | None:
-    """Return why attention cannot take known tokens and their canvas in one pass, or ``None``."""
+def _parts_in_attention(vllm_config: VllmConfig) -> bool:
+    """Return true if attention cannot take known tokens and their canvas in one pass.
+
+    Causal rows and a canvas in one sequence need more than the one flag of vLLM's own back ends.
+    """
     backend = vllm_config.attention_config.backend
-    if backend is not None and backend.name != "CUSTOM":
-        # Known causal rows and a canvas in one sequence need more than a flag.
-        return f"--attention-backend {backend.name} knows one causal flag for a whole sequence"
-    return None
+    return backend is not None and backend.name != "CUSTOM"

@@ -64,7 +64,6 @@ NO_CAUSAL = (
     "rule='autoregressive' is not known for this model; leave it out or set it to \"reveal\"."
 )
 ONE_OF = 'rule=\'linear\' ... "reveal" or "linear_spec" or "autoregressive"'
-SEEDED = "fused_encode cannot be true: this model's canvases begin with a token"
 NEMOTRON = "nemotron_labs_diffusion"
 NEW = {"architectures": ["NewForCausalLM"]}
 IS_NEW = "model_type={!r} with architectures=['NewForCausalLM'] ... {}"
@@ -120,8 +119,6 @@ OF_SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (llada2, {"rule": "levenshtein"}, 'rule="levenshtein" ... has no expert_capacity'),
     (llada2_2, {"rule": "reveal_and_edit"}, "rule='reveal_and_edit' ... deletes and splits"),
     (llada2_2, {"rule": "reveal"}, "rule='reveal' ... deletes and splits"),
-    (tiny.nemotron, {"fused_encode": True}, SEEDED),
-    (tiny.nemotron, LINEAR_SPEC | {"fused_encode": True}, "fused_encode cannot be true"),
     (tiny.nemotron, LINEAR_SPEC | {"max_denoising_steps": 4}, "max_denoising_steps=4 ... one step"),
     (tiny.nemotron, LINEAR_SPEC | {"reveal_threshold": 0.5}, "reveal_threshold is not known"),
     (tiny.nemotron, CAUSAL | {"reveal_threshold": 0.5}, "reveal_threshold does not go"),

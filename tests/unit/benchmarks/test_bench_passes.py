@@ -12,7 +12,7 @@ import records
 # Tokens of each row of an order.
 SAID = {
     "fused": [[1], [2]],
-    "separate": [[1], [3]],
+    "asynchronous": [[1], [3]],
     "stock, sync": [[1], [4]],
     "stock, async": [[1], [5]],
 }
@@ -31,7 +31,10 @@ def same_tokens(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> l
     ("options", "same"),
     [
         # Row by row, and in each row order by order.
-        (["--orders", "stock, sync", "fused", "separate"], [None, True, True, None, True, False]),
+        (
+            ["--orders", "stock, sync", "fused", "asynchronous"],
+            [None, True, True, None, True, False],
+        ),
         (["--orders", "stock, sync", "fused"], [None] * 4),
         (["--orders", "stock, sync", "stock, async"], [None] * 4),
         # All loads ask the same, those of one order too.
@@ -42,14 +45,7 @@ def test_the_first_order_that_is_not_stock_is_compared(monkeypatch, tmp_path, op
     assert same_tokens(monkeypatch, tmp_path / "rows.jsonl", *options) == same
 
 
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        (["--chat", "--orders", "fused", "separate"], "'separate' among 'fused', 'fused, kept'"),
-        (["--load", "--orders", "fused, kept"], "'fused, kept' among 'fused', 'separate'"),
-    ],
-)
-def test_orders_of_another_mode(monkeypatch, tmp_path, capsys, options, refused):
+def test_an_order_that_is_not_known(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        same_tokens(monkeypatch, tmp_path / "rows.jsonl", *options)
-    assert f"--orders: no {refused}" in capsys.readouterr().err
+        same_tokens(monkeypatch, tmp_path / "rows.jsonl", "--orders", "fused", "fast")
+    assert "--orders: no 'fast' among 'fused', 'asynchronous'" in capsys.readouterr().err

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -19,8 +17,6 @@ from vllm_diffusion.decoding.rule import MAX_STEPS
 from vllm_diffusion.kernel_choice.step_shape import SETTINGS
 from vllm_diffusion.requests.arguments import (
     PREFIX,
-    READ_GROUP,
-    ReadGroup,
     RequestArguments,
     Shown,
     arguments_of,
@@ -79,7 +75,6 @@ ARGUMENTS = RequestArguments(
     allowed_ids=(5, 6),
     shown=Shown(2, ("kept",), step_map=True, trace=True),
     settings={"entropy_bound": 0.5, "stability_threshold": 2, "strategy": "dynamic"},
-    read_group=ReadGroup("a", 2),
 )
 
 
@@ -122,16 +117,3 @@ def test_parameters_that_are_used_again() -> None:
     del params.extra_args["diffusion_max_steps"]
     validate_diffusion_arguments(params, spec, 64)
     assert arguments_of(params) == RequestArguments()
-
-
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
-def test_group_of_a_read(value: Any) -> None:
-    """Whatever a request says of it, it is a group's name and size, or it is nothing."""
-    found = parse({READ_GROUP: value}).read_group
-    is_group = (
-        isinstance(value, list)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and isinstance(value[1], int)
-    )
-    assert found == (ReadGroup(*value) if is_group else None)

@@ -52,30 +52,29 @@ def test_extra_passes():
 
 
 @pytest.mark.parametrize(
-    ("is_cpu", "weights", "max_steps", "given", "fused", "chosen"),
+    ("is_cpu", "weights", "max_steps", "given", "chosen"),
     [
-        (True, GIB, 48, None, None, False),
-        (True, GIB, 48, True, None, True),
-        (False, 26 * GIB, 48, None, None, None),
-        (False, 26 * GIB, 48, False, None, False),
+        (True, GIB, 48, None, False),
+        (True, GIB, 48, True, True),
+        (False, 26 * GIB, 48, None, None),
+        (False, 26 * GIB, 48, False, False),
         # One pass in two would be for the encode alone.
-        (False, 26 * GIB, 1, None, None, False),
+        (False, 26 * GIB, 1, None, False),
         # As long as 16 times the host's time of a pass.
-        (False, 16 * 2.8 * 3.36e9, 48, None, None, False),
-        (False, 16 * 2.8 * 3.34e9, 48, None, None, None),
+        (False, 16 * 2.8 * 3.36e9, 48, None, False),
+        (False, 16 * 2.8 * 3.34e9, 48, None, None),
         # Not on this machine yet.
-        (False, 0, 1, None, None, None),
-        (False, GIB, 48, None, True, False),
+        (False, 0, 1, None, None),
     ],
 )
-def test_choice(monkeypatch, is_cpu, weights, max_steps, given, fused, chosen):
+def test_choice(monkeypatch, is_cpu, weights, max_steps, given, chosen):
     """What vLLM is left to choose is the asynchronous order, where it can run."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
     monkeypatch.setattr(passes, "checkpoint_bytes", lambda model: 2 * weights)
     config = SimpleNamespace(
-        additional_config={"diffusion": {} if fused is None else {"fused_encode": fused}},
+        additional_config={},
         scheduler_config=SimpleNamespace(async_scheduling=given),
         model_config=SimpleNamespace(model="a", canvas_spec=diffusion_gemma_spec(256, max_steps)),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),

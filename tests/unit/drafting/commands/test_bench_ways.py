@@ -113,11 +113,11 @@ def test_the_shipped_checkpoint(ways: Ways) -> None:
 
 def test_settings() -> None:
     """Of a way: numbers, words and truths."""
-    (_, config) = way("linear_spec,draft_length=8,attention=triton,keep_last_canvas=true").options
+    (_, config) = way("linear_spec,draft_length=8,attention=triton,converge_at_end=true").options
     assert json.loads(config)["diffusion"] == {
         "rule": "linear_spec",
         "draft_length": 8,
         "attention": "triton",
-        "keep_last_canvas": True,
+        "converge_at_end": True,
     }
     assert way("diffusion").options == ()
