@@ -489,6 +489,16 @@ def test_connectors(connector: dict[str, Any], words: str, tmp_path: Path) -> No
     assert words in refusal(copy_checkpoint(tmp_path), kv_transfer_config=transfer)
 
 
+@pytest.mark.parametrize("rule", [None, "autoregressive"])
+def test_pipeline_stages(rule: str | None) -> None:
+    """Refused whatever the rule of a diffusion model is; stages of other models are vLLM's."""
+    options: dict[str, Any] = {"pipeline_parallel_size": 2}
+    assert configure(shipped_checkpoint("qwen3"), **options).parallel_config.world_size == 2
+    if rule is not None:
+        options["additional_config"] = {"diffusion": {"rule": rule}}
+    assert "use --tensor-parallel-size" in refusal(shipped_checkpoint(), **options)
+
+
 KEEP = {"additional_config": {"diffusion": {"keep_last_canvas": True}}}
 
 
