@@ -84,7 +84,6 @@ def _register_shared() -> Exception | None:
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         options.install([family.architecture for family in FAMILIES], _by_model_type())
-        engine_process.ask_for_no_drafts()
         _register_weight_transfer()
     except Exception as error:
         return error

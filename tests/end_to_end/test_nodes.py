@@ -47,8 +47,6 @@ def _two_nodes(options: str, folder: Path) -> Iterator[Server]:
     "options",
     [
         "--tensor-parallel-size 2",
-        "--pipeline-parallel-size 2",
-        "--pipeline-parallel-size 2 --async-scheduling",
         "--data-parallel-size 2 --data-parallel-size-local 1",
     ],
 )
@@ -77,11 +75,10 @@ def _ray_nodes(cpus: int) -> Iterator[str]:
     [
         # A node for each worker.
         ("--tensor-parallel-size 2 --distributed-executor-backend ray", 1),
-        ("--pipeline-parallel-size 2 --distributed-executor-backend ray", 1),
         # And for each engine with its worker.
         ("--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-backend ray", 2),
     ],
-    ids=["tensor-parallel", "pipeline-parallel", "data-parallel"],
+    ids=["tensor-parallel", "data-parallel"],
 )
 def test_tokens_by_ray(
     options: str, cpus: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

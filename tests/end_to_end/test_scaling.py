@@ -166,7 +166,6 @@ def test_dead_engine(replicas: Server) -> None:
         "--tensor-parallel-size 2 --enable-expert-parallel",
         "--tensor-parallel-size 2 --enable-expert-parallel --async-scheduling",
         "--tensor-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel",
-        "--pipeline-parallel-size 2 --data-parallel-size 2",
         # How often engines ask one another whether all are done, and over which of their groups.
         "--data-parallel-size 2 --dp-sync-interval 1 --disable-nccl-for-dp-synchronization",
         "--data-parallel-size 2 --async-scheduling --no-disable-nccl-for-dp-synchronization",

@@ -131,9 +131,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
     return found
 
 
-@pytest.fixture(
-    scope="module", params=["", "tensor", "pipeline", "data"], ids=lambda kind: kind or "plain"
-)
+@pytest.fixture(scope="module", params=["", "tensor", "data"], ids=lambda kind: kind or "plain")
 def live(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

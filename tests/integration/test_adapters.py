@@ -431,9 +431,6 @@ def test_sleep_and_new_weights(tmp_path):
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "fully_sharded_loras": True},
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-        {"pipeline_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "async_scheduling": True},
-        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": True},
     ],
     ids=lambda layout: " ".join(layout),
 )

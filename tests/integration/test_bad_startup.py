@@ -496,6 +496,16 @@ def test_settings_that_are_gone(name: str, tmp_path: Path) -> None:
     assert f"{name} is gone: " in message
 
 
+@pytest.mark.parametrize("rule", [None, "autoregressive"])
+def test_pipeline_stages(rule: str | None) -> None:
+    """Refused whatever the rule of a diffusion model is; stages of other models are vLLM's."""
+    options: dict[str, Any] = {"pipeline_parallel_size": 2}
+    assert configure(shipped_checkpoint("qwen3"), **options).parallel_config.world_size == 2
+    if rule is not None:
+        options["additional_config"] = {"diffusion": {"rule": rule}}
+    assert "use --tensor-parallel-size" in refusal(shipped_checkpoint(), **options)
+
+
 SKIP = {"additional_config": {"diffusion": {"skip_unlikely": True}}}
 
 

@@ -132,27 +132,6 @@ def test_two_ranks(checkpoint, expected):
     assert [batch[-1:] for batch in tokens[2:5]] == tokens[5:]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_stages_in_a_small_cache(is_async, num_stages, checkpoint, expected):
-    """Requests lose their memory while what they emitted is on its way between stages."""
-    job = generation_job(
-        checkpoint,
-        pipeline_parallel_size=num_stages,
-        async_scheduling=is_async,
-        max_num_batched_tokens=3 * CANVAS,
-        max_model_len=288,
-        # For the longest one, and little more.
-        num_gpu_blocks_override=60,
-        disable_log_stats=False,
-    )
-    answer = run_engine(job)
-    assert [request["tokens"] for request in answer["batches"][0]] == expected
-    assert answer["num_preemptions"] > 0
-
-
 def test_bfloat16(checkpoint, oracle):
     """In bf16 both sides round at every layer; the distributions stay close."""
     prompt = random_prompt(150, 9)

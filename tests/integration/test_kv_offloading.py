@@ -21,10 +21,7 @@ BLOCK = 16
     scope="module",
     params=[
         "fused",
-        *(
-            pytest.param(order, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
-            for order in ("asynchronous", "stages", "asynchronous stages")
-        ),
+        pytest.param("asynchronous", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
 def engine(
@@ -33,8 +30,7 @@ def engine(
     with TracedEngine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
         language_model_only=True,
-        async_scheduling="asynchronous" in request.param,
-        pipeline_parallel_size=2 if "stages" in request.param else 1,
+        async_scheduling=request.param == "asynchronous",
         # Layers with a window keep the blocks of answers too.
         prefix_cache_retention_interval=None,
         kv_transfer_config=CONNECTOR,

@@ -182,15 +182,6 @@ def test_up_to_the_model_length(engine, oracle, order):
     assert list(output.token_ids[: 2 * CANVAS]) == expected.tokens
 
 
-def test_nobody_asks_for_drafts(engine, monkeypatch):
-    """The scheduler knows what a canvas's rows are; an answer would be waited for after each pass."""
-    asked = []
-    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
-    monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(None))
-    engine.generate([prompt_of(8, seed=1)], seeds=[1], max_tokens=2 * CANVAS, ignore_eos=True)
-    assert not asked
-
-
 def test_dummy_batches_change_nothing(engine, monkeypatch):
     """An engine of several that share experts runs them while others have work, between any passes."""
     prompts = [prompt_of(8 + i, seed=i) for i in range(3)]

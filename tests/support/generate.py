@@ -25,7 +25,6 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
             after another; a request has ``prompt`` (token ids) and ``params``, and may have ``adapter``,
             its name, number and folder. ``then_read`` is a
             last request whose prompt is the first one's with what was generated for it.
-            ``num_preemptions`` is in the result where ``engine`` has ``disable_log_stats`` false.
         environment: Variables for the process.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +37,7 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
             timeout=900,
             check=False,
             env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-            # Ranks and stages begin with what this one has imported, half of their start's work.
+            # Ranks begin with what this one has imported, half of their start's work.
             | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
             | environment,
         )
@@ -121,11 +120,7 @@ def main() -> None:
 
     job = json.load(sys.stdin)
     llm = LLM(**job["engine"])
-    result: dict[str, Any] = {"batches": run_batches(llm, job)}
-    if not job["engine"].get("disable_log_stats", True):
-        (count,) = (m for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-        result["num_preemptions"] = count.value
-    Path(sys.argv[1]).write_text(json.dumps(result))
+    Path(sys.argv[1]).write_text(json.dumps({"batches": run_batches(llm, job)}))
 
 
 if __name__ == "__main__":

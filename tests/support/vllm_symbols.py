@@ -161,19 +161,6 @@ class _File:
         elif is_private(name):
             found.note(f"{module}:{name}", "kernel", self.name)
 
-    def stand_ins(self) -> Iterator[tuple[type, str]]:
-        """vLLM's classes for which classes of this file stand, with each of the methods."""
-        for node in self.nodes:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for decorator in node.decorator_list:
-                match decorator:
-                    case ast.Call(func=ast.Name(id="stands_for"), args=[target]):
-                        module, _, name = (self.folded(target) or "").partition(":")
-                        for method in ast.walk(node):
-                            if isinstance(method, ast.FunctionDef):
-                                yield getattr(_module(module), name), method.name
-
     def defined(self) -> set[str]:
         """Private names that this file defines, of its own or in its classes."""
         names = {
@@ -321,9 +308,6 @@ def _file_of(cls: type) -> str:
 def _note_fields(files: list[_File], found: _Collection) -> None:
     """Add private attributes of vLLM's objects that ours read or set, and methods that ours inherit."""
     for file in files:
-        for cls, name in file.stand_ins():
-            if sets(cls, name) and not name.startswith("__"):
-                found.note(_path(cls, name), "overridden", file.name)
         defined = file.defined()
         classes = [
             value

@@ -151,14 +151,6 @@ class DiffusionCpuPlatform(CpuPlatform):
         if vllm_config.diffusion_config is None:
             check_cache(vllm_config)
         parallel_config = vllm_config.parallel_config
-        is_staged = parallel_config.pipeline_parallel_size > 1
-        if (
-            is_staged
-            and vllm_config.diffusion_config is None
-            and not vllm_config.speculative_config
-        ):
-            # Stages of vLLM's own models have been run synchronously only, but for those with drafts.
-            vllm_config.scheduler_config.async_scheduling = False
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 

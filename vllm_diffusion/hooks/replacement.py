@@ -11,9 +11,8 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-_Class = TypeVar("_Class", bound=type)
 _MARK = "_stands_in_for_vllm"
 # By target, what was put there, and what was there before. Values that are no functions have no room
 # for the mark.
@@ -86,15 +85,6 @@ def stock_value(target: str, current: Any) -> Any:
         current: What is there now.
     """
     return _stock[target] if current is _placed.get(target, _stock) else current
-
-
-def stands_for(target: str) -> Callable[[_Class], _Class]:
-    """Say that objects of a class are used where vLLM expects one of its own, from which it does not derive.
-
-    Args:
-        target: ``module:Class`` of vLLM's, as a string literal.
-    """
-    return lambda cls: cls
 
 
 def replaces(*targets: str, reason: str, until: str) -> Callable[[Callable[..., Any]], Replacement]:

@@ -1,9 +1,7 @@
-"""vLLM's model runner for canvases: the sampler gets hidden rows, and stages exchange canvases.
+"""vLLM's model runner for canvases: the sampler gets hidden rows.
 
 vLLM's runner would project every row onto the whole vocabulary first and write a grammar's mask into
 the result. Our sampler projects for itself, a tile at a time, and takes masks from the scheduler.
-With pipeline stages vLLM's runner would send the other stages one token for each request, and as many
-drafts as a drafter has.
 """
 
 from __future__ import annotations
@@ -14,13 +12,9 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_diffusion.runner.stage_relay import StageRelay
-
 
 class CanvasRunner(GPUModelRunner):
     """vLLM's model runner for a model whose state has canvases."""
-
-    pp_handler: Any
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         # Asked next for what leaves the device beside tokens.
@@ -46,11 +40,3 @@ class CanvasRunner(GPUModelRunner):
         finally:
             state.captures_sample = False
             state.drop_graphs()
-
-    def update_pp_decode_requests(self) -> None:
-        """Install our relay before the stage's first pass; vLLM calls this at the start of each."""
-        handler, state = self.pp_handler, self.model_state
-        if handler is not None and not isinstance(handler, StageRelay):
-            num_stages = self.parallel_config.pipeline_parallel_size
-            self.pp_handler = StageRelay(handler, state.slots, state.soft_embeds, num_stages)
-        super().update_pp_decode_requests()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -47,9 +46,10 @@ class BlockDiffusionModelState(ModelState):
     # A canvas's rows are all draft tokens; there is no extra token per step.
     num_new_sampled_tokens_per_step: int = 0
     supports_prompt_embeds: ClassVar[bool] = False
-    # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has it:
-    # on the pipeline stages with the sampler and with the embedding.
+    # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has it.
     soft_embeds: Tensor | None = None
+    # Made with the model runner, before its first request.
+    sampler: DiffusionSampler
 
     def __init__(
         self,
@@ -59,10 +59,6 @@ class BlockDiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        self.is_first_stage: bool = get_pp_group().is_first_rank
-        self.is_last_stage: bool = get_pp_group().is_last_rank
-        # On the last stage.
-        self.sampler: DiffusionSampler | None = None
         self.settings = plugin_settings(vllm_config)
         self.kernels = kernel_choices(vllm_config)
         self.vocab_size: int = self.model_config.get_vocab_size()
@@ -169,12 +165,9 @@ class BlockDiffusionModelState(ModelState):
 
     def _captured_parts(self) -> str:
         """Describe in words what :meth:`capture_graphs` captures."""
-        parts = []
-        if self.is_first_stage and self.soft_embeds is not None:
-            parts.append("embedding with self-conditioning")
-        if self.is_last_stage:
-            parts.append("sampling")
-        return " and ".join(parts) or "nothing but the backbone"
+        if self.soft_embeds is None:
+            return "sampling"
+        return "embedding with self-conditioning and sampling"
 
     def most_captured(self) -> int:
         """Canvases of the largest graph."""
@@ -198,8 +191,6 @@ class BlockDiffusionModelState(ModelState):
             capture: Makes a graph of a call.
             max_canvases: Captured are 1 to that many whole canvases; of a sample, that many alone.
         """
-        if self.sampler is None:
-            return
         hidden = torch.zeros(
             max_canvases * self.canvas_length,
             self.model_config.get_hidden_size(),
@@ -214,8 +205,7 @@ class BlockDiffusionModelState(ModelState):
 
     def drop_graphs(self) -> None:
         """Give up what was captured."""
-        if self.sampler is not None:
-            self.sampler.graphs.drop()
+        self.sampler.graphs.drop()
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""
@@ -252,8 +242,7 @@ class BlockDiffusionModelState(ModelState):
         slot = self._slot_of_request.pop(req_id, None)
         if slot is not None:
             self.slots.remove_request(slot)
-            if self.sampler is not None:
-                self.sampler.remove_request(slot)
+            self.sampler.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         self.slots.apply_staged_writes()
@@ -267,9 +256,8 @@ class BlockDiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Put the pass's token ids into the batch; pipeline stages behind the first take hidden states."""
-        if self.is_first_stage:
-            self._fill_ids(input_batch, req_states)
+        """Put the pass's token ids into the batch."""
+        self._fill_ids(input_batch, req_states)
         return {}
 
     def _fill_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:

@@ -93,7 +93,7 @@ class CanvasScheduling(Scheduler):
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None and params.seed is None:
-            # Each pipeline stage draws the canvases from this seed. Several answers to one prompt
+            # Each tensor-parallel rank draws the canvases from this seed. Several answers to one prompt
             # may share their parameters, so these are copied.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
@@ -159,19 +159,10 @@ class CanvasScheduling(Scheduler):
             max_model_len=self.max_model_len,
             canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
-            awaits_output=self._awaits_output(request),
             narrows_later=request.num_output_placeholders > 0,
             shares_prompt=self._fuses_prompt and not may_be_repeated,
             shares_encode=self._fuses_encode,
         )
-
-    def _awaits_output(self, request: Request) -> bool:
-        """Return true if the request's next canvas depends on a pass in flight.
-
-        This happens only with pipeline stages, where several passes are in flight. An asynchronous
-        scheduler counts placeholders instead, and keeps the passes of a canvas apart.
-        """
-        return not self.is_async and request.num_in_flight_tokens > 0
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         awaits_output = self.constraints.awaits_output(scheduler_output)
@@ -182,6 +173,9 @@ class CanvasScheduling(Scheduler):
         super()._update_after_schedule(scheduler_output)
         # The stock code sets this for grammars only.
         scheduler_output.pending_structured_output_tokens |= awaits_output
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Do nothing: canvases are not the workers' but the scheduler's own."""
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
@@ -313,7 +307,6 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
     """
 
     is_async = False
-    takes_drafts = False  # for startup/engine_process.py: canvases are the scheduler's own
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -324,7 +317,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
             request = self.requests.get(request_id)
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
-            if not request.is_prefill_chunk and not self._awaits_output(request):
+            if not request.is_prefill_chunk:
                 request.spec_token_ids = [-1] * self._canvas_width(request)
         return outputs
 

@@ -1,4 +1,4 @@
-"""The engine's process: it asks its workers for no drafts; how it ends, and what its command prints then.
+"""How the engine's process ends, and what its command prints then.
 
 vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal in a file, and
 the command prints it as one line, behind what vLLM prints of it.
@@ -116,27 +116,6 @@ def _engine_of(error_traceback: Any) -> Any:
         if is_thread and isinstance(engine, EngineCoreProc):
             return engine
     return None
-
-
-def ask_for_no_drafts() -> None:
-    """Keep the synchronous loop from asking workers for drafts of canvases. This is safe to call twice.
-
-    It asks the workers for draft tokens after each pass, and waits for the answer: with pipeline stages
-    no pass would begin before the last one has ended. A canvas scheduler needs no drafts. Every
-    process calls this, also one without an engine: Ray's actors have the methods that their class
-    has in the process that makes the actor.
-    """
-    _not_asking.install()
-
-
-@replaces_call(
-    "vllm.v1.engine.core:EngineCore.post_step",
-    reason="Stock waits for draft tokens after each pass; a canvas scheduler needs none.",
-    until="A scheduler can say that it takes no drafts from the workers.",
-)
-def _not_asking(stock: Any, self: Any, model_executed: bool) -> None:
-    if getattr(self.scheduler, "takes_drafts", True):
-        stock(self, model_executed)
 
 
 _PACKAGE = __name__.partition(".")[0]

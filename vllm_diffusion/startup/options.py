@@ -96,6 +96,7 @@ def unknown_architecture(
 
 
 EARLY_CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
+    "--pipeline-parallel-size": lambda arguments, model: arguments.pipeline_parallel_size > 1,
     "--enable-eplb": lambda arguments, model: arguments.enable_eplb,
     # vLLM's workers refuse it with a stack trace, and its command line drops settings without the
     # flag.
@@ -173,7 +174,6 @@ def check_options(vllm_config: VllmConfig) -> None:
     for name, is_set in CONDITIONS.items():
         if is_set(vllm_config):
             values = vars(vllm_config) | {
-                "num_layers": _num_layers(vllm_config),
                 "two_canvases": 2 * _canvas_length(vllm_config),
                 "logits_processors": ", ".join(_logits_processors(vllm_config)),
                 "lora_target_modules": ", ".join(_targets_out_of_reach(vllm_config)),
@@ -196,10 +196,6 @@ def _field(config: Any, path: str) -> Any:
 
 def _canvas_length(vllm_config: VllmConfig) -> int:
     return vllm_config.diffusion_config.canvas_length
-
-
-def _num_layers(vllm_config: VllmConfig) -> int:
-    return vllm_config.model_config.get_total_num_hidden_layers()
 
 
 def _logits_processors(vllm_config: VllmConfig) -> list[str]:
@@ -290,15 +286,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         lambda config: config.structured_outputs_config.backend == "lm-format-enforcer"
     ),
     "--logits-processors": _logits_processors,
-    "--pipeline-parallel-size": (
-        lambda config: config.parallel_config.pipeline_parallel_size > _num_layers(config)
-    ),
-    "--distributed-executor-backend": (
-        lambda config: (
-            config.parallel_config.distributed_executor_backend == "external_launcher"
-            and config.parallel_config.pipeline_parallel_size > 1
-        )
-    ),
     "--enable-expert-parallel": (
         lambda config: (
             config.parallel_config.enable_expert_parallel and not config.model_config.is_moe

@@ -308,8 +308,7 @@ def choose_order(vllm_config: VllmConfig) -> None:
             "--async-scheduling sets it."
         )
         return
-    parallel = vllm_config.parallel_config
-    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
     device_ms = checkpoint_bytes(vllm_config.model_config.model) / num_ranks / GPU_BYTES_PER_MS
     if not device_ms:
         return

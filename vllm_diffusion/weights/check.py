@@ -80,7 +80,7 @@ def check_room(vllm_config: VllmConfig) -> None:
         return
     parallel = vllm_config.parallel_config
     needed = weight_bytes(vllm_config.model_config)
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    ranks = parallel.tensor_parallel_size
     if parallel.enable_expert_parallel:
         ranks *= parallel.data_parallel_size
     cache_config = vllm_config.cache_config

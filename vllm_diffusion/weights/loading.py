@@ -238,7 +238,7 @@ class CheckedLoading:
                     f"{name}{self._file_of(name)} is of an expert that config.json does not describe, which has "
                     f"{most} experts; correct their number there, or {_AGAIN}."
                 )
-        # Layers of other pipeline stages, and of parts that are not served, have nothing that is used.
+        # Layers of parts that are not served have nothing that is used.
         served = {_owner(name) for name in self._used()} if self._left_out else set()
         for name in self._left_out:
             if _owner(name) in served:

@@ -118,38 +118,9 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     adapted.check([list(output.outputs[0].token_ids) for output in outputs])
 
 
-# Of LLaDA2's three layers the first has no experts: with three stages it is a stage.
-STAGES = [(name, n) for name in CASES for n in ((2, 3) if name == "llada2.0" else (2,))]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("name", "num_stages"), STAGES)
-def test_stages(name: str, num_stages: int, is_async: bool, tmp_path: Path) -> None:
-    """The same, of processes with some of the layers each."""
-    adapted = Adapted(name, tmp_path)
-    requests = []
-    for i, prompt, one in adapted.work:
-        requests.append({"prompt": prompt, "params": one.plain()})
-        if i:
-            requests[-1]["adapter"] = (str(i), i, str(adapted.adapters[i]))
-    layout = {"pipeline_parallel_size": num_stages, "async_scheduling": is_async}
-    adapted.check(tokens_of_batch(adapted.checkpoint, requests, **adapted.options, **layout))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        {"pipeline_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "async_scheduling": True},
-    ],
-    ids=["plain", "stages", "stages-async"],
-)
-def test_drafts(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_drafts(tmp_path: Path) -> None:
     """With ``linear_spec`` the checkpoint's own adapter drafts beside one of a request, and both act.
 
     Tokens are those of the autoregressive mode in one process, with the request's adapter alone.
@@ -165,9 +136,9 @@ def test_drafts(layout: dict[str, Any], tmp_path: Path) -> None:
     requests = plain + [request | {"adapter": adapter} for request in plain]
     drafted, alone = (
         tokens_of_batch(
-            checkpoint, requests, **options, **own, additional_config={"diffusion": {"rule": rule}}
+            checkpoint, requests, **options, additional_config={"diffusion": {"rule": rule}}
         )
-        for rule, own in (("linear_spec", layout), ("autoregressive", {}))
+        for rule in ("linear_spec", "autoregressive")
     )
     assert drafted == alone
     assert drafted[: len(plain)] != drafted[len(plain) :]

@@ -228,18 +228,11 @@ def test_law(engine: TracedEngine, oracle: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [AUTOREGRESSIVE, DRAFTS], ids=["causal", "drafts"])
-@pytest.mark.parametrize(
-    "layout",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
-    ids=["ranks", "stages"],
-)
-def test_two_processes(
-    layout: dict[str, Any], settings: dict[str, Any], checkpoint: Path, oracle: Any
-) -> None:
+def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) -> None:
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 150)]
     asked = {"max_tokens": 30, "temperature": 0.0, "seed": 0, "ignore_eos": True}
     requests = [{"prompt": prompt, "params": asked} for prompt in prompts]
-    found = tokens_of_batch(checkpoint, requests, **way(settings, **layout))
+    found = tokens_of_batch(checkpoint, requests, **way(settings, tensor_parallel_size=2))
     assert found == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
 
 

@@ -47,7 +47,6 @@ def requests(draw: st.DrawFn) -> ScheduledRequest:
         max_model_len=num_computed + num_uncomputed + room,
         canvas_width=draw(st.integers(1, LENGTH)),
         is_at_prompt=draw(st.booleans()),
-        awaits_output=draw(st.booleans()),
         narrows_later=draw(st.booleans()),
         shares_prompt=draw(st.booleans()),
         shares_encode=draw(st.booleans()),

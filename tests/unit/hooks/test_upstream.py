@@ -44,12 +44,11 @@ def test_replacements_are_explained() -> None:
 def test_kinds_of_use() -> None:
     """The file holds one example of each way in which vLLM is used, which a scan could overlook."""
     uses = {symbol.path: symbol.use for symbol in upstream.read_symbols()}
-    assert uses["vllm.v1.engine.core:EngineCore.post_step"] == "replaced"
+    assert uses["vllm.engine.arg_utils:EngineArgs.create_model_config"] == "replaced"
     assert uses["vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample"] == "overridden"
     assert uses["vllm.lora.utils:_all_lora_classes"] == "replaced"
     assert uses["vllm.model_executor.models.config:MODELS_CONFIG_MAP"] == "assigned"
     assert uses["vllm.v1.core.sched.scheduler:Scheduler._free_request"] == "overridden"
-    assert uses["vllm.v1.worker.gpu.pp_utils:PPHandler.broadcast"] == "overridden"
     assert uses["vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel"] == "kernel"
     assert uses["vllm.model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS"] == "private"
     assert uses["vllm.config.parallel:ParallelConfig._api_process_count"] == "private"

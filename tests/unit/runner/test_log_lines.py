@@ -43,20 +43,10 @@ def test_what_fits_is_not_mentioned(vllm_log):
 
 
 @pytest.mark.parametrize(
-    ("conditioned", "first", "last", "words"),
-    [
-        (True, True, True, "embedding with self-conditioning and sampling"),
-        (False, True, True, "sampling"),
-        (True, True, False, "embedding with self-conditioning"),
-        (True, False, True, "sampling"),
-        (False, False, False, "nothing but the backbone"),
-    ],
+    ("conditioned", "words"),
+    [(True, "embedding with self-conditioning and sampling"), (False, "sampling")],
 )
-def test_captured_parts(conditioned, first, last, words):
-    """Self-conditioning is of the families that have it, and of the stage with the embedding."""
-    state = SimpleNamespace(
-        soft_embeds=torch.zeros(1) if conditioned else None,
-        is_first_stage=first,
-        is_last_stage=last,
-    )
+def test_captured_parts(conditioned, words):
+    """Self-conditioning is of the families that have it."""
+    state = SimpleNamespace(soft_embeds=torch.zeros(1) if conditioned else None)
     assert BlockDiffusionModelState._captured_parts(state) == words

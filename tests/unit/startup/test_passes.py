@@ -77,7 +77,7 @@ def test_choice(monkeypatch, is_cpu, weights, max_steps, given, chosen):
         additional_config={},
         scheduler_config=SimpleNamespace(async_scheduling=given),
         model_config=SimpleNamespace(model="a", canvas_spec=diffusion_gemma_spec(256, max_steps)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
     passes.choose_order(config)  # type: ignore[arg-type]
     assert config.scheduler_config.async_scheduling is chosen

@@ -57,7 +57,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def _configuration(folder: Path, parallel: dict[str, Any]) -> Any:
     ranks = {
         "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "enable_expert_parallel": False,
     }

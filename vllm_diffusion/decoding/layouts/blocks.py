@@ -70,7 +70,7 @@ class AlignedBlock(CanvasLayout):
         if num_rows < to_encode:
             num_rows = num_rows // self.length * self.length
         if to_encode == 0:
-            has_canvas = not request.awaits_output
+            has_canvas = True
         elif request.is_at_prompt:
             # A pass in flight of a request at its prompt does not affect its canvas.
             has_canvas = request.shares_prompt

@@ -32,7 +32,6 @@ class ScheduledRequest(NamedTuple):
         max_model_len: Tokens of the longest sequence.
         canvas_width: Positions of the request's canvas.
         is_at_prompt: True if no canvas of the request has been scheduled yet.
-        awaits_output: True if the next canvas depends on a pass in flight.
         narrows_later: True if a pass in flight may move on to a last, narrower canvas.
         shares_prompt: True if the pass that ends the prompt may run the canvas behind it.
         shares_encode: True if the pass that encodes a finished canvas may run the next one.
@@ -46,7 +45,6 @@ class ScheduledRequest(NamedTuple):
     max_model_len: int
     canvas_width: int
     is_at_prompt: bool
-    awaits_output: bool
     narrows_later: bool
     shares_prompt: bool
     shares_encode: bool
@@ -146,14 +144,11 @@ class CanvasLayout:
 
     def rows(self, request: ScheduledRequest) -> ScheduledRows:
         """Return the rows that a request runs in a pass: a canvas whole or not at all."""
-        known = max(min(request.num_granted, request.num_uncomputed), 0)
         if request.is_at_prompt:
-            return self._rows_of_prompt(request, known)
-        if request.awaits_output:
-            return ScheduledRows(known)
+            return self._rows_of_prompt(request)
         return ScheduledRows(self._rows_with_canvas(request))
 
-    def _rows_of_prompt(self, request: ScheduledRequest, known: int) -> ScheduledRows:
+    def _rows_of_prompt(self, request: ScheduledRequest) -> ScheduledRows:
         """Return the rows of a prompt, and of the canvas behind it if the prompt ends with them.
 
         That canvas depends on no pass in flight, and once a canvas is in flight no token of the
@@ -164,7 +159,7 @@ class CanvasLayout:
         has_room = 0 < width <= request.num_left - request.num_uncomputed
         if ends and request.shares_prompt and has_room:
             return ScheduledRows(request.num_uncomputed + width, width)
-        return ScheduledRows(known)
+        return ScheduledRows(max(min(request.num_granted, request.num_uncomputed), 0))
 
     def _rows_with_canvas(self, request: ScheduledRequest) -> int:
         """Return the rows of a request that has a canvas behind its known tokens."""

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, DiffusionGemmaConfig
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -30,20 +29,10 @@ from vllm.model_executor.models.gemma4_mm import (
     Gemma4MultiModalProcessor,
     Gemma4ProcessingInfo,
 )
-from vllm.model_executor.models.interfaces import (
-    SupportsLoRA,
-    SupportsMultiModal,
-    SupportsPP,
-    SupportsQuant,
-)
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsQuant
 from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.transformers.utils import recursive_replace_linear
-from vllm.model_executor.models.utils import (
-    AutoWeightsLoader,
-    PPMissingLayer,
-    WeightsMapper,
-    maybe_prefix,
-)
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -150,7 +139,7 @@ class DiffusionGemmaProcessingInfo(Gemma4ProcessingInfo):
     dummy_inputs=Gemma4DummyInputsBuilder,
 )
 class DiffusionGemmaForBlockDiffusion(
-    Adaptable, nn.Module, SupportsLoRA, SupportsMultiModal, SupportsPP, SupportsQuant
+    Adaptable, nn.Module, SupportsLoRA, SupportsMultiModal, SupportsQuant
 ):
     """The model that vLLM builds for the architecture of the same name."""
 
@@ -231,30 +220,24 @@ class DiffusionGemmaForBlockDiffusion(
             layer.register_buffer("decoder_scalar", torch.ones(1))
             # A token of a picture sees all of it, beyond the window too, which Gemma 4's does not.
             layer.self_attn.attn.mm_prefix_clamp_sliding_window = False
-        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
-        self.lm_head: nn.Module = PPMissingLayer()
-        if get_pp_group().is_last_rank:
-            head = ParallelLMHead(
-                text_config.vocab_size,
-                text_config.hidden_size,
-                quant_config=quant_config,
-                prefix=maybe_prefix(prefix, "lm_head"),
-            )
-            is_tied = text_config.tie_word_embeddings
-            self.lm_head = head.tie_weights(self.model.embed_tokens) if is_tied else head
+        head = ParallelLMHead(
+            text_config.vocab_size,
+            text_config.hidden_size,
+            quant_config=quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        is_tied = text_config.tie_word_embeddings
+        self.lm_head = head.tie_weights(self.model.embed_tokens) if is_tied else head
         # Softcapping comes after the product, in float32.
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
-        # Where canvases are embedded.
-        self.self_conditioning: nn.Module = PPMissingLayer()
-        if get_pp_group().is_first_rank:
-            self.self_conditioning = SelfConditioning(
-                text_config.hidden_size,
-                getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
-                text_config.rms_norm_eps,
-                quant_config,
-                maybe_prefix(prefix, "self_conditioning"),
-            )
+        self.self_conditioning = SelfConditioning(
+            text_config.hidden_size,
+            getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
+            text_config.rms_norm_eps,
+            quant_config,
+            maybe_prefix(prefix, "self_conditioning"),
+        )
 
     def _build_vision(self, vllm_config: VllmConfig, prefix: str) -> None:
         self.vision_tower: nn.Module | None = None
@@ -295,7 +278,7 @@ class DiffusionGemmaForBlockDiffusion(
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """[num_tokens, hidden_size]; of a pipeline stage that another follows, what that one takes."""
+        """Run the layers, and return [num_tokens, hidden_size]."""
         return self.model(
             input_ids=input_ids,
             positions=positions,
@@ -330,9 +313,8 @@ class DiffusionGemmaForBlockDiffusion(
         return loaded
 
     def _layers(self) -> dict[str, Any]:
-        """The layers of this pipeline stage, by name."""
-        layers = {f"model.layers.{i}": layer for i, layer in enumerate(self.model.layers)}
-        return {n: layer for n, layer in layers.items() if not isinstance(layer, PPMissingLayer)}
+        """The layers by name."""
+        return {f"model.layers.{i}": layer for i, layer in enumerate(self.model.layers)}
 
     def _take_scalars(self, layer: Any, name: str, loaded: set[str], is_first: bool) -> None:
         """Give a layer the scalars that were loaded; one that comes alone is both.

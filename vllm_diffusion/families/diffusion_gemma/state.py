@@ -32,20 +32,19 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         text_config = self.model_config.hf_text_config
         hidden_size = text_config.hidden_size
-        if self.is_first_stage or self.is_last_stage:
-            # Last step's probability-weighted embedding of each canvas position.
-            self.soft_embeds = torch.zeros(
-                self.max_num_reqs, self.canvas_length, hidden_size, dtype=self.dtype, device=device
-            )
+        # Last step's probability-weighted embedding of each canvas position.
+        self.soft_embeds: Tensor = torch.zeros(
+            self.max_num_reqs, self.canvas_length, hidden_size, dtype=self.dtype, device=device
+        )
         # A captured graph reads the embeddings at this address.
-        num_rows = self.max_num_tokens if self.is_first_stage else 0
-        self._inputs_embeds = torch.zeros(num_rows, hidden_size, dtype=self.dtype, device=device)
+        self._inputs_embeds = torch.zeros(
+            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
+        )
         self._embed_canvases = GraphedFunction(self._condition_canvases)
         # Made with the model where --enable-lora asks for it.
         self._adapters: EncoderDecoderAdapters | None = getattr(model, "lora_manager", None)
         self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
         self._has_image_spans = (
-            # Images are encoded on the first stage, and attended to on all of them.
             self.model_config.supports_multimodal_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
@@ -63,7 +62,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         scaled = soft_embeds * self.model.model.normalizer
-        assert self.soft_embeds is not None
         self.soft_embeds[slot, position] = scaled.to(self.dtype)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -95,16 +93,11 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         places, num_rows = self.pass_rows, input_batch.num_draft_tokens
         rows = places.index[:num_rows]
         if self._adapters is not None:
-            # Each stage has its own layers' matrices, and is told anew of which part a row is.
             self._adapters.assign_rows(rows, self._is_denoised(num_rows))
         is_decoder_row = self.model.is_decoder_row
         if is_decoder_row is not None and num_rows < input_batch.num_tokens:
             # Known tokens are the encoder's. Where there are none, every row is written below.
             is_decoder_row.zero_()
-        if not self.is_first_stage:
-            if is_decoder_row is not None:
-                is_decoder_row[rows] = self._is_denoised(num_rows)
-            return {}
         if num_rows < input_batch.num_tokens:
             self._fill_ids(input_batch, req_states)
             self._embed_known_tokens(input_batch)
@@ -141,7 +134,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         """
         slots, places = self.slots, self.pass_rows
         slot, position = places.slot[: len(rows)], places.position[: len(rows)]
-        assert self.soft_embeds is not None
         # The first step of a canvas has nothing to go by; a pinned position is told nothing.
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
         signal = torch.where(has_signal[:, None], self.soft_embeds[slot, position], 0)
@@ -156,8 +148,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         super().capture_graphs(capture, max_canvases)
-        if not self.is_first_stage:
-            return
         self.pass_rows.clear()
         for n in self.captured_counts(max_canvases):
             self._embed_canvases.capture(capture, self.pass_rows.index[: n * self.canvas_length])
@@ -167,7 +157,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         self._embed_canvases.drop()
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        return {"inputs_embeds": self._inputs_embeds[:num_tokens]} if self.is_first_stage else {}
+        return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
 
     def row_spans(self, input_batch: InputBatch, num_tokens: int) -> Tensor | None:
         """Return the image that each prompt row lies in, from positions known on the host."""

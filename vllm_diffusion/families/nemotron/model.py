@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -59,22 +59,17 @@ class DraftAdapter:
     """
 
     def __init__(self, lora: DraftLora, layers: Iterable[Any], max_num_tokens: int) -> None:
-        """Adapt each layer of this pipeline stage; the added product is zero until :meth:`load`.
+        """Adapt each layer; the added product is zero until :meth:`load`.
 
         Args:
             lora: Adapter to add.
-            layers: Layers of the whole model; layers of other stages are vLLM's placeholders.
+            layers: Layers of the model.
             max_num_tokens: Largest number of tokens of a pass.
         """
         self._lora = lora
-        # Projections by the layer's number.
-        self._projections = {
-            i: layer.self_attn.o_proj
-            for i, layer in enumerate(layers)
-            if not isinstance(layer, PPMissingLayer)
-        }
+        self._projections = [layer.self_attn.o_proj for layer in layers]
         self.is_draft_row = torch.zeros(max_num_tokens, dtype=torch.bool)
-        for projection in self._projections.values():
+        for projection in self._projections:
             down = torch.zeros(lora.rank, projection.input_size_per_partition)
             up = torch.zeros(projection.output_size, lora.rank)
             for name, buffer in (
@@ -90,7 +85,7 @@ class DraftAdapter:
         from safetensors.torch import load_file
 
         tensors = load_file(self._lora.file)
-        for layer, projection in self._projections.items():
+        for layer, projection in enumerate(self._projections):
             size = projection.input_size_per_partition
             down = tensors[TENSOR_NAME.format(layer=layer, half="A")]
             projection.draft_lora_a.copy_(down.narrow(1, projection.tp_rank * size, size))

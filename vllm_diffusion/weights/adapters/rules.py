@@ -126,14 +126,6 @@ class AdapterRules:
     # By path or name: the adapter's folder.
     _fetched: dict[str, Path] = field(default_factory=dict, repr=False)
 
-    @property
-    def endings(self) -> set[str]:
-        """Ends of the modules' names as vLLM uses them: from ``experts`` on, or the last part."""
-        return {
-            name[name.index(".experts") + 1 :] if ".experts" in name else name.rpartition(".")[2]
-            for name in self.modules
-        }
-
     def check_loading(self, name: str, path: str) -> None:
         """Refuse an adapter that does not fit, or whose name and folder had other files before.
 

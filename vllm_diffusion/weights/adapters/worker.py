@@ -66,12 +66,9 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         self._manager_cls = model.adapter_manager
         self._lora_model_cls = model.adapter_weights
         adapted = super().create_lora_manager(model, vllm_config)
-        manager = self._adapter_manager
-        # vLLM refuses what this stage has no module for; that another one has it is known from the rules.
-        manager.supported_lora_modules += self._rules.endings
         # Experts that call a router themselves (SDAR-MoE's) get the one with adapters: vLLM looks for the
         # second name of a layer among what it has put in place of the experts meanwhile.
-        layer_of = {id(layer.base_layer): layer for layer in manager.modules.values()}
+        layer_of = {id(layer.base_layer): layer for layer in self._adapter_manager.modules.values()}
         for module in adapted.modules():
             if isinstance(module, MoERunner) and id(module.gate) in layer_of:
                 module.gate = layer_of[id(module.gate)]
