@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ def read_new_draft(folder: Path, vllm_config: VllmConfig) -> dict[str, Tensor]:
 
 
 def _stamps(folder: Path) -> dict[Path, Any]:
-    return {file: file_stamp(file) for file in folder.glob("*.safetensors")}
+    files = folder.glob("*.safetensors") if os.path.isdir(folder) else ()
+    return {file: file_stamp(file) for file in files}
 
 
 def check_new_draft(folder: Path, vllm_config: VllmConfig) -> list[StoredTensor]:
