@@ -95,28 +95,30 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint
 
 
+@pytest.fixture(scope="module", params=["", "tensor", "data"], ids=lambda kind: kind or "plain")
+def layout(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Options of the server's ranks; by the order of their sums a token may differ."""
+    return (f"--{request.param}-parallel-size", "2") if request.param else ()
+
+
 @pytest.fixture(scope="module")
-def fresh(other: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+def fresh(
+    layout: tuple[str, ...], other: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[list[int]]]:
     """Answers of servers that were started on the weights."""
     folder = tmp_path_factory.mktemp("fresh")
     found = {}
     for name, checkpoint in (("shipped", SHIPPED), ("changed", other)):
-        with start_server(checkpoint, folder / f"{name}.log") as running:
+        with start_server(checkpoint, folder / f"{name}.log", *layout) as running:
             found[name] = answers(running)
     return found
 
 
-@pytest.fixture(scope="module", params=["", "tensor", "data"], ids=lambda kind: kind or "plain")
-def live(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    with start_server(
-        SHIPPED,
-        tmp_path_factory.mktemp("live") / "server.log",
-        "--enable-sleep-mode",
-        *((f"--{request.param}-parallel-size", "2") if request.param else ()),
-        VLLM_SERVER_DEV_MODE="1",
-    ) as running:
+@pytest.fixture(scope="module")
+def live(layout: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("live") / "server.log"
+    options = ("--enable-sleep-mode", *layout)
+    with start_server(SHIPPED, log, *options, VLLM_SERVER_DEV_MODE="1") as running:
         yield running
 
 
