@@ -14,14 +14,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.formats import read_format
-from vllm_diffusion.weights.tensor_rules import split_experts
-from vllm_diffusion.weights.update import expected_specs
+from vllm_diffusion.weights.formats import FLOATS, Format, Spec, read_format
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
 
 _BYTES = {"F8_E4M3": 1, "U8": 1}
 # Published scales and everything else that is not quantised.
 _OTHER_BYTES = 2
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def expected_specs(
+    shapes: dict[str, Shape], quantized: Format | None, rules: TensorRules
+) -> dict[str, Spec]:
+    """Return the allowed dtypes and shapes of every tensor of a checkpoint, by canonical name."""
+    specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
+    if quantized is None:
+        return specs
+    for name, shape in rules.linear_modules(shapes).items():
+        if quantized.quantizes(rules.all_names(name)):
+            del specs[f"{name}.weight"]
+            specs |= {f"{name}.{end}": spec for end, spec in quantized.tensors(shape).items()}
+    return specs
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 # Parser for Gemma's tool calls in place of vLLM's; it leaves other models to vLLM's own.
 _TOOL_PARSER = "vllm_diffusion.requests.tool_calls.gemma_parser:GemmaToolParser"
 
-_WEIGHT_TRANSFER_WORKER = "vllm_diffusion.weights.worker_engine:SafetensorsWeightTransferEngine"
-_WEIGHT_TRANSFER_TRAINER = "vllm_diffusion.weights.trainer_engine:SafetensorsTrainerEngine"
-
 
 def register() -> None:
     """Register the start-up checks and model class of every family, and what they share.
@@ -84,7 +81,6 @@ def _register_shared() -> Exception | None:
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         options.install([family.architecture for family in FAMILIES], _by_model_type())
-        _register_weight_transfer()
     except Exception as error:
         return error
     return None
@@ -109,39 +105,12 @@ def _apply_tuned(vllm_config: Any) -> None:
 
 
 def _register_extensions() -> None:
-    """Register parts that diffusion models do not need; without one, vLLM's own serves in its place.
-
-    They come first: what one of them registers, such as a worker's weight transfer that knows of
-    drafts, is not registered again.
-    """
+    """Register parts that diffusion models do not need; without one, vLLM's own serves in its place."""
     for entry in own_entry_points("vllm_diffusion.extensions"):
         try:
             entry.load()()
         except Exception as error:
             _log(logging.ERROR, entry.name, error)
-
-
-def _register_weight_transfer() -> None:
-    """Register the weight transfer from files, beside vLLM's own. This is safe to call twice."""
-    from vllm.distributed.weight_transfer.factory import (
-        WeightTransferEngineFactory,
-        WeightTransferTrainerFactory,
-    )
-
-    from vllm_diffusion.weights.transfer import (
-        WEIGHT_TRANSFER,
-        check_transfers,
-        collect_all_answers,
-    )
-
-    collect_all_answers()
-    check_transfers()
-    for factory, path in (
-        (WeightTransferEngineFactory, _WEIGHT_TRANSFER_WORKER),
-        (WeightTransferTrainerFactory, _WEIGHT_TRANSFER_TRAINER),
-    ):
-        if WEIGHT_TRANSFER not in factory._registry:
-            factory.register_engine(WEIGHT_TRANSFER, *path.split(":"))
 
 
 def _register_config(path: str) -> None:

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "the-key"
 PLUGINS = "vllm_diffusion,vllm_diffusion_cpu,vllm_diffusion_metrics"
-TRANSFER = ("--weight-transfer-config", '{"backend": "safetensors"}')
 
 
 class Mode(NamedTuple):
@@ -34,8 +33,8 @@ class Mode(NamedTuple):
 
 
 ADAPTERS = Mode(("adapters",), ("--enable-lora",), (("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"),))
-DEVELOPMENT = Mode(("development",), TRANSFER, (("VLLM_SERVER_DEV_MODE", "1"),))
-SLEEP = DEVELOPMENT._replace(options=(*TRANSFER, "--enable-sleep-mode"))
+DEVELOPMENT = Mode(("development",), (), (("VLLM_SERVER_DEV_MODE", "1"),))
+SLEEP = DEVELOPMENT._replace(options=("--enable-sleep-mode",))
 PAGE = Mode(("page",), (), (("VLLM_PLUGINS", f"{PLUGINS},vllm_diffusion_page"),))
 SCALE_OUT = Mode(("scale-out",), ("--enable-scale-out",))
 TOKENS_ONLY = Mode(("tokens-only",), ("--tokens-only",))
@@ -51,7 +50,7 @@ DRAFT = Mode(
         json.dumps(
             {"method": "dflash", "model": str(shipped_draft()), "num_speculative_tokens": 7}
         ),
-        *TRANSFER,
+        *("--weight-transfer-config", '{"backend": "safetensors"}'),
     ),
     (("VLLM_PLUGINS", f"{PLUGINS},vllm_diffusion_draft"),),
 )

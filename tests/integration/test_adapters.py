@@ -378,9 +378,7 @@ def separate_parts(oracle: QuantizedOracle) -> QuantizedOracle:
 @pytest.mark.timeout(900)
 def test_sleep_and_new_weights(tmp_path):
     """Adapters are what they were: on the old weights after a sleep, and on new ones."""
-    served = Served(
-        tmp_path, weight_transfer_config={"backend": "safetensors"}, enable_sleep_mode=True
-    )
+    served = Served(tmp_path, enable_sleep_mode=True)
     llm = served.engine.llm
     prompt = prompt_of(60, seed=1)
     params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
@@ -392,10 +390,8 @@ def test_sleep_and_new_weights(tmp_path):
             run = served.oracles[name].generate(prompt, seed=7, **params)
             assert tokens == run.tokens, name
 
-    def update(path: Path) -> None:
-        llm.start_weight_update()
-        llm.update_weights({"update_info": {"path": str(path)}})
-        llm.finish_weight_update()
+    def reload(path: Path) -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 
     try:
         check()
@@ -404,7 +400,7 @@ def test_sleep_and_new_weights(tmp_path):
         check()
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
-        update(tmp_path / "checkpoint")
+        reload(tmp_path / "checkpoint")
         llm.wake_up(tags=["kv_cache"])
         check()
         changed = random_checkpoint(tmp_path / "changed", seed=1, **STEPS)
@@ -414,7 +410,7 @@ def test_sleep_and_new_weights(tmp_path):
             if name is not None:
                 adapt(oracle.model, tmp_path / "again", seed=i, **ADAPTERS[name])
                 oracle.model.eval()
-        update(changed)
+        reload(changed)
         llm.reset_prefix_cache()
         check()
         for name in names:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-from vllm_diffusion.weights.transfer import check_transfers
-from vllm_diffusion.weights.worker_engine import SafetensorsInitInfo, SafetensorsUpdateInfo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "checkpoints"), str(EXAMPLES / "rl")]
@@ -34,84 +38,46 @@ from tiny_sdar import generate, load_model  # noqa: E402
 pytestmark = pytest.mark.engine
 
 SDAR = shipped_checkpoint("sdar")
-OPTIONS: dict[str, Any] = {
-    "weight_transfer_config": {"backend": "safetensors"},
-    "enable_sleep_mode": True,
-}
 # "Reverse ...", "What is ...": of several lengths, so that canvases begin within a block.
 PROMPTS = [[2, 5, *range(40, 40 + n)] for n in (3, 8, 14)]
 NUM_TOKENS = 28
-
-
-class Trainer:
-    """Sends weights to an engine in this process, as a trainer does by HTTP."""
-
-    def __init__(self, engine: TracedEngine, folder: Path) -> None:
-        self.llm = engine.llm
-        self.folder = folder
-        self.num_files = 0
-
-    def write(self, tensors: dict[str, Tensor]) -> Path:
-        path = self.folder / f"{self.num_files}.safetensors"
-        self.num_files += 1
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-        return path
-
-    def start(self) -> None:
-        self.llm.start_weight_update()
-
-    def send(self, path: Path | dict[str, Tensor]) -> None:
-        path = self.write(path) if isinstance(path, dict) else path
-        self.llm.update_weights({"update_info": {"path": str(path)}})
-
-    def finish(self) -> None:
-        self.llm.finish_weight_update()
-
-    def update(self, *parts: Path | dict[str, Tensor]) -> None:
-        """All of an update."""
-        self.start()
-        for part in parts:
-            self.send(part)
-        self.finish()
-
-    def is_refused(self, part: Path | dict[str, Tensor], *words: str) -> None:
-        self.start()
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
-            self.send(part)
-        for word in words:
-            assert word in str(raised.value)
+NAME = "model.layers.1.mlp.down_proj.weight"
 
 
 def changed_weights(folder: Path, seed: int) -> dict[str, Tensor]:
-    """A checkpoint's weights, some of each matrix's sign and size changed."""
+    """A checkpoint's weights, some of each matrix's sign and size changed, and every layer's scalar."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor * (1 + 0.3 * torch.randn(tensor.shape, generator=generator))
         if tensor.dim() > 1
-        else tensor
+        else tensor * (0.9 if name.endswith("layer_scalar") else 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
     }
 
 
-@contextmanager
-def engine_of(checkpoint: Path, **options: Any) -> Iterator[TracedEngine]:
-    with TracedEngine(checkpoint, **(OPTIONS | options)) as engine:
-        yield engine
+def written(folder: Path, weights: dict[str, Tensor], source: Path = SDAR) -> Path:
+    """A checkpoint with these weights."""
+    shutil.copytree(source, folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def reload(engine: TracedEngine, folder: Path) -> None:
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    engine.llm.reset_prefix_cache()
 
 
 @pytest.fixture(scope="module")
-def sdar() -> Iterator[TracedEngine]:
-    with engine_of(SDAR) as engine:
-        yield engine
+def engine() -> Iterator[TracedEngine]:
+    with TracedEngine(SDAR, enable_sleep_mode=True) as served:
+        yield served
 
 
 @pytest.fixture
-def trainer(sdar: TracedEngine, tmp_path: Path) -> Iterator[Trainer]:
+def sdar(engine: TracedEngine) -> Iterator[TracedEngine]:
     """Every test leaves the shipped weights."""
-    trainer = Trainer(sdar, tmp_path)
-    yield trainer
-    trainer.update(SDAR)
-    sdar.llm.reset_prefix_cache()
+    yield engine
+    reload(engine, SDAR)
 
 
 def answers(engine: TracedEngine, **params: Any) -> list[list[int]]:
@@ -136,34 +102,17 @@ def until_end(tokens: list[int]) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-def test_updates(sdar: TracedEngine, trainer: Trainer) -> None:
-    """Whole or a tensor at a time: tokens are those of an independent loop on the same weights."""
-    llm = sdar.llm
-    shipped = answers(sdar, temperature=0.0)
-    seen = [shipped]
-    for seed, one_by_one in ((1, False), (2, True)):
+def test_reload(sdar: TracedEngine, tmp_path: Path) -> None:
+    """From one folder after the other: tokens are those of an independent loop on the same weights."""
+    seen = [answers(sdar, temperature=0.0)]
+    for seed in (1, 2):
         weights = changed_weights(SDAR, seed)
-        parts = [{name: tensor} for name, tensor in weights.items()] if one_by_one else [weights]
-        trainer.start()
-        for part in parts:
-            trainer.send(part)
-        # Until it is finished, nothing has changed.
-        assert answers(sdar, temperature=0.0) == seen[-1]
-        llm.finish_weight_update(weight_version=str(seed))
-        assert llm.get_weight_version() == str(seed)
-        llm.reset_prefix_cache()
+        reload(sdar, written(tmp_path / str(seed), weights))
         seen.append(answers(sdar, temperature=0.0))
-        found = [until_end(tokens) for tokens in seen[-1]]
-        assert found == fresh_answers(weights, PROMPTS)
+        assert [until_end(tokens) for tokens in seen[-1]] == fresh_answers(weights, PROMPTS)
+    reload(sdar, SDAR)
+    assert answers(sdar, temperature=0.0) == seen[0]
     assert len({str(one) for one in seen}) == 3
-    # A single tensor, in an update of its own; half of a fused layer of the engine's.
-    name = "model.layers.1.self_attn.k_proj.weight"
-    weights[name] = weights[name].roll(1, dims=0)
-    trainer.update({name: weights[name]})
-    llm.reset_prefix_cache()
-    last = answers(sdar, temperature=0.0)
-    assert last != seen[-1]
-    assert [until_end(tokens) for tokens in last] == fresh_answers(weights, PROMPTS)
 
 
 def run_until(llm: Any, is_enough: Callable[[], bool]) -> list[Any]:
@@ -191,126 +140,47 @@ def rest(llm: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_bad_updates(sdar: TracedEngine, trainer: Trainer) -> None:
+def in_flight(engine: TracedEngine, **params: Any) -> None:
+    """Begin an answer to each prompt, and stop when each has tokens and none has ended."""
+    enqueue(engine, **params)
+    running = engine.scheduler.running
+    assert not run_until(
+        engine.llm, lambda: sum(r.num_output_tokens > 0 for r in running) == len(PROMPTS)
+    )
+
+
+def test_bad_folders(sdar: TracedEngine, tmp_path: Path) -> None:
     """Refused in a sentence while requests are in flight, and they do not notice."""
     expected = answers(sdar, temperature=1.0)
-    enqueue(sdar, temperature=1.0)
-    running = sdar.scheduler.running
-    finished = run_until(sdar.llm, lambda: sum(r.num_output_tokens > 0 for r in running) == 3)
-    assert not finished
+    in_flight(sdar, temperature=1.0)
     weights = changed_weights(SDAR, 3)
-    name = "model.layers.0.mlp.up_proj.weight"
-    trainer.is_refused(weights | {name: weights[name][:-1]}, name, "[383, 128]", "[384, 128]")
-    trainer.is_refused({name: weights[name].int()}, name, "I32")
-    trainer.is_refused(weights | {name: weights[name] / 0}, name, "not finite")
-    trainer.is_refused({"model.layers.9.mlp.up_proj.weight": weights[name]}, "layers.9")
-    path = trainer.write(weights)
-    path.write_bytes(path.read_bytes()[:-100])
-    trainer.is_refused(path, str(path), "truncated")
-    trainer.is_refused(path.with_name("missing.safetensors"), "missing.safetensors")
-    trainer.is_refused(Path("relative.safetensors"), "update_info.path")
-    trainer.start()
-    for info, words in (({}, "path='' must be"), ({"path": str(path), "dtype": "F32"}, "'dtype'")):
-        with pytest.raises(ValueError, match=f"update_info.*{words}"):
-            sdar.llm.update_weights({"update_info": info})
-        trainer.start()
-    # A trainer that dies leaves its update open; the next one is told so, and takes it over.
-    trainer.send(weights)
-    with pytest.raises(RuntimeError, match="already active"):
-        trainer.start()
-    sdar.llm.init_weight_transfer_engine({"init_info": {}})
-    trainer.finish()
+    for value in (float("nan"), float("inf")):
+        bad = weights | {NAME: weights[NAME].clone()}
+        bad[NAME][3, 5] = value
+        folder = written(tmp_path / str(value), bad)
+        with pytest.raises(ValueError, match=rf"{folder}: {NAME} holds .*not finite.*Nothing was"):
+            reload(sdar, folder)
+    damaged = written(tmp_path / "damaged", weights) / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{damaged} is truncated.*Nothing was loaded"):
+        reload(sdar, damaged.parent)
+    with pytest.raises(ValueError, match="missing is no folder.*Nothing was loaded"):
+        reload(sdar, tmp_path / "missing")
     assert rest(sdar.llm) == expected
+    # An error that is found on the way leaves no layer without tensors.
+    misfit = written(tmp_path / "misfit", weights | {NAME: weights[NAME][:, :-1].contiguous()})
+    with pytest.raises(Exception, match=r"383|384|shape|size"):
+        reload(sdar, misfit)
+    assert answers(sdar, temperature=1.0) != expected
+    reload(sdar, SDAR)
+    assert answers(sdar, temperature=1.0) == expected
 
 
-class InPlace(WeightTransferEngine):
-    """A transfer that writes as vLLM's do: while it receives."""
-
-    init_info_cls = SafetensorsInitInfo
-    update_info_cls = SafetensorsUpdateInfo
-
-    def init_transfer_engine(self, init_info: Any) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def receive_weights(self, update_info: Any) -> None:
-        self.model.load_weights(load_file(update_info.path).items())
-
-    def finish_weight_update(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-def test_bad_weights_in_place(
-    sdar: TracedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Told when the update finishes; requests are refused, those in flight too, until good ones come."""
-    registry = dict(WeightTransferEngineFactory._registry) | {"in place": lambda: InPlace}
-    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", registry)
-    check_transfers()
-    trainer = Trainer(sdar, tmp_path)
-    worker = sdar.llm.llm_engine.model_executor.driver_worker.worker
-    ours = worker.weight_transfer_engine
-    config = dataclasses.replace(ours.config, backend="in place")
-    in_place = WeightTransferEngineFactory.create_engine(
-        config, worker.vllm_config, ours.device, sdar.runner.model
-    )
-    monkeypatch.setattr(worker, "weight_transfer_engine", in_place)
-    expected, good = answers(sdar), load_file(SDAR / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    bad = {name: good[name].clone()}
-    bad[name][3, 5] = float("nan")
-    enqueue(sdar)
-    run_until(sdar.llm, lambda: len(sdar.scheduler.running) == len(PROMPTS))
-    trainer.start()
-    trainer.send(bad)
-    with pytest.raises(ValueError, match=rf"{name} .*not finite.*refused until good weights"):
-        trainer.finish()
-    assert refused(sdar) == len(PROMPTS)
-    for begin_anew in (True, False):
-        enqueue(sdar)
-        assert refused(sdar) == len(PROMPTS)
-        if begin_anew:
-            # vLLM's worker takes the update for one that goes on; closing it changes nothing.
-            trainer.finish()
-            enqueue(sdar)
-            assert refused(sdar) == len(PROMPTS)
-            trainer.start()
-        trainer.send({name: good[name]})
-        trainer.finish()
-        sdar.llm.reset_prefix_cache()
-        assert answers(sdar) == expected
-        trainer.start()
-        trainer.send(bad)
-        with pytest.raises(ValueError, match="not finite"):
-            trainer.finish()
-    trainer.send({name: good[name]})
-    trainer.finish()
-    sdar.llm.reset_prefix_cache()
-    assert answers(sdar) == expected
-
-
-def refused(engine: TracedEngine) -> int:
-    """Requests that end with an error for which a server answers 503, without a token more."""
-    core = engine.llm.llm_engine.engine_core.engine_core
-    errors = []
-    while core.scheduler.has_unfinished_requests():
-        outputs, _ = core.step_fn()
-        errors += [one.error for told in outputs.values() for one in told.outputs]
-    # What is read of the engine here, its client does not hear.
-    client = engine.llm.llm_engine.output_processor
-    client.abort_requests(list(client.request_states), internal=True)
-    assert all(error.retryable and "not finite" in error.message for error in errors), errors
-    return len(errors)
-
-
-def test_paused_requests_continue(sdar: TracedEngine, trainer: Trainer) -> None:
+def test_paused_requests_continue(sdar: TracedEngine, tmp_path: Path) -> None:
     """Kept over an update: what was committed stays, the rest is written by the new weights."""
     core = sdar.llm.llm_engine.engine_core.engine_core
     old = answers(sdar, temperature=0.0)
-    enqueue(sdar, temperature=0.0)
-    running = sdar.scheduler.running
-    run_until(sdar.llm, lambda: sum(r.num_output_tokens > 0 for r in running) == 3)
+    in_flight(sdar, temperature=0.0)
     core.pause_scheduler("keep", clear_cache=True)
     kept = {
         tuple(r.prompt_token_ids): list(r.output_token_ids)
@@ -318,7 +188,7 @@ def test_paused_requests_continue(sdar: TracedEngine, trainer: Trainer) -> None:
     }
     assert all(0 < len(tokens) < NUM_TOKENS for tokens in kept.values())
     weights = changed_weights(SDAR, 4)
-    trainer.update(weights)
+    reload(sdar, written(tmp_path / "new", weights))
     core.resume_scheduler()
     found = rest(sdar.llm)
     assert found != old
@@ -329,7 +199,7 @@ def test_paused_requests_continue(sdar: TracedEngine, trainer: Trainer) -> None:
         assert tokens[len(before) : len(before) + len(behind)] == behind[: NUM_TOKENS - len(before)]
 
 
-def test_sleep(sdar: TracedEngine, trainer: Trainer) -> None:
+def test_sleep(sdar: TracedEngine, tmp_path: Path) -> None:
     """Memory is given back; level 1 wakes as it was, level 2 with new weights, all of them."""
     llm = sdar.llm
     expected = answers(sdar, temperature=1.0)
@@ -348,13 +218,7 @@ def test_sleep(sdar: TracedEngine, trainer: Trainer) -> None:
     assert all((parameter == 0).all() for parameter in sdar.runner.model.parameters())
     poison(sdar)
     assert not llm.wake_up(tags=["weights"])
-    name = "model.norm.weight"
-    trainer.start()
-    trainer.send({name: weights[name]})
-    with pytest.raises(ValueError, match="were not sent.*level 2"):
-        trainer.finish()
-    trainer.send(weights)
-    trainer.finish()
+    reload(sdar, written(tmp_path / "new", weights))
     assert llm.wake_up(tags=["kv_cache"])
     found = [until_end(tokens) for tokens in answers(sdar, temperature=0.0)]
     assert found == fresh_answers(weights, PROMPTS)
@@ -428,29 +292,17 @@ def test_sdar_logprobs(sdar: TracedEngine) -> None:
 
 
 def test_diffusion_gemma(tmp_path: Path) -> None:
-    """Encoder and decoder, experts and a tied head follow an update; log-probabilities likewise."""
-    from transformers import DiffusionGemmaForBlockDiffusion
-
-    oracle = Oracle(SHIPPED)
-    with engine_of(SHIPPED) as engine:
-        trainer = Trainer(engine, tmp_path)
+    """Encoder and decoder, experts, scalars and a tied head follow; log-probabilities likewise."""
+    folder = written(tmp_path / "new", changed_weights(SHIPPED, 6), SHIPPED)
+    with TracedEngine(SHIPPED, enable_sleep_mode=True) as engine:
         settings = engine.state.spec
-        poison_free = answers(engine, temperature=1.0)
+        shipped = answers(engine, temperature=1.0)
         engine.llm.sleep(level=2)
         poison(engine)
         engine.llm.wake_up()
-        trainer.update(SHIPPED)
-        assert answers(engine, temperature=1.0) == poison_free
-
-        model: DiffusionGemmaForBlockDiffusion = copy.deepcopy(oracle.model)
-        generator = torch.Generator().manual_seed(6)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
-        # As a trainer has them: shared tensors once, under the first name that they have.
-        trainer.update({name: p.detach() for name, p in model.named_parameters()})
-        engine.llm.reset_prefix_cache()
+        reload(engine, SHIPPED)
+        assert answers(engine, temperature=1.0) == shipped
+        reload(engine, folder)
         outputs = engine.generate(
             PROMPTS,
             seeds=[4, 5, 6],
@@ -460,14 +312,14 @@ def test_diffusion_gemma(tmp_path: Path) -> None:
             ignore_eos=True,
             extra_args={"diffusion_trace": True, "diffusion_step_map": True},
         )
-    assert [list(output.token_ids) for output in outputs] != poison_free
-    oracle.model = model
+    assert [list(output.token_ids) for output in outputs] != shipped
+    oracle = Oracle(folder)
     for seed, prompt, output in zip((4, 5, 6), PROMPTS, outputs, strict=True):
         run = oracle.generate(prompt, seed=seed, max_tokens=40, ignore_eos=True)
         assert list(output.token_ids) == run.tokens
         with torch.no_grad():
             logprobs = diffusion_gemma_logprobs(
-                model,
+                oracle.model,
                 prompt,
                 output.diffusion_trace,
                 list(output.diffusion_step_map),
@@ -479,3 +331,96 @@ def test_diffusion_gemma(tmp_path: Path) -> None:
             one[token].logprob for one, token in zip(output.logprobs, output.token_ids, strict=True)
         ]
         assert logprobs.tolist() == pytest.approx(reported, abs=1e-3)
+
+
+def test_two_scalars(tmp_path: Path) -> None:
+    """Encoder and decoder with scalars of their own: those of the new folder act."""
+    folders = []
+    for seed, factor in ((7, 0.8), (8, 1.2)):
+        weights = changed_weights(SHIPPED, seed)
+        for name in weights:
+            if name.endswith("layer_scalar") and "encoder" in name:
+                weights[name] = weights[name] * factor
+        folders.append(written(tmp_path / str(seed), weights, SHIPPED))
+    fresh = []
+    for folder in folders:
+        with TracedEngine(folder) as engine:
+            fresh.append(answers(engine))
+    with TracedEngine(folders[0]) as engine:
+        for index in (1, 0, 1):
+            reload(engine, folders[index])
+            assert answers(engine) == fresh[index]
+
+
+@dataclasses.dataclass
+class Nothing(WeightTransferInitInfo):
+    """Settings of the transfer."""
+
+
+@dataclasses.dataclass
+class Sent(WeightTransferUpdateInfo):
+    """Tensors of an update, which came by other means."""
+
+    tensors: dict[str, Tensor]
+
+
+class LikeVllms(WeightTransferEngine[Nothing, Sent]):
+    """As much of vLLM's transfers as needs no GPU: parts, and layers that are loaded as wholes.
+
+    Attributes:
+        one_by_one: Whether each tensor is a part, as with ``nccl``, or all of them are, as with ``ipc``.
+    """
+
+    init_info_cls = Nothing
+    update_info_cls = Sent
+    one_by_one = True
+
+    def init_transfer_engine(self, init_info: Nothing) -> None: ...
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Sent) -> None:
+        tensors = list(update_info.tensors.items())
+        for part in [[one] for one in tensors] if self.one_by_one else [tensors]:
+            self.model.load_weights(part)
+        self.num_received = len(tensors)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["nccl", "ipc"])
+@pytest.mark.parametrize("checkpoint", [SDAR, SHIPPED], ids=["sdar", "diffusion_gemma"])
+def test_transfers(checkpoint: Path, one_by_one: bool, tmp_path: Path) -> None:
+    """What vLLM's transfers bring is served; what is not finite is refused when all has come."""
+    good = changed_weights(checkpoint, 4)
+    name = max(name for name in good if "mlp.down_proj" in name)
+    bad = good | {name: good[name].clone()}
+    bad[name][3, 5] = float("nan")
+    with TracedEngine(written(tmp_path / "fresh", good, checkpoint)) as engine:
+        fresh = answers(engine)
+    with TracedEngine(checkpoint) as engine:
+        llm, worker = engine.llm, engine.llm.llm_engine.model_executor.driver_worker.worker
+        transfer = LikeVllms(None, worker.vllm_config, worker.device, engine.runner.model)
+        transfer.one_by_one = one_by_one
+        worker.weight_transfer_engine = transfer
+        for _ in range(2):
+            llm.start_weight_update()
+            with pytest.raises(ValueError, match=rf"{name} holds .*not finite"):
+                llm.update_weights({"update_info": {"tensors": bad}})
+            # A trainer that broadcasts does not wait for a worker that has stopped to listen.
+            assert transfer.num_received == len(bad)
+            # The engine goes on, and no number that is not finite is in it.
+            answers(engine)
+            assert all(p.isfinite().all() for p in engine.runner.model.parameters())
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {"tensors": good}})
+            llm.finish_weight_update()
+            llm.reset_prefix_cache()
+            assert answers(engine) == fresh

@@ -92,10 +92,10 @@ def write_headers(folder: Path) -> Path:
     """
     from transformers import DiffusionGemmaConfig
 
+    from benchmarks.memory_limit import expected_specs
     from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
     from vllm_diffusion.weights.formats import read_format
     from vllm_diffusion.weights.tensor_rules import split_experts
-    from vllm_diffusion.weights.update import expected_specs
 
     config = json.loads((folder / "config.json").read_text())
     rules = DiffusionGemmaTensors()

@@ -24,6 +24,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from vllm_diffusion.startup.engine_process import leaving
+from vllm_diffusion.weights.new_weights import FiniteWeights
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADVISE = _LIBC.madvise
@@ -64,7 +65,7 @@ def discard(tensors: Iterable[Tensor]) -> int:
 logger = init_logger(f"vllm.{__name__}")
 
 
-class DiffusionCpuWorker(CPUWorker):
+class DiffusionCpuWorker(FiniteWeights, CPUWorker):
     """vLLM's CPU worker, less what it does for its compiled extension."""
 
     def init_device(self) -> None:
@@ -108,13 +109,8 @@ class DiffusionCpuWorker(CPUWorker):
         """
         parameters = self._discardable() if level == 2 else []
         self._discard("the KV cache", self.model_runner.kv_caches)
-        if level != 2:
-            return
-        self._discard("the weights", parameters)
-        if self.weight_transfer_engine is not None:
-            # Whatever is preserved need not be sent.
-            is_whole = not self.model_config.sleep_preserve_parameter_names
-            self.weight_transfer_engine.weights_are_lost = is_whole
+        if level == 2:
+            self._discard("the weights", parameters)
 
     def _discardable(self) -> list[torch.Tensor]:
         """Parameters that no pattern of ``--sleep-preserve-parameter-names`` means."""

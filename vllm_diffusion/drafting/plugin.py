@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
-from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
+from vllm_diffusion.startup.options import DRAFT_TRANSFER
 
 
 def register() -> None:
@@ -24,6 +24,6 @@ def register() -> None:
             ModelRegistry.register_model(each, f"vllm.model_executor.models.{served_by}")
     check.install()
     quantized.install()
-    if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
+    if DRAFT_TRANSFER not in WeightTransferEngineFactory._registry:
         worker = "vllm_diffusion.drafting.swap.served_draft", "DraftWeightTransferEngine"
-        WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *worker)
+        WeightTransferEngineFactory.register_engine(DRAFT_TRANSFER, *worker)

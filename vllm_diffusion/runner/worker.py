@@ -8,9 +8,10 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_diffusion.kernel_choice.on_ranks import agree, decide
 from vllm_diffusion.startup.engine_process import leaving
+from vllm_diffusion.weights.new_weights import FiniteWeights
 
 
-class CanvasWorker(Worker):
+class CanvasWorker(FiniteWeights, Worker):
     """vLLM's worker, whose model runner runs canvases."""
 
     def init_device(self) -> None:

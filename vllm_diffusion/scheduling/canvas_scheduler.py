@@ -15,7 +15,6 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -33,7 +32,6 @@ from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt
 from vllm_diffusion.weights.adapters.rows import AdapterLoad
-from vllm_diffusion.weights.transfer import why_refused
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2
@@ -195,12 +193,7 @@ class CanvasScheduling(Scheduler):
                 feature.observe(part)
             self._counters.observe(part.request.request_id, part.counts, part.max_steps)
         self.prompt_logprobs.hold(model_runner_output)
-        refused: dict[int, EngineCoreOutputs] = {}
-        if reason := why_refused(self.vllm_config):
-            self.stuck.refuse_all(refused, reason)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for client, ended in refused.items():
-            outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(ended.outputs)
         for feature in self._features:
             feature.finish_pass(outputs)
         return outputs

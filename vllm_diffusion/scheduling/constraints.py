@@ -160,41 +160,19 @@ class StuckRequests(SchedulerFeature):
             if request.num_output_tokens == 0:
                 status = RequestStatus.FINISHED_ERROR
                 error = RequestError("validation_error", f"The request has no answer: {reason}.")
-            self._finish(request, status, reason, error, outputs)
-
-    def refuse_all(self, outputs: dict[int, EngineCoreOutputs], reason: str) -> None:
-        """End every request with status 503, so that its client tries again later.
-
-        Args:
-            outputs: Outputs of the pass by API process; added to.
-            reason: Reason for the clients.
-        """
-        error = RequestError("engine_paused", f"The request is not answered: {reason}.", True)
-        for request in list(self._scheduler.requests.values()):
-            if not request.is_finished():
-                self._finish(request, RequestStatus.FINISHED_ERROR, reason, error, outputs)
-
-    def _finish(
-        self,
-        request: Request,
-        status: RequestStatus,
-        reason: str,
-        error: RequestError | None,
-        outputs: dict[int, EngineCoreOutputs],
-    ) -> None:
-        self._scheduler.finish_requests(request.request_id, status)
-        told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-        told.outputs.append(
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=reason,
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-                error=error,
+            self._scheduler.finish_requests(request_id, status)
+            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            told.outputs.append(
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=reason,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                    error=error,
+                )
             )
-        )
 
 
 logger = init_logger(f"vllm.{__name__}")

@@ -34,7 +34,6 @@ from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
 from vllm_diffusion.weights.adapters.early_checks import choose_adapter_rules
 from vllm_diffusion.weights.check import check_capability, check_platform, check_room
 from vllm_diffusion.weights.tensor_rules import TensorRules
-from vllm_diffusion.weights.update import check_new_weights
 from vllm_diffusion.weights.weight_files import check_regular_files, check_weight_files
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ class BlockDiffusionEngineConfig:
         if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             cls.apply_autoregressive_defaults(vllm_config)
-            _check_weights(vllm_config, cls.tensor_rules())
+            _check_weights(vllm_config)
             choose_adapter_rules(vllm_config, cls.tensor_rules())
             return
         check_capability()
@@ -217,7 +216,7 @@ class BlockDiffusionEngineConfig:
             raise ValueError(problem)
         check_options(vllm_config)
         passes.choose_media(vllm_config)
-        _check_weights(vllm_config, cls.tensor_rules())
+        _check_weights(vllm_config)
         check_room(vllm_config)
         choose_adapter_rules(vllm_config, cls.tensor_rules())
         passes.choose_scheduler(vllm_config)
@@ -335,14 +334,10 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
     )
 
 
-def _check_weights(vllm_config: VllmConfig, rules: TensorRules) -> None:
+def _check_weights(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
-    # Workers check new weights by these rules.
-    model_config.tensor_rules = rules
     quantization = model_config.model_arch_config.quantization_config
     check_platform(model_config.model, quantization)
-    if vllm_config.weight_transfer_config is not None:
-        check_new_weights(model_config.hf_config, rules, quantization)
     if vllm_config.load_config.load_format != "dummy":
         check_weight_files(model_config.model)
         choose_weight_files(vllm_config)

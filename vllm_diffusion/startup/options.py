@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.passes import note_given_limits
 from vllm_diffusion.weights.adapters.rules import UNREACHED
-from vllm_diffusion.weights.transfer import WEIGHT_TRANSFER
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -160,6 +159,8 @@ def _looking(
 # Connectors of vLLM that carry blocks of the cache no further than this machine's memory.
 _OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SCHEDULERS = "vllm_diffusion.scheduling.canvas_scheduler"
+# Weight transfer by which a draft of an autoregressive model comes.
+DRAFT_TRANSFER = "safetensors"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -263,10 +264,10 @@ def _takes_images(vllm_config: VllmConfig) -> bool:
     return multimodal is not None and not multimodal.language_model_only
 
 
-def _transfers_between_gpus(vllm_config: VllmConfig) -> bool:
-    """Return true for a weight transfer of vLLM's own; ours reads files."""
+def _brings_no_weights(vllm_config: VllmConfig) -> bool:
+    """Return true for a transfer that needs GPUs where there is none, and for that of drafts."""
     transfer = vllm_config.weight_transfer_config
-    return transfer is not None and transfer.backend != WEIGHT_TRANSFER
+    return transfer is not None and (transfer.backend == DRAFT_TRANSFER or _is_cpu())
 
 
 def _cuts_canvases(vllm_config: VllmConfig) -> bool:
@@ -320,7 +321,7 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--offload-group-size": (
         lambda config: config.offload_config.prefetch.offload_group_size > 0 and _is_cpu()
     ),
-    "--weight-transfer-config": lambda config: _transfers_between_gpus(config) and _is_cpu(),
+    "--weight-transfer-config": _brings_no_weights,
     "--kv-cache-dtype": (
         lambda config: config.cache_config.cache_dtype not in _cache_dtypes(config)
     ),

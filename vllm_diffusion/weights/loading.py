@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.new_weights import finite_only
 from vllm_diffusion.weights.places import Part, Place
 from vllm_diffusion.weights.weight_files import listed, stored_tensors, weight_files
 
@@ -301,8 +302,8 @@ def checked_loading(
 ) -> Iterator[Iterable[tuple[str, Tensor]]]:
     """Yield the tensors to load; check them if they are the first ones of a model.
 
-    Later ones are an update, which may be partial, and has checks of its own. A model whose weights are
-    made up has no first ones. Tensors of another dtype than the model's are counted in the log.
+    Later ones are an update, which may be partial: of those it is checked that they are finite. A model
+    whose weights are made up has no first ones. Tensors of another dtype than the model's are counted in the log.
 
     Args:
         model: Model to load into, under ``with set_current_vllm_config``.
@@ -312,10 +313,15 @@ def checked_loading(
         ValueError: At the end, or while the tensors are loaded, naming tensor and file.
     """
     vllm_config = get_current_vllm_config_or_none()
-    is_first = not getattr(model, "_was_loaded", False)
+    is_made_up = vllm_config is not None and vllm_config.load_config.load_format == "dummy"
+    is_first = not is_made_up and not getattr(model, "_was_loaded", False)
     model._was_loaded = True  # type: ignore[assignment]
     with counted_downcasts():
-        if vllm_config is None or not is_first or not _is_checked(vllm_config):
+        if not is_first:
+            with finite_only(model, weights) as finite:
+                yield finite
+            return
+        if vllm_config is None or not _is_checked(vllm_config):
             yield weights
             return
         _asking.install()

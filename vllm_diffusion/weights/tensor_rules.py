@@ -38,10 +38,6 @@ class TensorRules:
         """
         raise NotImplementedError
 
-    def canonical_name(self, name: str) -> str:
-        """Return the canonical name of a tensor or module."""
-        return name
-
     def all_names(self, name: str) -> tuple[str, ...]:
         """Return all names of a module with this canonical name."""
         return (name,)
@@ -57,10 +53,6 @@ class TensorRules:
             for name, shape in shapes.items()
             if name.endswith(".weight") and len(shape) == 2 and not name.endswith(self.unquantised)
         }
-
-    def copy_of(self, name: str) -> str:
-        """Return the name of a tensor that replaces this one in checkpoints that have only it."""
-        return name
 
     def module_names(self, shapes: dict[str, Shape]) -> set[str]:
         """Return all names that an entry of an ignore list may match: modules and their parents."""

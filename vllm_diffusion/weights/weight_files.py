@@ -98,14 +98,14 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
 def largest_magnitude(tensor: StoredTensor) -> float:
     """Return the largest magnitude among a tensor's values; NaN or infinity if one of them is.
 
-    Values of a kind that has neither (packed FP4) are not read, and give 0.
+    Values of a kind that has neither (packed FP4), or that no family has, are not read, and give 0.
 
     Raises:
         ValueError: If the file has become shorter than its header says.
     """
-    dtype = _DTYPES[tensor.dtype]
+    dtype = _DTYPES.get(tensor.dtype)
     size = tensor.end - tensor.begin
-    if not size or not dtype.is_floating_point:
+    if not size or dtype is None or not dtype.is_floating_point:
         return 0.0
     largest = torch.zeros((), dtype=torch.float64)
     buffer = bytearray(min(size, _CHUNK_BYTES))

@@ -228,6 +228,14 @@ def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @drafts
+def test_reload(engine: TracedEngine, model: Nemotron) -> None:
+    """The adapter acts on drafts as before once weights were loaded anew."""
+    engine.llm.collective_rpc("reload_weights")
+    engine.llm.reset_prefix_cache()
+    test_accepted_counts(engine, model)
+
+
+@drafts
 def test_narrow_drafts(engine: TracedEngine, model: Nemotron) -> None:
     """A request may have shorter ones, which change no token."""
     prompt = prompt_of(20, seed=1)

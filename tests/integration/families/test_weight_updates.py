@@ -19,39 +19,27 @@ from tests.support.quantized import quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TRANSFER: dict[str, Any] = {"weight_transfer_config": {"backend": "safetensors"}}
 
-
-def update(engine: TracedEngine, *paths: Path) -> None:
-    llm = engine.llm
-    llm.start_weight_update()
-    for path in paths:
-        llm.update_weights({"update_info": {"path": str(path)}})
-    llm.finish_weight_update()
-    llm.reset_prefix_cache()
+def reload(engine: TracedEngine, folder: Path) -> None:
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    engine.llm.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_families(name: str, tmp_path: Path) -> None:
-    """After an update the tokens are the published loop's with the other weights."""
-    family = Family(name, tmp_path / "served", **TRANSFER)
+    """After a reload the tokens are the published loop's with the other weights."""
+    family = Family(name, tmp_path / "served")
     try:
         model = family.case.make(seed=11)
         prompts = [prompt_of(length, seed=length) for length in (5, 33, 70)]
         wanted = [Wanted(max_tokens=family.block_length + 5)] * len(prompts)
         before = family.generate(prompts, wanted)
-        folder = model.save(tmp_path / "sent")
-        update(family.engine, folder / "model.safetensors")
+        reload(family.engine, model.save(tmp_path / "new"))
         after = family.generate(prompts, wanted)
         assert after != before
         for prompt, one, answer in zip(prompts, wanted, after, strict=True):
             assert answer == expected(family.case, model, prompt, one).tokens
-        # And back, a tensor at a time.
-        parts = []
-        for index, item in enumerate(load_file(tmp_path / "served" / "model.safetensors").items()):
-            parts.append(tmp_path / f"{index}.safetensors")
-            save_file(dict([item]), parts[-1])
-        update(family.engine, *parts)
+        reload(family.engine, tmp_path / "served")
         assert family.generate(prompts, wanted) == before
     finally:
         family.engine.close()
@@ -59,7 +47,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
 def test_quantised(scheme: str, tmp_path: Path) -> None:
-    """Whole updates, twice; a part is refused, and the engine serves on."""
+    """What layers make of packed weights and scales they make again, more than once."""
     generator = torch.Generator().manual_seed(0)
     other = copy_checkpoint(tmp_path / "other")
     weights = {
@@ -92,24 +80,24 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
         fresh.append(answers(engine))
         engine.close()
     assert fresh[0] != fresh[1]
-    with TracedEngine(folders[0], **OPTIONS, **TRANSFER) as engine:
+    with TracedEngine(folders[0], **OPTIONS) as engine:
         assert answers(engine) == fresh[0]
         for index in (1, 0, 1):
-            update(engine, folders[index])
+            reload(engine, folders[index])
             assert answers(engine) == fresh[index]
-        part = dict(list(load_file(folders[0] / "model.safetensors").items())[:5])
-        save_file(part, tmp_path / "part.safetensors")
-        with pytest.raises(ValueError, match="whole updates only"):
-            update(engine, tmp_path / "part.safetensors")
-        assert answers(engine) == fresh[1]
-        engine.llm.update_weights({"update_info": {"path": str(folders[0])}})
-        engine.llm.finish_weight_update()
-        engine.llm.reset_prefix_cache()
-        assert answers(engine) == fresh[0]
 
 
 def test_static_activation_scales(tmp_path: Path) -> None:
-    """vLLM's loader of experts' scales takes them once: refused before anything is loaded."""
+    """vLLM's loader of experts' scales takes them once: an error, and the engine serves what it served."""
     folder = quantized_checkpoint(tmp_path / "quantised", "fp8-static", num_prompts=2)
-    with pytest.raises(ValueError, match="--weight-transfer-config: .*dynamic activation scales"):
-        TracedEngine(folder, **OPTIONS, **TRANSFER)
+    with TracedEngine(folder, **OPTIONS) as engine:
+
+        def answers() -> list[Any]:
+            outputs = engine.generate([[2, 5, 40, 41]], seeds=[1], max_tokens=40, ignore_eos=True)
+            return [output.token_ids for output in outputs]
+
+        before = answers()
+        with pytest.raises(Exception, match="scale|meta"):
+            reload(engine, folder)
+        engine.llm.reset_prefix_cache()
+        assert answers() == before

@@ -21,9 +21,9 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_diffusion.drafting.accepted import LEAST, MOST, NUM_ERRORS, Verifications, places_of_both
-from vllm_diffusion.drafting.swap import KEPT, PATH, PENDING, ROLLED_BACK
+from vllm_diffusion.drafting.swap import DROP, KEPT, PATH, PENDING, RESTORE, ROLLED_BACK
 from vllm_diffusion.drafting.swap.new_draft import check_new_draft, check_replaceable
-from vllm_diffusion.weights.transfer import DROP, RESTORE, WEIGHT_TRANSFER
+from vllm_diffusion.startup.options import DRAFT_TRANSFER
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -317,10 +317,10 @@ def _refusal(engine_client: Any, args: Any) -> str | None:
     except ValueError as error:
         return str(error)
     backend = getattr(config.weight_transfer_config, "backend", None)
-    if backend != WEIGHT_TRANSFER:
+    if backend != DRAFT_TRANSFER:
         return (
-            f"--weight-transfer-config: a draft comes by backend {WEIGHT_TRANSFER!r}, and the server has "
-            f'{backend!r}; start it with --weight-transfer-config \'{{"backend": "{WEIGHT_TRANSFER}"}}\'.'
+            f"--weight-transfer-config: a draft comes by backend {DRAFT_TRANSFER!r}, and the server has "
+            f'{backend!r}; start it with --weight-transfer-config \'{{"backend": "{DRAFT_TRANSFER}"}}\'.'
         )
     if (args.api_server_count or 1) > 1:
         return "--api-server-count: one process must hear all counters; set it to 1."

@@ -8,6 +8,8 @@ changes here.
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,17 @@ from vllm_diffusion.drafting.check import (
 from vllm_diffusion.drafting.draft_fields import dflash_fields, mask_token_of, name_as_vllm
 from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, reach_of_layer
-from vllm_diffusion.weights.regular_files import why_not_file, why_not_folder
-from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
-from vllm_diffusion.weights.update import UNHARMED, ExpectedTensors, WeightUpdate
+from vllm_diffusion.drafting.swap import UNHARMED
+from vllm_diffusion.weights.formats import FLOATS
+from vllm_diffusion.weights.regular_files import file_stamp, why_not_file, why_not_folder
+from vllm_diffusion.weights.weight_files import (
+    StoredTensor,
+    file_problem,
+    largest_magnitude,
+    read_tensor,
+    stored_tensors,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,16 +66,6 @@ _OF_DFLASH = (
 )
 # vLLM's default, which differs from that of transformers.
 _DEFAULT_THETA = 1000000
-
-
-class DraftTensors(TensorRules):
-    """Names and shapes of a draft's tensors in z-lab's layout, without embedding and head."""
-
-    def shapes(self, config: Any) -> dict[str, Shape]:
-        """Return the shapes by name, as :class:`TensorRules` specifies."""
-        with torch.device("meta"):
-            tensors = ReferenceDraft(config).state_dict()
-        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def check_replaceable(vllm_config: VllmConfig) -> None:
@@ -117,18 +117,27 @@ def read_new_draft(folder: Path, vllm_config: VllmConfig) -> dict[str, Tensor]:
     Raises:
         ValueError: Naming the file, the field or the tensor, and the remedy.
     """
-    update = check_new_draft(folder, vllm_config)
-    tensors = dict(update.tensors())
+    stamps = _stamps(folder)
+    tensors = {one.name: read_tensor(one) for one in check_new_draft(folder, vllm_config)}
     # A file that was rewritten while it was read may mix two drafts.
-    update.check(is_whole=True)
+    if _stamps(folder) != stamps:
+        raise ValueError(
+            f"{folder} was changed while it was read; leave a draft's files as they are, and send it again. "
+            f"{UNHARMED.capitalize()}."
+        )
     return tensors
 
 
-def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
+def _stamps(folder: Path) -> dict[Path, Any]:
+    files = folder.glob("*.safetensors") if os.path.isdir(folder) else ()
+    return {file: file_stamp(file) for file in files}
+
+
+def check_new_draft(folder: Path, vllm_config: VllmConfig) -> list[StoredTensor]:
     """Check a draft as :func:`read_new_draft` does, without keeping its tensors.
 
     Returns:
-        The files to load.
+        The tensors to load.
 
     Raises:
         ValueError: As in :func:`read_new_draft`.
@@ -158,17 +167,45 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> WeightUpdate:
         set_window(config, settings.window)
     _check_same(config, served.hf_config, where)
     try:
-        expected = ExpectedTensors(config, DraftTensors(), None)
+        with torch.device("meta"):
+            expected = ReferenceDraft(config).state_dict()
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: the layout is not known here ({error}); {_RESTART}.") from None
-    update = WeightUpdate(expected)
-    update.add(folder)
-    if missing := update.missing:
-        raise ValueError(
-            f"{missing[0]} is not in {folder}, and {len(missing) - 1} more tensors; copy or train the "
-            f"draft again. {UNHARMED.capitalize()}."
-        )
-    return update
+    return _checked_tensors(folder, {name: tuple(one.shape) for name, one in expected.items()})
+
+
+def _checked_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[StoredTensor]:
+    """List the tensors of a draft in z-lab's layout, which has no embedding and no head.
+
+    Args:
+        folder: Draft.
+        shapes: Shapes by name.
+
+    Raises:
+        ValueError: If a tensor is unknown, missing, of another shape or kind of number, or not finite.
+    """
+    files = weight_files(folder)
+    problems = [f"{file} {problem}" for file in files if (problem := file_problem(file))]
+    stored = [] if problems else stored_tensors(files)
+    for one in stored:
+        shape = shapes.get(one.name)
+        if shape is None:
+            problems.append(f"{one.name} in {one.file} is no tensor of the served draft")
+        elif one.shape != shape or one.dtype not in FLOATS:
+            problems.append(
+                f"{one.name} in {one.file} is {one.dtype} {list(one.shape)}, but in the served draft it is "
+                f"{' or '.join(FLOATS)} {list(shape)}"
+            )
+        elif not math.isfinite(largest_magnitude(one)):
+            problems.append(f"{one.name} in {one.file} holds numbers that are not finite")
+    if not files:
+        problems.append(f"{folder} holds no safetensors file")
+    missing = shapes.keys() - {one.name for one in stored}
+    if not problems and missing:
+        problems.append(f"{min(missing)} is not in {folder}, and {len(missing) - 1} more tensors")
+    if problems:
+        raise ValueError(f"{problems[0]}; copy or train the draft again. {UNHARMED.capitalize()}.")
+    return stored
 
 
 def _read_config(folder: Path) -> Any:

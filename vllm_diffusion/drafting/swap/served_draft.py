@@ -1,24 +1,22 @@
-"""Draft of a running worker, whose weights are replaced and restored in the same memory.
-
-The transfer ``safetensors`` does it for a draft as it updates the weights of a diffusion model.
-"""
+"""Draft of a running worker, whose weights are replaced and restored in the same memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from vllm_diffusion.drafting.swap.new_draft import check_replaceable, read_new_draft
-from vllm_diffusion.weights.transfer import RESTORE
-from vllm_diffusion.weights.worker_engine import (
-    SafetensorsInitInfo,
-    SafetensorsUpdateInfo,
-    SafetensorsWeightTransferEngine,
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
 )
+
+from vllm_diffusion.drafting.swap import FATES, RESTORE, UNHARMED
+from vllm_diffusion.drafting.swap.new_draft import check_replaceable, read_new_draft
 
 # Projections of the context's keys and values of all layers, which vLLM builds of the loaded layers.
 _FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
@@ -26,16 +24,52 @@ _FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 _EMBEDDING = "embed_tokens."
 
 
-class DraftWeightTransferEngine(SafetensorsWeightTransferEngine):
-    """Loads weights of a diffusion model, or another draft of an autoregressive one.
+@dataclass
+class DraftInitInfo(WeightTransferInitInfo):
+    """Settings of the transfer: none."""
 
-    An update of a draft is planned, and then carried out: a new draft is read and checked before the
+
+@dataclass
+class DraftUpdateInfo(WeightTransferUpdateInfo):
+    """A new draft, or what becomes of the one that it replaced.
+
+    Attributes:
+        path: Absolute path of the draft's folder, as the server sees it.
+        replaced: In place of a path, what becomes of the draft that the last update replaced, and the
+            worker keeps: one of ``FATES``.
+    """
+
+    path: str = ""
+    replaced: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a path that is not absolute, unknown fates, and one beside a path.
+
+        Raises:
+            ValueError: Naming the field.
+        """
+        if not self.replaced and not Path(str(self.path)).is_absolute():
+            raise ValueError(
+                f"update_info.path={self.path!r} must be the absolute path of a draft's folder; {UNHARMED}."
+            )
+        if self.replaced and (self.replaced not in FATES or self.path):
+            raise ValueError(
+                f"update_info.replaced={self.replaced!r} must be {' or '.join(map(repr, FATES))}, and path "
+                f"left out; {UNHARMED}."
+            )
+
+
+class DraftWeightTransferEngine(WeightTransferEngine[DraftInitInfo, DraftUpdateInfo]):
+    """Loads another draft of an autoregressive model from a folder.
+
+    An update is planned, and then carried out: a new draft is read and checked before the
     engine is paused, and its loading is a copy from host memory. The replaced weights stay in host
     memory until they are put back or dropped. Captured graphs stay valid, since every tensor keeps its
     address.
     """
 
-    supports_draft_weight_update = True
+    init_info_cls = DraftInitInfo
+    update_info_cls = DraftUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         """Take the arguments with which vLLM makes its own transfers."""
@@ -44,24 +78,22 @@ class DraftWeightTransferEngine(SafetensorsWeightTransferEngine):
         self._planned: dict[str, Tensor] | str | None = None
         self._replaced: dict[str, Tensor] | None = None
 
-    @property
-    def _is_of_draft(self) -> bool:
-        # vLLM's start_draft_weight_update names the draft for as long as its update lasts.
-        return self.model is not self._default_model
-
-    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
+    def init_transfer_engine(self, init_info: DraftInitInfo) -> None:
+        """Forget what an update before has planned and not carried out."""
         self._planned = None
-        super().init_transfer_engine(init_info)
 
     def start_weight_update(self) -> None:
         """Begin an update; what was planned is discarded.
 
         Raises:
-            ValueError: If the served draft cannot be replaced, or the model not be updated.
+            ValueError: If the served draft cannot be replaced, or the update is of the target.
         """
-        if not self._is_of_draft:
-            super().start_weight_update()
-            return
+        # vLLM's start_draft_weight_update names the draft for as long as its update lasts.
+        if self.model is self._default_model:
+            raise ValueError(
+                'weight_transfer_config: backend "safetensors" brings drafts alone (start_draft_weight_update); '
+                "have vLLM's reload_weights read the folder of another target."
+            )
         check_replaceable(self.vllm_config)
         draft: Any = self.model
         for name, is_own in (
@@ -76,15 +108,17 @@ class DraftWeightTransferEngine(SafetensorsWeightTransferEngine):
                 )
         self._planned = None
 
-    def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Plan as :meth:`receive_weights` does, which leaves nothing on a device to wait for."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: DraftUpdateInfo) -> None:
         """Read a draft and plan to load it, or plan what becomes of the one that was replaced.
 
         Raises:
             ValueError: Naming what does not fit, or if no draft was replaced; nothing is planned.
         """
-        if not self._is_of_draft:
-            super().receive_weights(update_info)
-        elif not update_info.replaced:
+        if not update_info.replaced:
             self._planned = read_new_draft(Path(update_info.path), self.vllm_config)
         elif self._replaced is None:
             raise ValueError(
@@ -96,9 +130,6 @@ class DraftWeightTransferEngine(SafetensorsWeightTransferEngine):
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Carry out the plan, if there is one; a load that fails leaves the old weights."""
-        if not self._is_of_draft:
-            super().finish_weight_update()
-            return
         planned, self._planned = self._planned, None
         if isinstance(planned, dict):
             self._replaced = {
@@ -115,6 +146,9 @@ class DraftWeightTransferEngine(SafetensorsWeightTransferEngine):
             if planned == RESTORE and self._replaced is not None:
                 self._copy(self._replaced)
             self._replaced = None
+
+    def shutdown(self) -> None:
+        """Do nothing, since no resource is held."""
 
     def _weights(self) -> dict[str, Tensor]:
         draft: Any = self.model

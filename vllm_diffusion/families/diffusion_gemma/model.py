@@ -7,7 +7,8 @@ applies :class:`SelfConditioning` to canvas rows. This file holds layers and wei
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,12 +109,8 @@ class TwoScalarLayer(Gemma4DecoderLayer):
         layer.__class__ = cls
         layer.register_buffer("is_decoder_row", is_decoder_row, persistent=False)
         layer.register_buffer("encoder_scalar", layer.layer_scalar.clone(), persistent=False)
-        layer.take_encoder_scalar()
-
-    def take_encoder_scalar(self) -> None:
-        """Multiply by the scalar that vLLM's layer multiplies by, which is 1 from now on."""
-        self.encoder_scalar.copy_(self.layer_scalar)
-        self.layer_scalar.fill_(1)
+        # By which vLLM's layer multiplies.
+        layer.layer_scalar.fill_(1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's layer, [num_tokens, hidden_size], and multiply by each row's scalar."""
@@ -121,6 +118,32 @@ class TwoScalarLayer(Gemma4DecoderLayer):
         is_decoders = self.is_decoder_row[: hidden_states.shape[0], None]
         scalar = torch.where(is_decoders, self.decoder_scalar, self.encoder_scalar)
         return hidden_states * scalar, residual
+
+
+# The stack and the number of a layer that has a scalar.
+_SCALAR = re.compile(r"^model\.(decoder|encoder\.language_model)\.layers\.(\d+)\.layer_scalar$")
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    """Tensors of a layer that the passes read, at addresses that stay.
+
+    Attributes:
+        stock: Scalar by which vLLM's layer multiplies; the encoder's too where the two are one.
+        are_two: True if encoder and decoder have scalars of their own.
+    """
+
+    stock: Tensor
+    encoder: Tensor
+    decoder: Tensor
+    are_two: bool
+
+    @classmethod
+    def of(cls, layer: Any) -> _Scalars:
+        """Take those of a layer."""
+        are_two = isinstance(layer, TwoScalarLayer)
+        encoder = layer.encoder_scalar if are_two else layer.layer_scalar
+        return cls(layer.layer_scalar, encoder, layer.decoder_scalar, are_two)
 
 
 class DiffusionGemmaProcessingInfo(Gemma4ProcessingInfo):
@@ -306,43 +329,62 @@ class DiffusionGemmaForBlockDiffusion(
         is_first = not hasattr(self, "_was_loaded")
         with checked_loading(self, weights) as checked:
             loaded: set[str] = AutoWeightsLoader(self).load_weights(
-                checked, mapper=self.hf_to_vllm_mapper
+                checked if is_first else self._with_scalars(checked), mapper=self.hf_to_vllm_mapper
             )
-        for name, layer in self._layers().items():
-            self._take_scalars(layer, name, loaded, is_first)
+        if is_first:
+            for i, layer in self._layers().items():
+                self._take_scalars(layer, f"model.layers.{i}", loaded)
+            self._scalars = {i: _Scalars.of(layer) for i, layer in self._layers().items()}
         return loaded
 
-    def _layers(self) -> dict[str, Any]:
-        """The layers by name."""
-        return {f"model.layers.{i}": layer for i, layer in enumerate(self.model.layers)}
+    def _layers(self) -> dict[int, Any]:
+        """The layers by number."""
+        return dict(enumerate(self.model.layers))
 
-    def _take_scalars(self, layer: Any, name: str, loaded: set[str], is_first: bool) -> None:
-        """Give a layer the scalars that were loaded; one that comes alone is both.
-
-        Raises:
-            ValueError: If an update parts the two, which the passes of a running server do not tell apart.
-        """
+    def _take_scalars(self, layer: Any, name: str, loaded: set[str]) -> None:
+        """Give a layer the scalars that were loaded; one that comes alone is both."""
         is_encoders = f"{name}.layer_scalar" in loaded
         is_decoders = f"{name}.decoder_scalar" in loaded
-        if isinstance(layer, TwoScalarLayer):
-            if is_encoders:
-                layer.take_encoder_scalar()
-        elif is_encoders and not is_decoders:
+        if is_encoders and not is_decoders:
             layer.decoder_scalar.copy_(layer.layer_scalar)
         elif is_decoders and not is_encoders:
             layer.layer_scalar.copy_(layer.decoder_scalar)
-        elif not torch.equal(layer.layer_scalar, layer.decoder_scalar) and is_encoders:
-            if not is_first:
-                raise ValueError(
-                    f"The encoder's layer_scalar of {name} differs from the decoder's in this update, but not in the "
-                    "checkpoint that is served; start the server with the new checkpoint."
-                )
+        elif is_encoders and not torch.equal(layer.layer_scalar, layer.decoder_scalar):
             if self.is_decoder_row is None:
                 device = layer.layer_scalar.device
                 self.is_decoder_row = torch.zeros(
                     self._max_num_tokens, dtype=torch.bool, device=device
                 )
             TwoScalarLayer.adopt(layer, self.is_decoder_row)
+
+    def _with_scalars(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield new weights; write layers' scalars where the passes read them.
+
+        vLLM loads a layer anew once it has all of its tensors. So a scalar is passed on under both names,
+        since the other one may come later, in a call of its own, or never.
+
+        Raises:
+            ValueError: If an update parts the two, which the passes of a running server do not tell apart.
+        """
+        came: dict[int, float] = {}
+        for name, tensor in weights:
+            match = _SCALAR.search(name)
+            held = self._scalars.get(int(match[2])) if match else None
+            if match is None or held is None:
+                yield name, tensor
+                continue
+            layer, is_encoders = int(match[2]), match[1] != "decoder"
+            if not held.are_two and came.setdefault(layer, float(tensor)) != float(tensor):
+                raise ValueError(
+                    f"The encoder's layer_scalar of layer {layer} differs from the decoder's in this update, but not in "
+                    "the checkpoint that is served; start the server with the new checkpoint."
+                )
+            encoder, decoder = held.encoder.clone(), held.decoder.clone()
+            yield f"model.encoder.language_model.layers.{layer}.layer_scalar", tensor
+            yield f"model.decoder.layers.{layer}.layer_scalar", tensor
+            held.stock.fill_(1)
+            held.encoder.copy_(tensor if is_encoders or not held.are_two else encoder)
+            held.decoder.copy_(decoder if is_encoders and held.are_two else tensor)
 
 
 def _ignore_values_with_keys(quant_config: QuantizationConfig | None, text_config: Any) -> None:

@@ -206,6 +206,7 @@ class DiffusionGemmaTensors(TensorRules):
         return shapes
 
     def canonical_name(self, name: str) -> str:
+        """Return the canonical name of a tensor or module."""
         if name.startswith(ENCODER) and not name.endswith(".layer_scalar"):
             return DECODER + name.removeprefix(ENCODER)
         return name
@@ -223,14 +224,6 @@ class DiffusionGemmaTensors(TensorRules):
         if not name.startswith(DECODER):
             return None
         return SHARED + name.removeprefix(DECODER)
-
-    def copy_of(self, name: str) -> str:
-        """A layer's scalar is the encoder's and the decoder's; one of the two is enough."""
-        if not name.endswith(".layer_scalar"):
-            return name
-        if name.startswith(DECODER):
-            return ENCODER + name.removeprefix(DECODER)
-        return DECODER + name.removeprefix(ENCODER)
 
 
 class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):

@@ -140,10 +140,11 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
             self.draft_adapter = DraftAdapter(lora, self.model.layers, max_num_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """From the published names."""
+        """From the published names; the adapter's file is read once, and may be gone at an update."""
+        is_first = not hasattr(self, "_was_loaded")
         with checked_loading(self, weights) as checked:
             loaded: set[str] = super().load_weights(_NAMES.apply(checked))
-        if self.draft_adapter is not None:
+        if self.draft_adapter is not None and is_first:
             self.draft_adapter.load()
         return loaded
 
