@@ -16,6 +16,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import AnswerError, first_model
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import CommandError, add_verbose, fail, one_line, quieten, say
+from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.commands import recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
 from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
@@ -315,6 +316,4 @@ def _decision(results: Sequence[Result]) -> str:
     figures = f"{found.tokens:.2f} tokens a verification, {was.tokens:.2f} of the old one"
     if found.is_better_than(was):
         return f"The new draft is better: {figures}."
-    if was.is_better_than(found):
-        return f"The new draft is worse: {figures}."
-    return f"Neither draft is better beyond chance and 2 %: {figures}."
+    return f"The new draft is not better by {100 * MARGIN:.0f} %: {figures}."

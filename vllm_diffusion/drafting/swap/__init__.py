@@ -1,5 +1,4 @@
-"""Another draft for a running server: the endpoint's path, and the states of a swap."""
+"""Another draft for a running server, and the path of its endpoint."""
 
 # The path is beneath /v1, where vLLM requires the API key.
 PATH = "/v1/draft"
-PENDING, KEPT, ROLLED_BACK = "pending", "kept", "rolled back"
