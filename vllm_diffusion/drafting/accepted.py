@@ -57,12 +57,6 @@ class Verifications:
         return Verifications(self.number + other.number, _sum(self.accepted, other.accepted))
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of verifications that accepted exactly 0, 1, ... leading tokens of their draft."""
-        reached = itertools.pairwise((self.number, *self.accepted, 0))
-        return tuple(here - there for here, there in reached)
-
-    @property
     def tokens(self) -> float:
         """Mean tokens per verification: the accepted ones, and the target's own."""
         return 1 + sum(self.accepted) / max(self.number, 1)

@@ -21,7 +21,7 @@ from vllm_diffusion.drafting.commands import recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
 from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
-from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answers, given_prompts
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answer, given_prompts
 from vllm_diffusion.drafting.commands.swap_draft import add_server
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
@@ -106,7 +106,7 @@ def _add_collect(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "collect",
         help="ask a server that records a set of prompts",
-        description="Ask a server that runs all prompts of files or data sets, so that its recording fills. "
+        description="Ask a server that runs all prompts of files, so that its recording fills. "
         "`calibrate record` prints the command of a server that records, and what it has recorded.",
     )
     add_server(parser)
@@ -128,10 +128,10 @@ def collect(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {"model": first_model(client), "max_tokens": arguments.max_tokens}
         if arguments.temperature is not None:
             options["temperature"] = arguments.temperature
-        asked = [pool.submit(answers, client, prompt, options) for prompt in prompts]
+        asked = [pool.submit(answer, client, prompt, options) for prompt in prompts]
         for done, future in enumerate(as_completed(asked), start=1):
             try:
-                num_tokens += sum(map(len, future.result()))
+                num_tokens += len(future.result())
                 in_a_row = 0
             except AnswerError as error:
                 failures, in_a_row = failures + 1, in_a_row + 1

@@ -17,15 +17,17 @@ def add_gone(parser: argparse.ArgumentParser, option: str, instead: str) -> None
     """
     parser.add_argument(
         option,
-        nargs="*",
-        action=_Gone,
+        nargs=0,
+        action=GoneOption,
         const=instead,
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
     )
 
 
-class _Gone(argparse.Action):
+class GoneOption(argparse.Action):
+    """Option that ends the process with what does instead."""
+
     def __call__(
         self,
         parser: argparse.ArgumentParser,
