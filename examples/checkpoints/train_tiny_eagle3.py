@@ -32,10 +32,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from untrained_eagle3 import untrained_eagle3
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.drafting.calibration.samples import Sample
-from vllm_diffusion.drafting.commands.contenders import untrained_eagle3
 
 # Tokens of a draft. What is behind a wrong one is never looked at, so that later ones weigh less.
 DEPTH = 3

@@ -42,7 +42,10 @@ def content() -> str:
         for family in FAMILIES
         for example in evaluation_set(family, NUM_PROMPTS)
     ]
-    lines += [json.dumps({"task": "other", "turns": [question]}) for question in OTHERS]
+    lines += [
+        json.dumps({"task": "other", "messages": [{"role": "user", "content": question}]})
+        for question in OTHERS
+    ]
     return "\n".join(lines) + "\n"
 
 

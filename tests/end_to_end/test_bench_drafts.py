@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ def test_tiny_pair(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("vllm-diffusion")
     data = tmp_path / "two.jsonl"
     data.write_text(
-        '{"task": "count", "turns": ["Count from 3 to 12."]}\n'
+        '{"task": "count", "messages": [{"role": "user", "content": "Count from 3 to 12."}]}\n'
         '{"task": "sums", "messages": [{"role": "user", "content": "What is 7+8?"}]}\n'
     )
     done = subprocess.run(
@@ -32,16 +33,16 @@ def test_tiny_pair(tmp_path: Path) -> None:
     )
     # One server does not start.
     assert done.returncode == 1, done.stderr
-    plain, drafted, suffix = json.loads((tmp_path / "found").read_text())["contenders"]
-    assert (plain["failure"], drafted["failure"]) == (None, None)
+    plain, drafted, suffix = json.loads((tmp_path / "found").read_text())["results"]
+    assert (plain["failure"], drafted["failure"]) == ("", "")
     assert "Arctic Inference is required" in suffix["failure"]
     assert f"suffix: no figures. {suffix['failure']}" in done.stdout
-    (load,) = drafted["loads"]
-    assert load["same_tokens"] is True
-    assert load["tasks"]["count"]["tokens_per_verification"] > 5
-    assert load["tokens"] == plain["loads"][0]["tokens"] > 20
-    assert sum(load["accepted_lengths"]) == load["verifications"] > 0
-    assert plain["loads"][0]["verifications"] == 0
-    assert min(drafted["resident_bytes"], plain["resident_bytes"]) > 2**28
+    ours, theirs = ([each["counted"] for each in side["rounds"]] for side in (drafted, plain))
+    assert [each["tokens"] for each in ours] == [each["tokens"] for each in theirs]
+    counts = [each["verifications"] for each in ours]
+    # Of counting.
+    assert sum(counts[0]["accepted"]) > 4 * counts[0]["number"] > 0
+    assert not any(each["verifications"]["number"] for each in theirs)
+    assert re.search(r"^  dflash .* yes$", done.stdout, re.M)
     assert "  dflash " in done.stdout
     assert "Traceback" not in done.stderr

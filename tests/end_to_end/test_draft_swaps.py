@@ -1,7 +1,4 @@
-"""``vllm serve`` takes other drafts while it answers: worse ones go by themselves.
-
-That better ones stay is in ``test_online_calibration.py``.
-"""
+"""``vllm serve`` takes other drafts while it answers."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -91,22 +89,21 @@ def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]
 def swap_under_load(
     server: Server, expected: dict[str, list[int]], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Swap, and wait for the judgement, while four clients ask without pause."""
-    judged: list[Any] = []
+    """Swap while four clients ask without pause."""
+    is_done = threading.Event()
 
     def keep_asking(first: int) -> None:
-        for question in itertools.islice(itertools.cycle(expected), first, 10_000):
-            if judged:
-                return
+        for question in itertools.islice(itertools.cycle(expected), first, None):
             assert ask(server, question) == expected[question]
+            if is_done.is_set():
+                return
 
     with ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(keep_asking, first) for first in range(4)]
-        done = None
         try:
-            done = command(server, *arguments, "--wait")
+            done = command(server, *arguments)
         finally:
-            judged.append(done)
+            is_done.set()
         for client in clients:
             client.result()
     server.wait_until_idle()
@@ -124,31 +121,22 @@ ORDERS: dict[str, tuple[str, ...]] = {
 def test_swaps(
     order: str, random_draft: Path, expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """A worse draft is put back by itself, to the counters that were."""
+    """Requests in flight keep their answers; the counters are those of the draft that is served."""
     with swapping(tmp_path, shipped_draft(), *ORDERS[order]) as server:
         trained = counted(server, expected)
         for _ in range(2):
             assert counted(server, expected) == trained
         # More than five tokens a verification.
         assert sum(trained[1:]) > 4 * trained[0]
-        done = swap_under_load(server, expected, str(random_draft), "--verifications", "60")
-        assert done.returncode == 1, done.stderr
-        assert "rolled back: it gave fewer tokens a verification" in done.stdout
-        assert str(random_draft) not in done.stdout.splitlines()[0]
+        done = swap_under_load(server, expected, str(random_draft))
+        assert done.returncode == 0, done.stderr
+        assert str(random_draft) in done.stdout.splitlines()[0]
+        worse = counted(server, expected)
+        assert sum(worse[1:]) < trained[0] < worse[0]
+        # By its path the old one comes back.
+        done = swap_under_load(server, expected, str(shipped_draft()))
+        assert done.returncode == 0, done.stderr
         assert counted(server, expected) == trained
 
         assert "Traceback" not in done.stderr + server.log.read_text(errors="replace")
         assert httpx.get(f"{server.url}/v1/draft").status_code == 401
-
-        # Nobody asks, so nothing is judged.
-        done = command(server, str(random_draft))
-        assert done.returncode == 0, done.stderr
-        assert "pending" in done.stdout
-        worse = counted(server, expected)
-        assert sum(worse[1:]) < trained[0] < worse[0]
-        done = command(server, str(random_draft))
-        assert done.returncode == 1
-        assert "a swap is pending" in done.stderr
-        done = command(server, "--roll-back")
-        assert "rolled back: asked for" in done.stdout
-        assert counted(server, expected) == trained

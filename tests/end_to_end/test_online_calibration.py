@@ -24,7 +24,7 @@ QUESTIONS += [f"Reverse: {one} {other}" for one, other in itertools.permutations
 
 
 def test_random_draft(tmp_path: Path) -> None:
-    """Recorded traffic in, a better draft out: halted while the server is asked, kept by its counters."""
+    """Recorded traffic in, a better draft out, and swapped in: halted while the server is asked."""
     recording = tmp_path / "recording"
     drafting = {"record": {"folder": str(recording)}}
     with swapping(tmp_path, save_random_draft(tmp_path / "random"), drafting=drafting) as server:
@@ -37,13 +37,12 @@ def test_random_draft(tmp_path: Path) -> None:
         assert "holds no exchange" in refused.stderr
 
         expected = {question: ask(server, question) for question in QUESTIONS}
-        command += ["--exchanges", "100", "--idle-seconds", "2", "--verifications", "60"]
+        command += ["--exchanges", "100", "--idle-seconds", "2"]
         command += ["--minutes", "8", "--steps", "150", "--max-model-len", "512"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         said: list[str] = []
-        is_trained, is_tried = threading.Event(), threading.Event()
         extracted = threading.Event()
 
         def listen() -> None:
@@ -52,12 +51,7 @@ def test_random_draft(tmp_path: Path) -> None:
                 said.append(line)
                 if "samples," in line:
                     extracted.set()
-                if "is tried by the server" in line:
-                    is_tried.set()
-                if "On held-out answers" in line:
-                    is_trained.set()
             extracted.set()
-            is_tried.set()
 
         listener = threading.Thread(target=listen)
         listener.start()
@@ -66,21 +60,18 @@ def test_random_draft(tmp_path: Path) -> None:
             # The training has begun, and yields.
             for question in QUESTIONS[:12]:
                 assert ask(server, question) == expected[question]
-            assert is_tried.wait(800)
-            assert is_trained.is_set(), said
-            for question in itertools.islice(itertools.cycle(QUESTIONS), 400):
-                if process.poll() is not None:
-                    break
-                assert ask(server, question) == expected[question]
             assert process.stdout is not None
             output = process.stdout.read()
             process.wait(60)
+            for question in QUESTIONS[:12]:
+                assert ask(server, question) == expected[question]
         finally:
             process.kill()
             listener.join()
     assert process.returncode == 0, said
-    assert "swap    kept: it is not worse" in output, output
+    assert any("On held-out answers" in line for line in said), said
+    (new,) = (tmp_path / "drafts").iterdir()
+    assert f"{new} is served." in output, output
     assert "training: halted, the server has work\n" in said
     assert "training: goes on\n" in said
-    (new,) = (tmp_path / "drafts").iterdir()
     assert (new / "model.safetensors").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,10 @@ from torch import Tensor
 from tests.support import drafts
 from tests.support.drafts import VOCAB
 from tests.support.engine import TracedEngine
-from vllm_diffusion.drafting.commands.contenders import untrained_eagle3
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "checkpoints"))
+
+from untrained_eagle3 import untrained_eagle3
 
 NUM_DRAFTS = 7
 OPTIONS: dict[str, Any] = {

@@ -18,6 +18,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.drafting.commands import contenders
+from vllm_diffusion.drafting.commands.gone_options import GoneOption
 
 # What no reader of values takes; of each option, what its kind of value is not.
 NUMBERS = ("-1.5", "nan", "abc", "", "9" * 400)
@@ -48,7 +49,10 @@ HOSTILE: dict[str, tuple[str, ...]] = {
 ZERO = ("integer", "number")
 TAKES_ZERO = ("--mask-token-id", "--revealed-share", "--idle-seconds")
 # What is not an option of ours: those that no value follows, and the help.
-WITHOUT_VALUES = (argparse._StoreTrueAction, argparse.BooleanOptionalAction, argparse._HelpAction)
+WITHOUT_VALUES = (
+    *(argparse._StoreTrueAction, argparse.BooleanOptionalAction, argparse._HelpAction),
+    GoneOption,
+)
 
 
 def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Any]:
@@ -211,12 +215,7 @@ COMBINATIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("bench-drafts", "a/model", "another"), "unrecognized arguments: another"),
     (("bench-drafts", "a/model", "--data", "tiny-tasks", "--method", "dflash"), "--draft MODEL"),
     (("bench-drafts", "a/model", "--data", "tiny-tasks", "--method", "eagle"), "eagle=MODEL"),
-    (("bench-drafts", "a/model", "--base-url", "http://a"), "and target is of servers that are"),
-    (
-        ("bench-drafts", "--base-url", "http://a", "--max-num-seqs=2"),
-        "max-num-seqs=2 is of servers",
-    ),
-    (("bench-drafts", "--base-url", "http://a"), "--data is missing"),
+    (("bench-drafts", "a/model", "--base-url", "http://a"), "--base-url is gone"),
     (("bench-ways", "a/model"), "--data is missing"),
     (("calibrate", "collect", "--url", "http://a"), "--data is missing"),
     (("swap-draft", "a", "--roll-back", "--url", "http://127.0.0.1:9"), "--roll-back"),

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = [each.contender.name for each in exact]
         if arguments.temperature or len(exact) < 2:
             return "No answers were compared: those of autoregressive and linear_spec at temperature 0 are."
-        differing.extend(each.contender.name for each in exact if not each.says_as(exact[0]))
+        differing.extend(each.contender.name for each in exact if not each.answers_as(exact[0]))
         if differing:
             return f"Answers DIFFER from those of {names[0]}: {', '.join(differing)}."
         return f"All answers are the same, as promised: {', '.join(names)}."

@@ -16,11 +16,12 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import AnswerError, first_model
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import CommandError, add_verbose, fail, one_line, quieten, say
+from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.commands import recalibrate, train_draft
 from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
 from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
-from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answers, given_prompts
+from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answer, given_prompts
 from vllm_diffusion.drafting.commands.swap_draft import add_server
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
@@ -105,7 +106,7 @@ def _add_collect(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "collect",
         help="ask a server that records a set of prompts",
-        description="Ask a server that runs all prompts of files or data sets, so that its recording fills. "
+        description="Ask a server that runs all prompts of files, so that its recording fills. "
         "`calibrate record` prints the command of a server that records, and what it has recorded.",
     )
     add_server(parser)
@@ -127,10 +128,10 @@ def collect(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {"model": first_model(client), "max_tokens": arguments.max_tokens}
         if arguments.temperature is not None:
             options["temperature"] = arguments.temperature
-        asked = [pool.submit(answers, client, prompt, options) for prompt in prompts]
+        asked = [pool.submit(answer, client, prompt, options) for prompt in prompts]
         for done, future in enumerate(as_completed(asked), start=1):
             try:
-                num_tokens += sum(map(len, future.result()))
+                num_tokens += len(future.result())
                 in_a_row = 0
             except AnswerError as error:
                 failures, in_a_row = failures + 1, in_a_row + 1
@@ -315,6 +316,4 @@ def _decision(results: Sequence[Result]) -> str:
     figures = f"{found.tokens:.2f} tokens a verification, {was.tokens:.2f} of the old one"
     if found.is_better_than(was):
         return f"The new draft is better: {figures}."
-    if was.is_better_than(found):
-        return f"The new draft is worse: {figures}."
-    return f"Neither draft is better beyond chance and 2 %: {figures}."
+    return f"The new draft is not better by {100 * MARGIN:.0f} %: {figures}."

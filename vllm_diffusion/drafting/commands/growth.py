@@ -26,9 +26,9 @@ class Growth:
     """Growth of a server's counters while it answered.
 
     Attributes:
-        requests: Answered.
-        tokens: Of the answers.
-        first_token_seconds: From each request to its first token, summed.
+        requests: Answered requests.
+        tokens: Tokens of the answers.
+        first_token_seconds: Seconds from each request to its first token, summed.
         verifications: Verified drafts.
         passes: Passes of requests, those over prompts among them. A server that vLLM alone serves
             does not count them: one for each token, which holds without a draft.

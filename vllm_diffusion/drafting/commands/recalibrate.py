@@ -25,14 +25,12 @@ from vllm_diffusion.cli.checkpoint import end_with_signals
 from vllm_diffusion.cli.client import ServerError, read_metrics
 from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
+from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.commands.swap_draft import (
     add_server,
-    add_verifications,
+    add_verifications_gone,
     ask_draft,
-    describe,
-    is_pending,
     swap,
-    wait_until_judged,
 )
 from vllm_diffusion.drafting.commands.train_draft import add_device
 from vllm_diffusion.drafting.recording import read_recording
@@ -146,9 +144,9 @@ def add_parser(steps: Subcommands) -> None:
         "online",
         help="train drafts in a server's idle time, and swap them in if they are better",
         description="Wait until a server has nothing to do, extract and train on its recording, compare "
-        "the new draft with the served one on answers that were held out, and swap it in if it is "
-        "better; the server then puts the old one back by itself if its own counters say otherwise. "
-        "Whenever the server has work, this halts. Ctrl-C ends it.",
+        f"the new draft with the served one on answers that were held out, and swap it in if it gives at "
+        f"least {100 * MARGIN:.0f} percent more tokens a verification there. Whenever the server has work, this "
+        "halts. Ctrl-C ends it.",
         epilog="Other options are vLLM's for the extraction, such as --max-model-len 4096.",
         allow_abbrev=False,
     )
@@ -171,7 +169,7 @@ def add_parser(steps: Subcommands) -> None:
     ):
         values.add_number(parser, option, read, meaning, default, "X")
     add_device(parser)
-    add_verifications(parser)
+    add_verifications_gone(parser)
     values.add_number(parser, "--rounds", count, "end after so many (default: go on)")
     parser.set_defaults(run=run, vllm_options=[])
 
@@ -222,7 +220,7 @@ class _Rounds:
     _sizes: list[tuple[str, int]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait until the server is idle, no swap is pending, and enough was recorded."""
+        """Wait until the server is idle and enough was recorded."""
         arguments = self.arguments
         idle_since = time.monotonic()
         told = ""
@@ -232,8 +230,6 @@ class _Rounds:
                 idle_since = time.monotonic()
             if is_busy or time.monotonic() - idle_since < arguments.idle_seconds:
                 waits = "the server has work"
-            elif is_pending(ask_draft(arguments)):
-                waits = "a swap is pending"
             elif self._num_new() < arguments.exchanges:
                 waits = f"fewer than {arguments.exchanges} new exchanges are recorded"
             else:
@@ -283,9 +279,7 @@ class _Rounds:
                 shutil.rmtree(new, ignore_errors=True)
                 return
         try:
-            status = swap(arguments, new)
-            say(f"{new} is tried by the server.")
-            print(describe(wait_until_judged(arguments, status)), flush=True)
+            print(f"{swap(arguments, new)['model']} is served.", flush=True)
         except ServerError as error:
             say(f"{new} was not taken: {error}")
 
@@ -311,7 +305,7 @@ class _Rounds:
             f"served draft; {work.spent / 60:.1f} minutes."
         )
         if not found["is_better"]:
-            say(f"That is not better: {old} is served on.")
+            say(f"That is not {100 * MARGIN:.0f} % more: {old} is served on.")
             shutil.rmtree(new)
         return bool(found["is_better"])
 

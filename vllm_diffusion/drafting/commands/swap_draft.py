@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,25 +11,24 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
 from vllm_diffusion.cli.console import table
-from vllm_diffusion.drafting.accepted import LEAST, MOST
-from vllm_diffusion.drafting.swap import PATH, PENDING, ROLLED_BACK
+from vllm_diffusion.drafting.commands.gone_options import add_gone
+from vllm_diffusion.drafting.swap import PATH
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
 
 _SECONDS = 600.0
-_POLL_SECONDS = 1.0
 
 
 def ask_draft(
     arguments: argparse.Namespace, method: str = "GET", body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Ask the endpoint of a server's draft, and return its status.
+    """Ask the endpoint of a server's draft, and return its answer.
 
     Args:
         arguments: Values of :func:`add_server`.
-        method: GET, POST to have another draft take its place, or DELETE to have the old one back.
-        body: The new draft, and after how many verifications it is judged.
+        method: GET, or POST to have another draft take its place.
+        body: The new draft.
 
     Raises:
         ServerError: With the server's reason; its draft is the old one.
@@ -60,30 +58,22 @@ def ask_draft(
 
 def swap(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Have another draft take the served one's place, as :func:`ask_draft`."""
-    return ask_draft(
-        arguments, "POST", {"model": str(model), "verifications": arguments.verifications}
-    )
+    return ask_draft(arguments, "POST", {"model": str(model)})
 
 
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "swap-draft",
         help="give a server that runs another draft",
-        description="Have a server that runs take another draft, which it tries and puts back by itself "
-        "if it is worse. Without a draft, say which one is served and what became of the last swap. The "
-        "exit status is 1 where the draft was refused or put back.",
+        description="Have a server that runs take another draft. Without a draft, say which one is served.",
     )
     parser.add_argument(
         "draft", nargs="?", type=values.path_of, help="folder of the new draft, for the server"
     )
     add_server(parser)
-    add_verifications(parser)
-    parser.add_argument("--wait", action="store_true", help="until it is judged")
-    parser.add_argument(
-        "--roll-back",
-        action="store_true",
-        help="put the old draft back before the new one is judged",
-    )
+    add_gone(parser, "--roll-back", "swap to the folder of the old draft.")
+    add_gone(parser, "--wait", "a draft that was taken is served at once, and stays.")
+    add_verifications_gone(parser)
     parser.set_defaults(run=run)
 
 
@@ -100,68 +90,18 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_verifications(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says when a new draft is judged."""
-    meaning = "after how many of its own the new draft is judged"
-    values.add_number(parser, "--verifications", values.integer(LEAST, MOST), meaning, 500)
+def add_verifications_gone(parser: argparse.ArgumentParser) -> None:
+    """Refuse the option that said when a server judges a new draft."""
+    instead = (
+        "servers judge no drafts; `calibrate online` and `calibrate compare` do before a swap."
+    )
+    add_gone(parser, "--verifications", instead)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.roll_back and arguments.draft is not None:
-        raise values.UsageError(
-            "--roll-back takes no draft: it puts back the one that was replaced."
-        )
-    if arguments.roll_back:
-        print(describe(ask_draft(arguments, "DELETE")))
-        return 0
     if arguments.draft is None:
-        status = ask_draft(arguments)
+        print(ask_draft(arguments)["model"])
     else:
-        status = swap(arguments, arguments.draft.resolve())
-    if arguments.wait:
-        status = wait_until_judged(arguments, status)
-    print(describe(status))
-    if arguments.draft is None and not arguments.wait:
-        return 0
-    return int(status["swap"] is not None and status["swap"]["state"] == ROLLED_BACK)
-
-
-def is_pending(status: dict[str, Any]) -> bool:
-    """Return whether a swap waits for its verdict."""
-    return status["swap"] is not None and bool(status["swap"]["state"] == PENDING)
-
-
-def wait_until_judged(arguments: argparse.Namespace, status: dict[str, Any]) -> dict[str, Any]:
-    """Poll the server until no swap is pending, and return its status.
-
-    Args:
-        arguments: As of :func:`ask_draft`.
-        status: As it is now.
-    """
-    while is_pending(status):
-        time.sleep(_POLL_SECONDS)
-        status = ask_draft(arguments)
-    return status
-
-
-def describe(status: dict[str, Any]) -> str:
-    """Describe the endpoint's answer."""
-    # As wide as `before`: a server without a swap has its draft in the same column.
-    rows = [("draft ", status["model"])]
-    swap = status["swap"]
-    if swap is not None:
-        rows += [
-            ("swap", f"{swap['state']}: {swap['reason']}"),
-            ("before", f"{swap['replaced']}: {_figures(swap['before'])}"),
-            ("after", f"{swap['model']}: {_figures(swap['after'])}"),
-        ]
-    return table(rows)
-
-
-def _figures(counts: dict[str, Any]) -> str:
-    if not counts["verifications"]:
-        return "no verifications"
-    return (
-        f"{counts['tokens_per_verification']:.2f} tokens a verification, standard error "
-        f"{counts['standard_error']:.2f}, {counts['verifications']} verifications"
-    )
+        taken = swap(arguments, arguments.draft.resolve())
+        print(table([("draft", taken["model"]), ("before", taken["replaced"])]))
+    return 0

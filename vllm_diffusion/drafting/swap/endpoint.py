@@ -1,4 +1,4 @@
-"""Endpoint that replaces the draft of a running server: loaded, tried, and kept or rolled back.
+"""Endpoint that replaces the draft of a running server.
 
 vLLM loads this where ``VLLM_PLUGINS`` names it. It reaches the engine by vLLM's own weight updates and
 pauses alone.
@@ -7,21 +7,17 @@ pauses alone.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from vllm.logger import init_logger
-from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_diffusion.drafting.accepted import LEAST, MOST, NUM_ERRORS, Verifications, places_of_both
-from vllm_diffusion.drafting.swap import DROP, KEPT, PATH, PENDING, RESTORE, ROLLED_BACK
+from vllm_diffusion.drafting.swap import DROP, PATH, RESTORE
 from vllm_diffusion.drafting.swap.new_draft import check_new_draft, check_replaceable
 from vllm_diffusion.startup.options import DRAFT_TRANSFER
 
@@ -33,59 +29,11 @@ class SwapRequest(BaseModel):
 
     Attributes:
         model: Absolute path of the new draft's folder, as the server sees it.
-        verifications: Number of the new draft's verifications after which it is judged, against as
-            many of the old one's.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    verifications: int = Field(default=500, ge=LEAST, le=MOST)
-
-
-@dataclass
-class Swap:
-    """A draft that took another one's place.
-
-    Attributes:
-        model: Path of the new draft.
-        replaced: Path of the old draft.
-        wanted: Number of verifications after which the new draft is judged.
-        before: Latest verifications of the old draft.
-        after: Verifications of the new draft, up to the judgement.
-        state: "pending", "kept" or "rolled back".
-        reason: Reason of the state.
-    """
-
-    model: str
-    replaced: str
-    wanted: int
-    before: Verifications
-    after: Verifications
-    state: str = PENDING
-    reason: str = ""
-
-    def shown(self) -> dict[str, Any]:
-        """Return the swap as the endpoint's JSON object."""
-        places = places_of_both(self.before, self.after)
-        return {
-            "model": self.model,
-            "replaced": self.replaced,
-            "state": self.state,
-            "reason": self.reason or f"it is judged after {self.wanted} verifications",
-            "before": _figures(self.before, places),
-            "after": _figures(self.after, places),
-        }
-
-
-def _figures(counts: Verifications, places: int) -> dict[str, Any]:
-    found = counts.yield_of(places)
-    return {
-        "verifications": counts.number,
-        "tokens_per_verification": round(found.tokens, 4) if counts.number else None,
-        "standard_error": round(found.standard_error, 4) if counts.number else None,
-        "accepted_by_position": counts.accepted,
-    }
 
 
 class DraftSwaps:
@@ -100,55 +48,47 @@ class DraftSwaps:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._swap: Swap | None = None
-        # Verifications of the served draft, step by step, as many as a swap may ask for.
-        self._latest: deque[Verifications] = deque()
-        self._num_latest = 0
-        # One swap, judgement or return at a time.
+        # One swap at a time.
         self._lock = asyncio.Lock()
-        self._judgement: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the endpoint."""
         for method, function, summary in (
-            ("GET", self.status, "The draft that is served, and what became of the last swap"),
+            ("GET", self.status, "The draft that is served"),
             ("POST", self.take, "Have another draft take its place"),
-            ("DELETE", self.put_back, "Put the old one back before the new one is judged"),
         ):
             app.add_api_route(PATH, function, methods=[method], summary=summary)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Read the served draft's name from the engine, and start to count its verifications."""
+        """Read the served draft's name from the engine."""
         self._engine = engine_client
         self._refusal = _refusal(engine_client, args)
         spec = engine_client.vllm_config.speculative_config
         self._model = "" if spec is None else str(spec.model)
-        if self._refusal is None:
-            engine_client.logger_manager.stat_loggers.append(_Counter(self))
-        else:
+        if self._refusal is not None:
             logger.warning("%s takes no draft: %s", PATH, self._refusal)
 
-    async def status(self) -> dict[str, Any]:
-        """The served draft, and the last swap.
+    async def status(self) -> dict[str, str]:
+        """The served draft.
 
         Raises:
             HTTPException: 400 where no draft can be replaced.
         """
         self._check_server()
-        return {"model": self._model, "swap": self._swap and self._swap.shown()}
+        return {"model": self._model}
 
-    async def take(self, request: SwapRequest) -> dict[str, Any]:
-        """Load another draft, and begin to try it.
+    async def take(self, request: SwapRequest) -> dict[str, str]:
+        """Load another draft, which serves from then on.
 
         Raises:
-            HTTPException: 400 if it does not fit, 409 if something else is under way.
+            HTTPException: 400 if it does not fit, 409 if something else is under way, 500 if the
+                engine fails to load it; the old one serves then.
         """
         self._check_server()
-        if self._lock.locked() or (self._swap is not None and self._swap.state == PENDING):
+        if self._lock.locked():
             raise HTTPException(
                 HTTPStatus.CONFLICT,
-                f"a swap is pending (GET {PATH}): wait until it is judged, or put the old draft back "
-                f"(DELETE {PATH}).",
+                f"another draft is being loaded (GET {PATH}): wait until it is.",
             )
         async with self._lock:
             folder = Path(request.model)
@@ -165,96 +105,19 @@ class DraftSwaps:
             try:
                 async with self._paused():
                     await self._engine.finish_weight_update()
-                    self._swap = Swap(
-                        request.model,
-                        self._model,
-                        request.verifications,
-                        self._before(request.verifications),
-                        Verifications(),
-                    )
-                    self._model = request.model
+                # Every rank has loaded it, so that none needs the old weights any more.
+                await self._begin()
+                await self._send(replaced=DROP)
+                await self._engine.finish_weight_update()
             except Exception as error:
                 await self._give_up()
                 raise HTTPException(
                     HTTPStatus.INTERNAL_SERVER_ERROR,
                     f"the draft could not be loaded ({error}); the old one serves.",
                 ) from None
-            logger.info("The draft %s took the place of %s.", self._model, self._swap.replaced)
-            return await self.status()
-
-    async def put_back(self) -> dict[str, Any]:
-        """Put the old draft back.
-
-        Raises:
-            HTTPException: 409 if no swap is pending.
-        """
-        self._check_server()
-        async with self._lock:
-            if self._swap is None or self._swap.state != PENDING:
-                raise HTTPException(
-                    HTTPStatus.CONFLICT,
-                    f"no swap is pending (GET {PATH}), so there is no old draft to put back.",
-                )
-            await self._roll_back(self._swap, "asked for")
-            return await self.status()
-
-    def count(self, step: Verifications) -> None:
-        """Record the verifications of a step."""
-        swap = self._swap
-        if swap is None or swap.state != PENDING:
-            self._latest.append(step)
-            self._num_latest += step.number
-            while self._num_latest - self._latest[0].number >= MOST:
-                self._num_latest -= self._latest.popleft().number
-            return
-        swap.after += step
-        is_decided = self._judgement is not None and not self._judgement.done()
-        if swap.after.number >= swap.wanted and not is_decided:
-            self._judgement = asyncio.get_running_loop().create_task(self._judge(swap))
-
-    async def _judge(self, swap: Swap) -> None:
-        async with self._lock:
-            # It was put back, or another one is pending, while this one waited.
-            if swap is not self._swap or swap.state != PENDING:
-                return
-            try:
-                if swap.after.is_worse_than(swap.before):
-                    await self._roll_back(
-                        swap,
-                        "it gave fewer tokens a verification, by more than "
-                        f"{NUM_ERRORS:g} standard errors",
-                    )
-                else:
-                    # The engine is not paused: no weight of the model changes.
-                    await self._begin()
-                    await self._send(replaced=DROP)
-                    await self._engine.finish_weight_update()
-                    is_compared = swap.before.number >= LEAST
-                    swap.state, swap.reason = (
-                        KEPT,
-                        "it is not worse" if is_compared else "there was nothing to compare with",
-                    )
-                    self._latest = deque([swap.after])
-                    self._num_latest = swap.after.number
-            except Exception:
-                # It is tried again with the next step that verifies.
-                logger.exception("The draft %s could not be judged.", swap.model)
-                return
-            logger.info("The draft %s is %s: %s.", swap.model, swap.state, swap.reason)
-
-    async def _roll_back(self, swap: Swap, reason: str) -> None:
-        await self._restore()
-        swap.state, swap.reason = ROLLED_BACK, reason
-        self._model = swap.replaced
-
-    def _before(self, wanted: int) -> Verifications:
-        """Return the served draft's latest verifications, at least ``wanted`` if there are as many."""
-        found = Verifications()
-        for step in reversed(self._latest):
-            if found.number >= wanted:
-                break
-            found += step
-        return found
+            replaced, self._model = self._model, request.model
+            logger.info("The draft %s took the place of %s.", self._model, replaced)
+            return {"model": self._model, "replaced": replaced}
 
     async def _restore(self) -> None:
         await self._begin()
@@ -323,31 +186,5 @@ def _refusal(engine_client: Any, args: Any) -> str | None:
             f'{backend!r}; start it with --weight-transfer-config \'{{"backend": "{DRAFT_TRANSFER}"}}\'.'
         )
     if (args.api_server_count or 1) > 1:
-        return "--api-server-count: one process must hear all counters; set it to 1."
-    if engine_client.logger_manager is None:
-        return "--disable-log-stats: without counters no draft can be judged; leave it out."
+        return "--api-server-count: one process must know which draft is served; set it to 1."
     return None
-
-
-class _Counter(StatLoggerBase):
-    """Stat logger that receives the statistics of every step, as vLLM's own loggers do."""
-
-    def __init__(self, swaps: DraftSwaps) -> None:
-        self._swaps = swaps
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        stats = getattr(scheduler_stats, "spec_decoding_stats", None)
-        if stats is not None and stats.num_drafts:
-            self._swaps.count(Verifications.of_step(stats))
-
-    def record_admission_rejection(self, reason: str) -> None:
-        """Ignore rejected requests, which have no draft."""
-
-    def log_engine_initialized(self) -> None:
-        """Log nothing, since vLLM's own loggers do."""

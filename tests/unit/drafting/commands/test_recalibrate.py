@@ -54,9 +54,7 @@ class Surroundings:
             raise ServerError(self.refusal)
         assert (model / "config.json").is_file()
         self.swapped.append(model)
-        swap = {"model": str(model), "replaced": str(self.draft), "state": "kept", "reason": "why"}
-        swap |= dict.fromkeys(("before", "after"), {"verifications": 0})
-        return {"model": str(model), "swap": swap}
+        return {"model": str(model), "replaced": str(self.draft)}
 
     def run(self, name: str, command: list[str]) -> str:
         self.commands[name] = command
@@ -79,7 +77,7 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setattr(recalibrate, "_is_busy", lambda _: bool(made.busy and made.busy.pop(0)))
     monkeypatch.setattr(recalibrate, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(recalibrate, "end_with_signals", lambda: None)
-    monkeypatch.setattr(recalibrate, "ask_draft", lambda _: {"model": made.draft, "swap": None})
+    monkeypatch.setattr(recalibrate, "ask_draft", lambda _: {"model": made.draft})
     monkeypatch.setattr(recalibrate, "swap", made.swap)
     monkeypatch.setattr(IdleWork, "run", lambda _, *arguments: made.run(*arguments))
     return made
@@ -109,11 +107,11 @@ def test_better_draft(around: Surroundings) -> None:
 @pytest.mark.parametrize(
     ("change", "said", "is_kept"),
     [
-        ({"is_better": False}, "That is not better", False),
+        ({"is_better": False}, "That is not 2 % more", False),
         ({"ends": "extraction"}, "extraction reached the cap", False),
         ({"ends": "training"}, "training reached the cap", False),
         ({"ends": "comparison"}, "comparison reached the cap", False),
-        ({"refusal": "a swap is pending"}, "was not taken: a swap is pending", True),
+        ({"refusal": "it does not fit"}, "was not taken: it does not fit", True),
     ],
 )
 def test_round_without_a_swap(
@@ -155,6 +153,13 @@ def test_rounds_need_new_traffic(around: Surroundings, monkeypatch: pytest.Monke
     [
         (0, "old", (), 2, "record"),
         (3, "old", ("--minutes", "0"), 2, "--minutes"),
+        (
+            3,
+            "old",
+            ("--verifications", "60"),
+            2,
+            "--verifications is gone: servers judge no drafts",
+        ),
         # Training starts from files.
         (3, "z-lab/a-draft", (), 1, "start the server with the path of its draft"),
     ],
