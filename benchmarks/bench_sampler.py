@@ -172,7 +172,6 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=2816 if on_gpu else 64)
     parser.add_argument("--settings", action="store_true", help="filters and log-probabilities too")
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="ids, multiples of 4")
-    parser.add_argument("--two-streams", action="store_true", help="too, at every width of a tile")
     parser.add_argument("--settled", type=float, nargs="*", default=[], help="shares of the rows")
     parser.add_argument("--repeats", type=int, default=20 if on_gpu else 3)
     options = parser.parse_args()
@@ -189,7 +188,6 @@ def main() -> int:
     weight = torch.randn(shape, generator=generator, device=device).to(dtype) * 0.1
     head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
     skipping = replace(head, kernels=KernelChoices(skip_unlikely=True))
-    overlapping = replace(head, kernels=KernelChoices(two_streams=True))
     failures = []
     for canvases in options.canvases:
         n = canvases * options.canvas
@@ -199,8 +197,6 @@ def main() -> int:
         for tile in [None, *options.tiles]:
             width = "" if tile is None else f", tiles of {tile}"
             graphed[f"ours{width}"] = partial(ours, rows, head, tile=tile)
-            if options.two_streams and on_gpu:
-                graphed[f"ours, two streams{width}"] = partial(ours, rows, overlapping, tile=tile)
         settled: dict[str, Callable[[], Sampled]] = {}
         for share in options.settled:
             some = settled_rows(rows, head, share)

@@ -37,7 +37,6 @@ def register() -> None:
 
         BlockDiffusionEngineConfig.guard_server = staticmethod(guard_adapters)
         BlockDiffusionEngineConfig.install_api = staticmethod(_install_api)
-        BlockDiffusionEngineConfig.apply_tuned = staticmethod(_apply_tuned)
     except Exception as error:
         # Without our checks stock vLLM would serve such a checkpoint unnoticed, so this is an
         # error.
@@ -95,13 +94,6 @@ def _install_api() -> None:
     for module in (refusals, delivery, http):
         module.install()
     engine_process.end_quietly()
-
-
-def _apply_tuned(vllm_config: Any) -> None:
-    """Serve with the kernels of the file that the setting ``tuned`` names, if it names one."""
-    from vllm_diffusion.kernel_choice.tuned_file import apply_tuned
-
-    apply_tuned(vllm_config)
 
 
 def _register_extensions() -> None:

@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention_kernels.canvas_attention import (
-    MAX_SPLITS,
-    AttentionOptions,
-    Window,
-    canvas_attention,
-)
+from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.canvas_attention import Impl as AttentionImpl
 from attention_kernels.checks.checked import Checked
 from attention_kernels.testing import CanvasBatch, assert_within_error_budget, make_canvas_batch
@@ -37,7 +32,6 @@ class AttentionShape:
         block_size: Positions of a cache block.
         dtype: Name of the query's dtype in torch.
         is_fp8: True for a cache in float8_e4m3fn.
-        most_splits: Most pieces that keys are cut into, see ``AttentionOptions``.
     """
 
     num_heads: int
@@ -52,7 +46,6 @@ class AttentionShape:
     block_size: int = 16
     dtype: str = "bfloat16"
     is_fp8: bool = False
-    most_splits: int = MAX_SPLITS
 
     def batch(self, device: torch.device) -> CanvasBatch:
         """Random tensors of the shape."""
@@ -80,38 +73,7 @@ class AttentionShape:
         """Options of the layers."""
         right = self.window if self.anchor == "query" else -1
         window = Window(self.window, right, "query" if self.anchor == "query" else "canvas")
-        return AttentionOptions(self.head_dim**-0.5, self.softcap, window, self.most_splits)
-
-    def call(self, batch: CanvasBatch, impl: AttentionImpl, out: Tensor | None = None) -> Tensor:
-        """Call attention as serving does: by the lengths of the shape, whatever those of the batch.
-
-        Args:
-            batch: Tensors of the shape, whose contexts may be shorter.
-            impl: Implementation.
-            out: See ``canvas_attention``.
-        """
-        longest = max(length for length, _ in self.rows)
-        arguments = batch.arguments(
-            self.options(),
-            max_query_len=longest,
-            max_seq_len=self.context + longest,
-            scales=(1.0, 1.0) if self.is_fp8 else (),
-        )
-        return canvas_attention(*arguments, out=out, impl=impl)
-
-    def counts(self) -> tuple[int, int]:
-        """Bytes that a call must read and write, and operations of its products."""
-        num_bytes = operations = 0
-        for length, _ in self.rows:
-            keys = self.context + length
-            if self.window >= 0:
-                keys = min(keys, self.window + length)
-            cached = 2 * keys * self.num_kv_heads * self.head_dim
-            num_bytes += (
-                cached * (1 if self.is_fp8 else 2) + 4 * length * self.num_heads * self.head_dim
-            )
-            operations += 4 * length * keys * self.num_heads * self.head_dim
-        return num_bytes, operations
+        return AttentionOptions(self.head_dim**-0.5, self.softcap, window)
 
 
 def check_attention(shape: AttentionShape, impl: AttentionImpl, device: torch.device) -> Checked:
@@ -144,9 +106,7 @@ def check_attention(shape: AttentionShape, impl: AttentionImpl, device: torch.de
     live = slice(batch.num_live_tokens)
     assert_within_error_budget(got[live], same[live], truth[live], "attention")
     difference = (got[live].double() - truth[live]).abs().max().item()
-    return Checked(
-        difference, lambda: canvas_attention(*arguments, out=got, impl=impl), *shape.counts()
-    )
+    return Checked(difference, lambda: canvas_attention(*arguments, out=got, impl=impl))
 
 
 def _scales(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,7 @@ class Checked(NamedTuple):
     Attributes:
         difference: Largest difference from float64, in the unit of the output.
         call: Runs the kernel once more, for a clock.
-        num_bytes: Bytes that a call must read and write.
-        operations: Operations of its matrix products.
     """
 
     difference: float
     call: Callable[[], object]
-    num_bytes: int
-    operations: int

@@ -28,7 +28,7 @@ def check_noise(device: torch.device) -> Checked:
 
     words = words_on(device)
     assert torch.equal(words_on(torch.device("cpu")), words.cpu()), "other words than on the host"
-    return Checked(0.0, lambda: words_on(device), words.nbytes, 0)
+    return Checked(0.0, lambda: words_on(device))
 
 
 def check_device(device: torch.device) -> Checked:
@@ -45,4 +45,4 @@ def check_device(device: torch.device) -> Checked:
     assert torch.equal(there.cpu(), a * 3), "PyTorch's own matrix product is wrong"
     total = a.to(device).sum().item()
     assert total == a.sum().item(), "PyTorch's own sum is wrong"
-    return Checked(0.0, lambda: a.to(device) @ b.to(device), 3 * a.nbytes, 2 * 64**3)
+    return Checked(0.0, lambda: a.to(device) @ b.to(device))

@@ -3,13 +3,12 @@
     python benchmarks/gpu/check_gpu.py             # the layers of DiffusionGemma-26B
     python benchmarks/gpu/check_gpu.py --toy
 
-The checks of kernels, and of their graphs beside the eager calls, are those of ``vllm-diffusion doctor --gpu``,
-without vLLM, in this process, and with an FP8 cache too.
+The checks of kernels are those of ``vllm-diffusion doctor --gpu``, without vLLM, in this process, and with an FP8
+cache too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,10 +23,8 @@ from records import Rows, flat, parser_of
 from timing import copy_rate, device, milliseconds, place, product_rate
 
 from vllm_diffusion.canvas.cuda_graphs import Capture, cuda_capture
-from vllm_diffusion.kernel_choice import graphs
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.child import run_case
-from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
 DEVICE = device()
@@ -92,13 +89,10 @@ def served(toy: bool) -> Served:
     """What is checked."""
     if toy:
         kinds = (LayerKind(2, 2, 16, 15, "auto"), LayerKind(2, 1, 32, -1, "auto"))
-        step = StepShape(
-            free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32", kernels=SKIPPING
-        )
-        return Served(kinds, step, max_model_len=40)
+        return Served(kinds, 8, 300, 16, None, "float32", max_model_len=40, choices=SKIPPING)
     shape = published_26b()
     kinds = (replace(kind, cache_dtype=cache) for kind in shape.kinds for cache in ("auto", "fp8"))
-    return replace(shape, kinds=tuple(kinds), step=replace(shape.step, kernels=SKIPPING))
+    return replace(shape, kinds=tuple(kinds), choices=SKIPPING)
 
 
 def capture_of_device() -> Capture:
@@ -110,30 +104,15 @@ def capture_of_device() -> Capture:
     return emulated_capture
 
 
-def graph(case: KernelCase) -> str:
-    """A replay beside the eager call."""
-    (shape,) = case.shapes
-    with torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else contextlib.nullcontext():
-        if isinstance(shape, StepShape):
-            graphs.check_step_graph(shape, DEVICE, capture_of_device())
-        else:
-            graphs.check_attention_graph(shape, "triton", DEVICE, capture_of_device())
-    return "equal"
-
-
 def kernel(case: KernelCase) -> str:
     """A kernel beside its reference."""
     return f"off by {run_case(case, DEVICE).difference:.1e}"
 
 
 def kernels(toy: bool) -> Checks:
-    """The implementation of each kernel that serves by default, but for vLLM's own, and the graphs."""
-    what = served(toy)
-    cases = [role.cases[0] for role in what.roles() if role.cases[0].kernel != "cache writes"]
-    found: Checks = {case.name: partial(kernel, case) for case in cases}
-    return found | {
-        role.cases[0].name: partial(graph, role.cases[0]) for role in what.graph_roles()
-    }
+    """The implementation of each kernel that serves by default."""
+    cases = (part[0] for role in served(toy).roles() for part in next(iter(role.ways.values())))
+    return {case.name: partial(kernel, case) for case in cases}
 
 
 def main() -> int:

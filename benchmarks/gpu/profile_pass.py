@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.testing import make_canvas_batch
-from vllm_diffusion.kernel_choice.plain_step import StepServer
-from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
+from tests.support.plain_step import StepServer, StepShape
+from tests.support.specs import diffusion_gemma_spec
 
 # What it shares with the other benchmarks.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -74,7 +74,7 @@ def main() -> int:
     print(place())
     on_gpu = DEVICE.type == "cuda"
     counts = [1] if options.toy else [1, 8]
-    toy = StepShape(free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32")
+    toy = StepShape(diffusion_gemma_spec(8), vocab=300, hidden=16, slots=4, dtype="float32")
     server = StepServer(toy if options.toy else StepShape(compiler="inductor"), DEVICE)
     with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext():
         passes = {n: server.inputs(n) for n in counts}

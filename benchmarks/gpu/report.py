@@ -151,10 +151,6 @@ def _sampling() -> Iterator[Figure]:
         asked = _sampler(1, f"ours, {setting}, one canvas", "ms")
         text = f"sampling, one canvas, {setting}: over the same without"
         yield Figure(text, "sampler", ratio(asked, _sampler(1, "ours", "ms")))
-    for n in (1, 2, 8):
-        value = ratio(_sampler(n, "ours"), _sampler(n, "ours, two streams"))
-        text = f"sampling, canvases: {n}; one stream over two, graphs"
-        yield Figure(text, "sampler-variants", value)
     for n in (1, 8):
         for share in ("0%", "50%", "90%", "100%"):
             rows = f"{share} of the rows settled"

@@ -27,14 +27,6 @@ def test_attention(impl, changes):
     found.call()
 
 
-def test_counts():
-    """Bytes of keys, values, query and output, and operations; a window bounds the keys."""
-    full = replace(LAYER, window=-1, rows=((8, 0),), context=24)
-    assert full.counts() == (2 * 32 * 32 * 2 + 4 * 8 * 2 * 32, 4 * 8 * 32 * 2 * 32)
-    windowed = replace(full, window=15)
-    assert windowed.counts() == (2 * 23 * 32 * 2 + 4 * 8 * 2 * 32, 4 * 8 * 23 * 2 * 32)
-
-
 def test_an_fp8_cache():
     found = checks.check_attention(replace(LAYER, is_fp8=True), "triton", CPU)
     assert found.difference < 1e-5

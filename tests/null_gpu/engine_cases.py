@@ -7,14 +7,12 @@ the host reads how many tokens a request emits, the cases say it: memory that no
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -95,48 +93,6 @@ def serve_checked(model: str, options: dict[str, Any], fates: dict[str, str]) ->
     os.environ["STAND_INS"] = json.dumps(fates)
     checked = {"additional_config": {"diffusion": {"self_check": "always"}}}
     return serve(model, options | checked, list(KINDS))
-
-
-def tune_and_serve(model: str, options: dict[str, Any], path: str) -> dict[str, Any]:
-    """Run ``vllm-diffusion tune`` to its file, choose there what is not the default, and serve with it.
-
-    Kernels are checked by stand-ins, since all are wrong here, and timed by the process of their own.
-
-    Args:
-        model: Folder of the checkpoint.
-        options: Of the engine.
-        path: Of the file.
-    """
-    from vllm_diffusion.cli.main import main
-    from vllm_diffusion.kernel_choice import process, tuning
-
-    process.COMMAND = COMMAND
-    os.environ["STAND_INS"] = json.dumps({"cute": "refuses"})
-    # Compilers have less of a processor here.
-    process.CASE_SECONDS = process.START_SECONDS = 240.0
-    tuning.ROUNDS = 1
-    words = ["--lengths", "100", "--requests", "1", "--max-model-len", "512"]
-    status = main(["tune", model, "--output", path, *words])
-    # The command has hidden it.
-    logging.disable(logging.NOTSET)
-    content = json.loads(Path(path).read_text("utf-8"))
-    measured = content["kernels"]["attention"]
-    content["kernels"] |= {
-        "most_splits": {kind: {"denoise": 2, "mixed": 1} for kind in measured},
-        "skip_unlikely": True,
-        "two_streams": True,
-    }
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
-    # The tests have vLLM print warnings alone.
-    ours = logging.getLogger("vllm.vllm_diffusion")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(logging.StreamHandler())
-    tuned = {"additional_config": {"diffusion": {"tuned": path}}}
-    return {
-        "status": status,
-        "microseconds": content["microseconds"],
-        "tuned": content["kernels"],
-    } | serve(model, options | tuned, ["plain"])
 
 
 def serve(
@@ -255,7 +211,7 @@ def kernels_of(config: Any) -> dict[str, Any]:
     return {
         "kinds": sorted({layer.kind[0].name for layer in ours}),
         "checked_kinds": sorted(kind.name for kind in Served.of(config, choices).kinds),
-        "choices": choices.to_json(),
+        "choices": asdict(choices),
     }
 
 

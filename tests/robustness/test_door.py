@@ -14,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas
-from vllm_diffusion.kernel_choice.step_shape import SETTINGS
 from vllm_diffusion.requests.arguments import parse_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 

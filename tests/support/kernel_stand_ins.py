@@ -59,12 +59,6 @@ def main() -> None:
                 sys.exit(3)
             case "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "is killed once":
-                once = Path(os.environ["STAND_INS_ONCE"])
-                if not once.exists():
-                    once.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                answer(RIGHT)
             case "hangs":
                 time.sleep(3600)
 

@@ -8,15 +8,25 @@ from typing import Any
 import torch
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.layouts import AlignedBlock
+from vllm_diffusion.decoding.entropy_bound import EntropyBound
+from vllm_diffusion.decoding.layouts import AlignedBlock, FreeCanvas
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.decoding.rule import StepInputs
-from vllm_diffusion.kernel_choice.step_shape import free_canvas
+
+# Settings of the shipped checkpoint's rule.
+SETTINGS = {
+    "entropy_bound": 0.1,
+    "confidence_threshold": 0.005,
+    "stability_threshold": 1,
+    "t_min": 0.4,
+    "t_max": 0.8,
+}
 
 
 def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:
     """What DiffusionGemma is published with, at another length."""
-    return replace(free_canvas(length), max_denoising_steps=max_denoising_steps, **changes)
+    spec = CanvasSpec(FreeCanvas(length), EntropyBound(), max_denoising_steps, SETTINGS)
+    return replace(spec, **changes)
 
 
 def masked_spec(length: int, **changes: Any) -> CanvasSpec:

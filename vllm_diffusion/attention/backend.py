@@ -24,27 +24,22 @@ from vllm.v1.attention.backend import (
 )
 
 from attention_kernels.canvas_attention import (
+    MAX_SPLITS,
     AttentionOptions,
     Impl,
     PagedCache,
     Planned,
-    Sequences,
     Window,
     WindowAnchor,
     plan_canvas_attention,
     warm_up_canvas_attention,
 )
-from vllm_diffusion.attention.cache_writes import (
-    FP8,
-    WRITERS,
-    has_triton_writer,
-    split_kv_cache,
-)
+from vllm_diffusion.attention.cache_writes import FP8, cache_writer, split_kv_cache
 from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
 )
-from vllm_diffusion.startup.kernel_choices import PHASES, LayerKind, PassPhase, kernel_choices
+from vllm_diffusion.startup.kernel_choices import LayerKind, kernel_choices
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -90,18 +85,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.is_fp8 = kv_cache_dtype in FP8_CACHE_DTYPES
         config = get_current_vllm_config()
-        choices = kernel_choices(config)
-        writer = choices.cache_writes
-        if current_platform.is_cpu():
-            writer = "reference"
-        elif writer == "auto":
-            writer = "triton" if has_triton_writer(self.is_fp8) else "compiled"
-        self.write_cache = WRITERS[writer]
+        self.write_cache = cache_writer(self.is_fp8)
         layer_kind = LayerKind(num_heads, self.num_kv_heads, head_size, self.window, kv_cache_dtype)
-        self.impls: dict[PassPhase, Impl] = {
-            phase: choices.attention_of(layer_kind, phase) for phase in PHASES
-        }
-        self.most_splits = {phase: choices.most_splits_of(layer_kind, phase) for phase in PHASES}
+        self.impl: Impl = kernel_choices(config).attention
         spec = getattr(config.model_config, "canvas_spec", None)
         self.canvas_length = 0 if spec is None else spec.length
         # vLLM's Gemma 4 takes the spans from the metadata of its own back ends where layers have no window.
@@ -110,7 +96,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         bidirectional = getattr(text_config, "use_bidirectional_attention", None)
         is_encoder = getattr(text_config, "model_type", None) == "diffusion_gemma_text"
         self.sees_images_in_window = bidirectional == "vision" and not is_encoder
-        if "cute" in self.impls.values():
+        if self.impl == "cute":
             self._run_triton_where_cute_cannot(config.model_config.is_mm_prefix_lm)
         # Layers that agree in these share what they launch.
         self.kind = (layer_kind, self.scale, self.softcap)
@@ -127,9 +113,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             logger.info_once(
                 "Layers of head size %d run Triton: FlashAttention-4 %s", self.head_size, reason
             )
-            self.impls = {
-                phase: "triton" if impl == "cute" else impl for phase, impl in self.impls.items()
-            }
+            self.impl = "triton"
         elif may_hold_images:
             logger.info_once(
                 "Passes with an image run Triton in layers of head size %d: FlashAttention-4 knows "
@@ -175,24 +159,22 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         num_tokens, sequences = attn_metadata.num_tokens, attn_metadata.sequences
         if self.sees_images_in_window:
             sequences = replace(sequences, row_spans=attn_metadata.spans_within(self.window))
-        phase = self._phase(sequences)
         plan = plan_canvas_attention(
             query[:num_tokens],
             cache,
             sequences,
-            self._options(attn_metadata.window_anchor, self.most_splits[phase]),
+            self._options(attn_metadata.window_anchor),
             out=out[:num_tokens],
-            impl=self._impl_of(phase, sequences.row_spans is not None),
+            impl=self._impl_for(sequences.row_spans is not None),
         )
         attn_metadata.plans[self.kind] = plan
         return plan
 
-    def _options(self, window_anchor: WindowAnchor, most_splits: int) -> AttentionOptions:
+    def _options(self, window_anchor: WindowAnchor) -> AttentionOptions:
         """Return the options of layers of this kind in steps with a window anchor."""
         right = self.window if window_anchor == "query" else -1
         window = Window(self.window, right, window_anchor)
-        if envs.VLLM_BATCH_INVARIANT:
-            most_splits = 1
+        most_splits = 1 if envs.VLLM_BATCH_INVARIANT else MAX_SPLITS
         return AttentionOptions(self.scale, self.softcap, window, most_splits)
 
     def _cache(self, layer: AttentionLayer, kv_cache: Tensor) -> PagedCache:
@@ -216,28 +198,21 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         """
         wanted: dict[Impl, set[bool]] = {}
         for has_spans in with_spans:
-            for phase in PHASES:
-                wanted.setdefault(self._impl_of(phase, has_spans), set()).add(has_spans)
+            wanted.setdefault(self._impl_for(has_spans), set()).add(has_spans)
         cache = self._cache(layer, layer.kv_cache)
         query_shape = (1, self.num_heads, self.head_size)
         for impl, spans in wanted.items():
             warm_up_canvas_attention(
                 torch.empty(query_shape, dtype=dtype, device=cache.key.device),
                 cache,
-                self._options(window_anchor, max(self.most_splits.values())),
+                self._options(window_anchor),
                 with_spans=sorted(spans),
                 impl=impl,
             )
 
-    def _phase(self, sequences: Sequences) -> PassPhase:
-        """Return the kind of pass, by its longest request."""
-        rows = sequences.max_query_len
-        return "denoise" if rows is not None and rows <= self.canvas_length else "mixed"
-
-    def _impl_of(self, phase: PassPhase, has_spans: bool) -> Impl:
+    def _impl_for(self, has_spans: bool) -> Impl:
         """FlashAttention-4 knows no image spans."""
-        impl = self.impls[phase]
-        return "triton" if impl == "cute" and has_spans else impl
+        return "triton" if self.impl == "cute" and has_spans else self.impl
 
     def do_kv_cache_update(
         self,

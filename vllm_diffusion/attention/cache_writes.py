@@ -11,8 +11,6 @@ from vllm._custom_ops import reshape_and_cache_flash
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 
-from vllm_diffusion.startup.kernel_choices import CacheWriter
-
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
@@ -50,17 +48,20 @@ def write_in_pytorch(
         cache[block, offset] = rows.to(cache.dtype)
 
 
-# vLLM's kernels test each slot on the device, so a captured graph can replay them.
-WRITERS: dict[CacheWriter, Callable[..., Any]] = {
-    "triton": triton_reshape_and_cache_flash,
-    "compiled": reshape_and_cache_flash,
-    "reference": write_in_pytorch,
-}
+def cache_writer(is_fp8: bool) -> Callable[..., Any]:
+    """Return what writes the cache here, with the arguments of :func:`write_in_pytorch`.
 
+    vLLM's kernels test each slot on the device, so that a captured graph can replay them. Below compute
+    capability 8.9 Triton has no FP8.
 
-def has_triton_writer(is_fp8: bool) -> bool:
-    """Report whether Triton writes such a cache here: below compute capability 8.9 it has no FP8."""
-    return not is_fp8 or current_platform.has_device_capability(89)
+    Args:
+        is_fp8: True for a cache in float8_e4m3fn.
+    """
+    if current_platform.is_cpu():
+        return write_in_pytorch
+    if is_fp8 and not current_platform.has_device_capability(89):
+        return reshape_and_cache_flash
+    return triton_reshape_and_cache_flash
 
 
 def split_kv_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,14 +107,12 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         """Any batch without images can be captured: what varies is read from the device.
 
         Image spans come and go with the prompts, and a kernel is captured either with or without
-        them, so where there may be images only batches without prompts are captured. So they are where
-        no graph can hold attention of batches with prompts. vLLM asks no finer: a graph holds all layers
-        of a pass, and every size is captured or none.
+        them, so where there may be images only batches without prompts are captured. No graph holds the
+        reference, which reads the batch on the host.
         """
-        choices = kernel_choices(vllm_config)
-        if not choices.captures_attention("denoise"):
+        if kernel_choices(vllm_config).attention == "reference":
             return AttentionCGSupport.NEVER
-        if vllm_config.model_config.is_mm_prefix_lm or not choices.captures_attention("mixed"):
+        if vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.ALWAYS
 

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
-from vllm_diffusion.kernel_choice.step_shape import StepShape
-from vllm_diffusion.startup.kernel_choices import (
-    PHASES,
-    CacheWriter,
-    KernelChoices,
-    LayerKind,
-    PassPhase,
-)
-from vllm_diffusion.startup.passes import MAX_CANVASES
+from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-Kernel = Literal[
-    "device",
-    "noise",
-    "cache writes",
-    "attention",
-    "statistics",
-    "kept rows",
-    "attention graph",
-    "step graph",
-]
+Kernel = Literal["device", "noise", "attention", "statistics", "kept rows"]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
 CONTEXTS = (300, 3000)
 # Rows of small inputs, and ids of a tile. The sampler's is a multiple: Triton compiles the same for both.
@@ -45,7 +28,7 @@ class KernelCase:
 
     Attributes:
         kernel: Which check.
-        subject: Layers and passes, or empty.
+        subject: Layers, or empty.
         impl: Implementation that is checked.
         shapes: Inputs, one after another; the last is timed.
     """
@@ -53,7 +36,7 @@ class KernelCase:
     kernel: Kernel
     subject: str
     impl: str
-    shapes: tuple[AttentionShape | RowsShape | StepShape, ...] = ()
+    shapes: tuple[AttentionShape | RowsShape, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,17 +51,21 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class Role:
-    """A kernel that serving runs, with the implementations that can serve it, the best first.
+    """A kernel that serving runs.
 
     Attributes:
-        cases: A case for each implementation.
-        kind: Kind of the attention layers.
-        phase: Phase of their passes.
+        kernel: Which one.
+        ways: By implementation, the best first, the parts of its work: of the cases of a part the first runs
+            that takes the inputs.
     """
 
-    cases: tuple[KernelCase, ...]
-    kind: LayerKind | None = None
-    phase: PassPhase | None = None
+    kernel: Kernel
+    ways: Mapping[str, tuple[tuple[KernelCase, ...], ...]]
+
+    def cases(self) -> Iterator[KernelCase]:
+        """Yield the cases of all ways, each once."""
+        parts = (case for way in self.ways.values() for part in way for case in part)
+        yield from dict.fromkeys(parts)
 
 
 @dataclass(frozen=True)
@@ -87,112 +74,99 @@ class Served:
 
     Attributes:
         kinds: Kinds of attention layers; none where vLLM's own kernels serve.
-        step: Shape of a denoising step, with the implementations that are to serve.
+        canvas_length: Tokens of a canvas.
+        vocab: Ids, see :func:`few_tiles`.
+        hidden: Width of soft embeddings; ``None`` where steps leave none.
+        softcap: Cap of the logits; ``None`` without one.
+        dtype: Name of the weights' dtype in torch.
         max_model_len: Longest sequence.
+        choices: Implementations that are wanted.
         anchor: Anchor of windows.
         spans: Lengths of the blocks in which causal rows see each other; 0 for none.
         block_size: Positions of a cache block.
-        uses_graphs: True if CUDA graphs are captured.
     """
 
     kinds: tuple[LayerKind, ...]
-    step: StepShape
+    canvas_length: int
+    vocab: int
+    hidden: int | None
+    softcap: float | None
+    dtype: str
     max_model_len: int
+    choices: KernelChoices = KernelChoices()
     anchor: str = "canvas"
     spans: tuple[int, ...] = (0,)
     block_size: int = 16
-    uses_graphs: bool = True
 
     @staticmethod
     def of(vllm_config: VllmConfig, choices: KernelChoices) -> Served:
         """Describe what a configuration serves with some implementations."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
         spec = model.canvas_spec
-        dtype = str(model.dtype).removeprefix("torch.")
-        text_config, scheduler = model.hf_text_config, vllm_config.scheduler_config
-        canvases = scheduler.max_num_batched_tokens // spec.length
         ids_of_rank = -(-model.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size)
-        step = StepShape(
-            spec=spec,
-            vocab=few_tiles(ids_of_rank),
-            hidden=model.get_hidden_size(),
-            # Those of the largest pass that is captured.
-            slots=min(scheduler.max_num_seqs, MAX_CANVASES, canvases),
-            softcap=getattr(text_config, "final_logit_softcapping", None),
-            dtype=dtype,
-            # Only uniformly random canvases are conditioned on the step before.
-            is_self_conditioned=spec.mask_token_id is None,
-            kernels=choices,
-        )
         backend = vllm_config.attention_config.backend
         is_ours = backend is not None and backend.name == "CUSTOM"
         has_spans = spec.layout.warmed_spans(model.is_mm_prefix_lm)
         return Served(
             kinds=tuple(_layer_kinds(vllm_config)) if is_ours else (),
-            step=step,
+            canvas_length=spec.length,
+            vocab=few_tiles(ids_of_rank),
+            # Only uniformly random canvases are conditioned on the step before.
+            hidden=model.get_hidden_size() if spec.mask_token_id is None else None,
+            softcap=getattr(model.hf_text_config, "final_logit_softcapping", None),
+            dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=model.max_model_len,
+            choices=choices,
             anchor=plugin_settings(vllm_config).window_anchor,
             spans=tuple(spec.length if spans else 0 for spans in has_spans),
             block_size=cache.block_size or 16,
-            uses_graphs=not model.enforce_eager,
         )
 
     def roles(self) -> Iterator[Role]:
         """Yield the kernels that run, those that others rely on first."""
-        yield Role((KernelCase("device", "", "PyTorch"),))
-        yield Role((KernelCase("noise", "", "PyTorch"),))
-        choices = self.step.kernels
-        for kind in self.kinds:
-            for phase in PHASES:
-                cases = tuple(
-                    KernelCase("attention", f"{kind.name}, {phase}", impl, shapes)
-                    for impl in attention_order(choices.attention_of(kind, phase))
-                    if (shapes := self._run_by(impl, kind, phase))
-                )
-                yield Role(cases, kind, phase)
-        yield from self._of_rows()
+        for kernel in ("device", "noise"):
+            yield Role(kernel, {"PyTorch": ((KernelCase(kernel, "", "PyTorch"),),)})
         if self.kinds:
-            # Last, since it imports vLLM.
-            yield self._of_cache(choices.cache_writes)
-
-    def graph_roles(self) -> Iterator[Role]:
-        """Yield the graphs that are captured of kernels that were found right."""
-        choices, spec = self.step.kernels, self.step.spec
-        if not self.uses_graphs:
-            return
-        if choices.step_graphs:
-            subject = f"{type(spec.rule).__name__}, canvases of {spec.length}"
-            yield Role((KernelCase("step graph", subject, "CUDA graph", (self.step,)),))
-        if choices.captures_attention("denoise"):
-            for kind in self.kinds:
-                impl = attention_order(choices.attention_of(kind, "denoise"))[0]
-                longest = self._run_by(impl, kind, "denoise")[-1:]
-                yield Role((KernelCase("attention graph", kind.name, impl, longest),), kind)
-
-    def _of_cache(self, chosen: CacheWriter) -> Role:
-        """Return the kernels that write the cache: either of vLLM's, or PyTorch."""
-        shapes = tuple(next(self._attention(kind, "denoise")) for kind in self.kinds)
-        first = "triton" if chosen == "auto" else chosen
-        order = dict.fromkeys((first, "triton", "compiled", "reference"))
-        return Role(tuple(KernelCase("cache writes", "", impl, shapes) for impl in order))
-
-    def _run_by(self, impl: str, kind: LayerKind, phase: PassPhase) -> tuple[AttentionShape, ...]:
-        """Return the passes that an implementation runs: FlashAttention-4 none with image spans."""
-        passes = self._attention(kind, phase)
-        return tuple(each for each in passes if not (impl == "cute" and each.span))
-
-    def _attention(self, kind: LayerKind, phase: PassPhase) -> Iterator[AttentionShape]:
-        """Yield passes of a kind of layer."""
-        C = self.step.spec.length
-        passes: tuple[tuple[tuple[int, int], ...], ...] = (((C, 0), (C, 0)),)
-        if phase == "mixed":
-            passes = (((2 * C, C), (C, 0)), ((C + 5, C + 5), (C, 0)))
-        contexts = sorted(
-            {min(context, max(1, self.max_model_len - 2 * C)) for context in CONTEXTS}
+            ways = attention_order(self.choices.attention)
+            yield Role("attention", {impl: tuple(self._attention_by(impl)) for impl in ways})
+        shape = RowsShape(
+            min(MAX_ROWS, self.canvas_length), self.vocab, TILE, self.softcap, self.dtype
         )
+        if self.hidden is not None:
+            shape = replace(shape, hidden=self.hidden)
+        skips = self.hidden is not None and self.choices.skip_unlikely
+        shapes = (replace(shape, adjusted=True), replace(shape, is_skipping=skips))
+        kernels: dict[Kernel, str] = {
+            "statistics": self.choices.statistics,
+            "kept rows": self.choices.kept_rows,
+        }
+        for kernel, chosen in kernels.items():
+            order = ("reference",) if chosen == "reference" else ("triton", "reference")
+            yield Role(kernel, {impl: ((KernelCase(kernel, "", impl, shapes),),) for impl in order})
+
+    def _attention_by(self, impl: str) -> Iterator[tuple[KernelCase, ...]]:
+        """Yield what an implementation does for each kind of layer, and Triton's for it where it cannot."""
+        for kind in self.kinds:
+            case = KernelCase("attention", kind.name, impl, tuple(self._passes(kind)))
+            if impl != "cute":
+                yield (case,)
+                continue
+            by_triton = replace(case, impl="triton")
+            # FlashAttention-4 has no image spans.
+            plain = tuple(shape for shape in self._passes(kind) if not shape.span)
+            if len(plain) < len(case.shapes):
+                yield (by_triton,)
+            if plain:
+                yield (replace(case, shapes=plain), by_triton)
+
+    def _passes(self, kind: LayerKind) -> Iterator[AttentionShape]:
+        """Yield passes of a kind of layer: a prompt's end with its canvas, a whole prompt, canvases alone."""
+        C = self.canvas_length
+        passes = (((2 * C, C), (C, 0)), ((C + 5, C + 5), (C, 0)), ((C, 0), (C, 0)))
+        longest = max(1, self.max_model_len - 2 * C)
         for span in self.spans:
             for rows in passes:
-                for context in contexts:
+                for context in sorted({min(context, longest) for context in CONTEXTS}):
                     yield AttentionShape(
                         kind.num_heads,
                         kind.num_kv_heads,
@@ -203,26 +177,9 @@ class Served:
                         anchor=self.anchor,
                         span=span,
                         block_size=self.block_size,
-                        dtype=self.step.dtype,
+                        dtype=self.dtype,
                         is_fp8=kind.cache_dtype.startswith("fp8"),
-                        most_splits=self.step.kernels.most_splits_of(kind, phase),
                     )
-
-    def _of_rows(self) -> Iterator[Role]:
-        """Yield the kernels of the sampler."""
-        step = self.step
-        num_rows = min(MAX_ROWS, step.spec.length)
-        plain = RowsShape(num_rows, step.vocab, TILE, step.softcap, step.dtype)
-        if step.is_self_conditioned:
-            plain = replace(plain, hidden=step.hidden)
-        skipping = step.is_self_conditioned and step.kernels.skip_unlikely
-        shapes = (replace(plain, adjusted=True), replace(plain, is_skipping=skipping))
-        for kernel, chosen in (
-            ("statistics", step.kernels.statistics),
-            ("kept rows", step.kernels.kept_rows),
-        ):
-            order = ("reference",) if chosen == "reference" else ("triton", "reference")
-            yield Role(tuple(KernelCase(kernel, "", impl, shapes) for impl in order))  # type: ignore[arg-type]
 
 
 def attention_order(chosen: str) -> tuple[str, ...]:
@@ -232,14 +189,20 @@ def attention_order(chosen: str) -> tuple[str, ...]:
     """
     if chosen == "reference":
         return ("reference",)
-    rest = [impl for impl in ("triton", "cute") if impl != chosen]
-    return ("triton", "cute", "reference") if chosen == "auto" else (chosen, *rest, "reference")
+    return ("cute", "triton", "reference") if chosen == "cute" else ("triton", "cute", "reference")
 
 
 def published_26b() -> Served:
     """Describe DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
-    kinds = (LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto"))
-    return Served(kinds, StepShape(vocab=few_tiles(262144)), max_model_len=32768)
+    return Served(
+        kinds=(LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto")),
+        canvas_length=256,
+        vocab=few_tiles(262144),
+        hidden=2816,
+        softcap=30.0,
+        dtype="bfloat16",
+        max_model_len=32768,
+    )
 
 
 def few_tiles(num_ids: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import importlib
 import pickle
 import statistics
 import sys
@@ -21,18 +20,11 @@ import torch
 from attention_kernels import checks
 from attention_kernels.checks import Checked
 from vllm_diffusion.kernel_choice.cases import KernelCase
-from vllm_diffusion.kernel_choice.limits import share_of_limits
 from vllm_diffusion.kernel_choice.process import BEGINS
 
 REPEATS = 20
 # More than any GPU's cache holds.
 CACHE_BYTES = 256 * 2**20
-# Modules that import vLLM, which takes some seconds, by the kernel that they check.
-WITH_VLLM = {
-    "cache writes": "cache_writes",
-    "attention graph": "graphs",
-    "step graph": "graphs",
-}
 Run = Callable[[KernelCase, torch.device, Callable[[], None]], Checked]
 
 
@@ -49,8 +41,6 @@ def run_case(
     Returns:
         The last shape's, with the largest difference of all.
     """
-    if module := WITH_VLLM.get(case.kernel):
-        importlib.import_module(f"vllm_diffusion.kernel_choice.{module}")
     found = []
     for shape in case.shapes or (None,):
         begins()
@@ -70,17 +60,6 @@ def _check(case: KernelCase, shape: Any, device: torch.device) -> Checked:
             return checks.check_statistics(shape, case.impl, device)  # type: ignore[arg-type]
         case "kept rows":
             return checks.check_kept_rows(shape, case.impl, device)  # type: ignore[arg-type]
-        case "cache writes":
-            from vllm_diffusion.kernel_choice.cache_writes import check_cache_write
-
-            return check_cache_write(shape, case.impl, device)  # type: ignore[arg-type]
-    from vllm_diffusion.canvas.cuda_graphs import cuda_capture
-    from vllm_diffusion.kernel_choice import graphs
-
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        if case.kernel == "step graph":
-            return graphs.check_step_graph(shape, device, cuda_capture())
-        return graphs.check_attention_graph(shape, case.impl, device, cuda_capture())  # type: ignore[arg-type]
 
 
 def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
@@ -107,9 +86,7 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
         return {"state": "wrong", "why": f"{type(error).__name__}: {_one_line(error)}"}
     outcome = {"state": "right", "difference": found.difference, "goes_on": True}
     if measures:
-        seconds = seconds_of(found.call)
-        outcome["microseconds"] = round(seconds * 1e6, 1)
-        outcome["share"] = share_of_limits(found.num_bytes, found.operations, seconds)
+        outcome["microseconds"] = round(seconds_of(found.call) * 1e6, 1)
     return outcome
 
 

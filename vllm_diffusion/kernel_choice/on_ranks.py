@@ -62,7 +62,7 @@ def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:
         return None
     visible = current_platform.logical_device_id_to_visible_device_id(devices[-1])
     try:
-        checked = checked_choices(
+        return checked_choices(
             Served.of(vllm_config, choices),
             device=f"cuda:{visible}",
             gpu=names[-1],
@@ -72,14 +72,6 @@ def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:
     except NothingRightError as error:
         leave(vllm_config.model_config, str(error))
         raise
-    tuned = plugin_settings(vllm_config).tuned
-    if checked != choices and tuned is not None:
-        logger.warning(
-            "tuned=%r is not followed where the self-check replaced a kernel on this GPU: replicas whose "
-            "GPUs pass it compute otherwise. Replace the GPU, or tune again on it and share that file.",
-            tuned,
-        )
-    return checked
 
 
 def agree(vllm_config: VllmConfig, local_rank: int, own: KernelChoices | None) -> KernelChoices:

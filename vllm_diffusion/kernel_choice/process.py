@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,21 +39,16 @@ class Outcome:
         why: Why it is not right; empty if it is.
         difference: Largest difference from float64.
         microseconds: Time of a call, if it was measured.
-        share: Share of the GPU's limit that it reaches, if that is known.
-        is_retried: True if it may be the fault of what ran beside it, or of what ran before.
     """
 
     state: Literal["right", "wrong", "refused", "unknown"]
     why: str = ""
     difference: float | None = None
     microseconds: float | None = None
-    share: float | None = None
-    is_retried: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return what is remembered of it."""
-        known = {name: value for name, value in asdict(self).items() if value not in (None, "")}
-        return {name: value for name, value in known.items() if name != "is_retried"}
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
 class CheckProcess:
@@ -66,7 +60,6 @@ class CheckProcess:
         *,
         seconds: float,
         measures: bool = False,
-        command: Sequence[str] | None = None,
     ) -> None:
         """Prepare; the process starts with the first case.
 
@@ -74,9 +67,8 @@ class CheckProcess:
             device: For example ``"cuda:0"``.
             seconds: Seconds that all cases may take together.
             measures: True to time kernels too.
-            command: Command of the process.
         """
-        self._command = [*(command or COMMAND), device]
+        self._command = [*COMMAND, device]
         self._measures = measures
         self._deadline = time.monotonic() + seconds
         self._child: subprocess.Popen[bytes] | None = None
@@ -103,17 +95,11 @@ class CheckProcess:
             child.wait(10)
 
     def check(self, case: KernelCase) -> Outcome:
-        """Return the outcome of a case, of a second try if the first says nothing for certain.
+        """Return the outcome of a case.
 
         Raises:
             CannotCheckError: If no process can start on the device.
         """
-        outcome = self._attempt(case)
-        if outcome.is_retried:
-            outcome = self._attempt(case)
-        return outcome
-
-    def _attempt(self, case: KernelCase) -> Outcome:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             return Outcome("unknown", "no time was left")
@@ -141,7 +127,7 @@ class CheckProcess:
             return Outcome("wrong", f"did not end in {CASE_SECONDS:.0f} s")
         if not answer.pop("goes_on", False):
             self.close()
-        return Outcome(**answer, is_retried=answer["state"] == "unknown")
+        return Outcome(**answer)
 
     def _ended(self, child: subprocess.Popen[bytes]) -> Outcome:
         """Return the outcome of a case whose process ended without an answer."""
@@ -151,7 +137,7 @@ class CheckProcess:
             return Outcome("wrong", f"its process ended with status {status}{self._last_words()}")
         name = signal.Signals(-status).name
         if -status in OUTSIDE:
-            return Outcome("unknown", f"its process was ended by {name}, twice", is_retried=True)
+            return Outcome("unknown", f"its process was ended by {name}")
         return Outcome("wrong", f"its process crashed ({name})")
 
     def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 import attention_kernels
 from vllm_diffusion.kernel_choice.process import Outcome
@@ -48,7 +48,7 @@ def _hash_of_sources() -> str:
 
 
 class Record:
-    """Outcomes by :attr:`KernelCase.key`, in a file for each kind of GPU.
+    """Outcomes by :attr:`KernelCase.key`, in a file for each kind of GPU and each build.
 
     Attributes:
         path: The file.
@@ -63,18 +63,17 @@ class Record:
             facts: See :func:`facts_of`.
         """
         name = re.sub(r"\W+", "-", facts["gpu"]).strip("-")
-        self.path = folder / "vllm_diffusion" / f"self-check-{name}.json"
+        build = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:8]
+        self.path = folder / "vllm_diffusion" / f"self-check-{name}-{build}.json"
         self.problem = ""
         self._facts = dict(facts)
 
     def read(self) -> dict[str, Outcome]:
-        """Return outcomes that still hold; :attr:`problem` says why others do not."""
+        """Return outcomes of earlier starts; :attr:`problem` says why they cannot be read."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            facts, cases = content["facts"], content["cases"]
-            changed = sorted(k for k, v in self._facts.items() if facts.get(k) != v)
-            found = {key: Outcome(**outcome) for key, outcome in cases.items()}
-            if {each.state for each in found.values()} - {"right", "wrong", "refused"}:
+            found = {key: Outcome(**outcome) for key, outcome in content["cases"].items()}
+            if {each.state for each in found.values()} - {"right", "refused"}:
                 raise ValueError("a state that does not exist")
         except FileNotFoundError:
             return {}
@@ -82,9 +81,6 @@ class Record:
             self.problem = (
                 f"{self.path} is damaged ({type(error).__name__}), so the kernels were checked anew"
             )
-            return {}
-        if changed:
-            self.problem = f"{self.path} is of another {' and '.join(changed)}, so the kernels were checked anew"
             return {}
         return found
 
@@ -108,8 +104,9 @@ class Record:
         with contextlib.ExitStack() as held:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context(self.path.with_suffix(".lock").open("a"))
-                _take(lock.fileno(), LOCK_SECONDS)
+                held.enter_context(FileLock(self.path.with_suffix(".lock"), timeout=LOCK_SECONDS))
+            except Timeout:
+                pass  # its holder may hang
             except OSError as error:
                 self.problem = _unwritable(self.path, error)
             yield
@@ -120,16 +117,3 @@ def _unwritable(path: Path, error: OSError) -> str:
         f"{path.parent} cannot be written ({error.strerror}), so that every start checks the kernels; set "
         "VLLM_CACHE_ROOT to a folder that can be"
     )
-
-
-def _take(lock: int, seconds: float) -> None:
-    """Take a lock, or go on without it after so many seconds: its holder may hang."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return
-        time.sleep(0.1)

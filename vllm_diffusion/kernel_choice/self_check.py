@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vllm_diffusion.kernel_choice.cases import KernelCase, Role, Served
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
 from vllm_diffusion.kernel_choice.record import Record, facts_of
-from vllm_diffusion.startup.kernel_choices import KernelChoices, PassPhase
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -22,12 +21,9 @@ SECONDS = 60.0
 REPORT = "vllm-diffusion doctor --gpu --report FILE"
 # What it costs that a kernel does not serve.
 COSTS = {
-    "cache writes, reference": "attention leaves the CUDA graphs",
     "attention, reference": "attention leaves the CUDA graphs and takes many times as long",
     "statistics, reference": "each step of the sampler takes longer and more memory",
     "kept rows, reference": "filters and log-probabilities take longer",
-    "step graph": "each step launches the sampler's kernels one by one, some milliseconds a pass",
-    "attention graph": "attention is launched outside CUDA graphs, some milliseconds a pass",
 }
 
 Check = Callable[[KernelCase], Outcome]
@@ -37,15 +33,7 @@ UNCHECKED = """--additional-config '{"diffusion": {"self_check": "off"}}'"""
 
 
 class NothingRightError(RuntimeError):
-    """No implementation of a kernel is right on this GPU.
-
-    Attributes:
-        keys: Keys of the kernel's cases.
-    """
-
-    def __init__(self, message: str, keys: frozenset[str] = frozenset()) -> None:
-        super().__init__(message)
-        self.keys = keys
+    """No implementation of a kernel is right on this GPU."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,7 @@ class Replaced:
 
     def line(self) -> str:
         """Return a warning: what, why, what it costs, how to report it."""
-        kernel = self.case.kernel
-        cost = COSTS.get(kernel) or COSTS.get(f"{kernel}, {self.by}", "its speed may differ")
+        cost = COSTS.get(f"{self.case.kernel}, {self.by}", "its speed may differ")
         return (
             f"Self-check: {self.case.name} fails on this GPU ({self.why}). In its place serves "
             f"{self.by}: {cost}. Please report it with what this writes: {REPORT}"
@@ -86,62 +73,50 @@ def choose(served: Served, check: Check) -> tuple[KernelChoices, list[Replaced]]
         NothingRightError: Naming the kernel.
     """
     replaced: list[Replaced] = []
-    choices = served.step.kernels
+    choices = served.choices
     for role in served.roles():
         impl = _first_right(role, check, replaced)
-        choices = _with(choices, role, impl)
-    served = replace(served, step=replace(served.step, kernels=choices))
-    for role in served.graph_roles():
-        (case,) = role.cases
-        outcome = check(case)
-        if outcome.state == "wrong":
-            replaced.append(Replaced(case, outcome.why, "the call without a graph"))
-            if case.kernel == "step graph":
-                choices = replace(choices, step_graphs=False)
-            else:
-                choices = replace(choices, attention_graphs=False)
+        if impl == next(iter(role.ways)):
+            continue
+        if role.kernel == "statistics":
+            # The reference waits for the device where it leaves ids out.
+            choices = replace(choices, skip_unlikely=False)
+        choices = replace(choices, **{role.kernel.replace(" ", "_"): impl})  # type: ignore[arg-type]
     return choices, replaced
 
 
 def _first_right(role: Role, check: Check, replaced: list[Replaced]) -> str:
-    """Return the implementation that serves, and note those before it that do not."""
-    passed: list[tuple[KernelCase, Outcome]] = []
-    for case in role.cases:
-        outcome = check(case)
+    """Return the implementation that serves, and note what is wrong with those before it."""
+    failed: list[tuple[KernelCase, Outcome]] = []
+    for impl, parts in role.ways.items():
+        ran = [_outcome_of_part(part, check) for part in parts]
         # What says nothing about a kernel leaves it where it is.
-        if outcome.state in ("right", "unknown"):
-            wrong = [each for each in passed if each[1].state == "wrong"]
-            replaced += [Replaced(failed, each.why, by=case.impl) for failed, each in wrong]
-            return case.impl
-        passed.append((case, outcome))
-    case, outcome = passed[0]
-    if case.kernel == "device":
+        bad = [each for each in ran if each[1].state in ("wrong", "refused")]
+        if not bad:
+            wrong = [each for each in failed if each[1].state == "wrong"]
+            replaced += [Replaced(case, outcome.why, by=impl) for case, outcome in wrong]
+            return impl
+        failed += [each for each in bad if each not in failed]
+    (case, outcome) = failed[0]
+    if role.kernel == "device":
         problem = f"This GPU computes wrongly without any kernel of this package ({outcome.why})"
     else:
-        problems = "; ".join(f"{each.impl}: {outcome.why}" for each, outcome in passed)
-        kernel = case.name.rpartition(",")[0] or case.name
-        problem = f"No implementation of {kernel} is right on this GPU ({problems})"
+        problems = "; ".join(f"{case.name}: {outcome.why}" for case, outcome in failed)
+        problem = f"No implementation of {role.kernel} is right on this GPU ({problems})"
     raise NothingRightError(
         f"{problem}, so nothing is served. Check the GPU and its driver with another program. The next start "
         f"checks it again; {UNCHECKED} starts without the check, and answers may be wrong then. Report "
-        f"this with the output of: {REPORT}",
-        frozenset(each.key for each, _ in passed),
+        f"this with the output of: {REPORT}"
     )
 
 
-def _with(choices: KernelChoices, role: Role, impl: Any) -> KernelChoices:
-    """Return the choices with the implementation of a role."""
-    case = role.cases[0]
-    if impl == case.impl or role.cases[0].kernel in ("device", "noise"):
-        return choices
-    if role.kind is not None and role.phase is not None:
-        name = role.kind.name
-        phases: dict[PassPhase, Any] = {**choices.attention.get(name, {}), role.phase: impl}
-        return replace(choices, attention={**choices.attention, name: phases})
-    if case.kernel == "statistics":
-        # The reference waits for the device where it leaves ids out.
-        choices = replace(choices, skip_unlikely=False)
-    return replace(choices, **{case.kernel.replace(" ", "_"): impl})
+def _outcome_of_part(part: tuple[KernelCase, ...], check: Check) -> tuple[KernelCase, Outcome]:
+    """Return the first case of a part that takes its inputs, or the last one, with its outcome."""
+    for case in part:
+        outcome = check(case)
+        if outcome.state != "refused":
+            break
+    return case, outcome
 
 
 def checked_choices(
@@ -172,16 +147,17 @@ def checked_choices(
             return known[case.key]
 
         try:
-            choices, replaced = _choose_anew(served, check, known, fresh)
+            choices, replaced = choose(served, check)
         except CannotCheckError as error:
             logger.warning(
                 "Self-check skipped, the kernels serve unchecked: no process could use the GPU (%s). "
                 "Where it has room for one, vllm-diffusion doctor --gpu checks them.",
                 error,
             )
-            return served.step.kernels
+            return served.choices
         finally:
-            lasting = {key: each for key, each in known.items() if each.state != "unknown"}
+            # What is wrong is checked, and said, by each start.
+            lasting = {k: each for k, each in known.items() if each.state in ("right", "refused")}
             if lasting.keys() & fresh.keys():
                 record.write(lasting)
     if record.problem:
@@ -190,33 +166,6 @@ def checked_choices(
         logger.warning("%s", each.line())
     _log_counts(known, fresh, gpu, time.monotonic() - began)
     return choices
-
-
-def _choose_anew(
-    served: Served, check: Check, known: dict[str, Outcome], fresh: dict[str, Outcome]
-) -> tuple[KernelChoices, list[Replaced]]:
-    """Choose as :func:`choose`; what keeps a server from starting is checked by each start, and not remembered.
-
-    Args:
-        served: As for :func:`choose`.
-        check: As for :func:`choose`.
-        known: Outcomes by case; those that nothing serves by are removed.
-        fresh: Outcomes of this start.
-    """
-    try:
-        return choose(served, check)
-    except NothingRightError as error:
-        remembered = error.keys & known.keys() - fresh.keys()
-        for key in error.keys:
-            known.pop(key, None)
-        if not remembered:
-            raise
-    try:
-        return choose(served, check)
-    except NothingRightError as error:
-        for key in error.keys:
-            known.pop(key, None)
-        raise
 
 
 def _log_counts(

@@ -135,8 +135,6 @@ class BlockDiffusionModelState(ModelState):
         """Called by the runner when it has captured the backbone."""
         from vllm.distributed.parallel_state import graph_capture
 
-        if not self.kernels.step_graphs:
-            return
         most = self.most_captured()
         try:
             # What captures allocate from here on they take from one another.
@@ -178,8 +176,6 @@ class BlockDiffusionModelState(ModelState):
 
         Their tensors are shared with the largest graph.
         """
-        if not self.kernels.step_graphs:
-            return 0
         most = self.most_captured()
         sizes = 2 * (most - 1) + min(most, MOST_ADJUSTED_CANVASES) - 1
         return sizes * BYTES_OF_A_GRAPH

@@ -39,7 +39,7 @@ from vllm_diffusion.sampling.kept_rows import (
     thresholds,
 )
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, row_logprobs
-from vllm_diffusion.sampling.output_head import OutputHead, Walk, one_ahead, one_by_one
+from vllm_diffusion.sampling.output_head import OutputHead
 
 # Ids of a tile, on a CPU and on a GPU. Measured as a graph on an H100, at a hidden size of 2816 in bf16, of
 # tiles of 4096, 8192, 16384 and 32768 ids (docs/develop/gpu-figures.md): one canvas of 256 rows takes 2.38,
@@ -112,11 +112,10 @@ def sample_rows(
     if tile_size is None:
         # Whatever the rows: where tiles are cut changes the last bit of a sum.
         tile_size = TILE_ON_GPU if rows.is_cuda else TILE
-    walk = one_ahead if head.kernels.two_streams else one_by_one
     parts = []
     for chunk in (slice(a, b) for a, b in pairwise(cuts)):
         group = _RowGroup(head, rows[chunk], requests.within(chunk))
-        parts.append(group.sample(vocab_size, tile_size, float32_rows, walk))
+        parts.append(group.sample(vocab_size, tile_size, float32_rows))
     return parts[0] if len(parts) == 1 else _joined(parts, requests.reported)
 
 
@@ -149,16 +148,14 @@ class _RowGroup:
         if requests.filtered is not None or requests.reported is not None:
             self.kept = KeptRows(requests.filtered, requests.reported, rows.device)
 
-    def sample(
-        self, vocab_size: int, tile_size: int, float32_rows: int, walk: Walk = one_by_one
-    ) -> RowResults:
+    def sample(self, vocab_size: int, tile_size: int, float32_rows: int) -> RowResults:
         head, kept = self.head, self.kept
         projected = None
         if kept is not None:
             projected = torch.empty(
                 len(kept.rows), len(head.weight), dtype=head.dtype, device=self.rows.device
             )
-        running, soft_embeds = self._stream(vocab_size, tile_size, walk, projected)
+        running, soft_embeds = self._stream(vocab_size, tile_size, projected)
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
         candidate, drawn_confidence = running.candidate, running.drawn_confidence()
         logprobs = held_logprobs = None
@@ -194,14 +191,13 @@ class _RowGroup:
         )
 
     def _stream(
-        self, vocab_size: int, tile_size: int, walk: Walk, projected: Tensor | None
+        self, vocab_size: int, tile_size: int, projected: Tensor | None
     ) -> tuple[RunningStatistics, Tensor | None]:
         """Statistics and unnormalised soft embeddings of this rank's ids.
 
         Args:
             vocab_size: Number of ids, of all ranks.
             tile_size: Ids of a tile.
-            walk: Goes over the tiles.
             projected: [num_kept, num_ids], filled with the logits of rows that are kept.
         """
         head = self.head
@@ -214,7 +210,8 @@ class _RowGroup:
         if embedding is not None and head.kernels.skip_unlikely:
             least = least_weight(embedding.dtype, vocab_size)
 
-        def take(tile: slice, logits: Tensor) -> None:
+        for tile in head.tiles(tile_size):
+            logits = head.project(self.rows, tile)
             if projected is not None and self.kept is not None:
                 projected[:, tile] = logits[self.kept.rows]
             weights, occupied = None, None
@@ -237,7 +234,7 @@ class _RowGroup:
             if self.choices is not None:
                 self.choices.update(of_tile, self.draws.temperature, head.kernels.kept_rows)
             if soft_embeds is None or weights is None or embedding is None:
-                return
+                continue
             if occupied is None and (not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT):
                 # As the platform multiplies, or where rows must not depend on their number.
                 soft_embeds.add_(head.matmul(weights, embedding[tile].T))
@@ -245,7 +242,6 @@ class _RowGroup:
                 impl = head.kernels.statistics
                 add_product(soft_embeds, weights, embedding[tile], occupied, impl=impl)
 
-        walk(head.tiles(tile_size), lambda tile: head.project(self.rows, tile), take)
         return running, soft_embeds
 
     def _combine_ranks(

@@ -79,11 +79,10 @@ class BlockDiffusionEngineConfig:
     # True if vLLM has a class of its own for the architecture; ``None`` before registration.
     is_in_vllm: ClassVar[bool | None] = None
 
-    # Functions of folders that import this one, which the plugin puts here: what guards a server's paths,
-    # what an API process needs for canvases, and what reads the file of tuned kernels. Each is safe to call twice.
+    # Functions of folders that import this one, which the plugin puts here: what guards a server's paths
+    # and what an API process needs for canvases. Each is safe to call twice.
     guard_server: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     install_api: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
-    apply_tuned: ClassVar[Callable[[VllmConfig], None]] = staticmethod(lambda config: None)
 
     # What a family says of itself.
 
@@ -224,8 +223,6 @@ class BlockDiffusionEngineConfig:
             passes.choose_worker(vllm_config.parallel_config, WORKER)
         passes.choose_capture_sizes(vllm_config)
         cls._check_skipping(vllm_config)
-        if plugin_settings(vllm_config).tuned is not None:
-            cls.apply_tuned(vllm_config)
         engine_process.prepare_engine(vllm_config.model_config)
         if (most := limit_answers()) is not None:
             logger.info(

@@ -36,9 +36,7 @@ class PluginSettings:
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions behind it are discarded.
         skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
-            if all of them are too unlikely there for the embeddings' dtype; ``None`` for what is tuned,
-            or false.
-        tuned: File of ``vllm-diffusion tune``, whose choices apply where no setting makes one.
+            if all of them are too unlikely there for the embeddings' dtype.
         self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,
             ``"always"`` at every start, ``"off"`` never.
         of_rule: All other settings, which the model's decoding rule knows and checks.
@@ -52,8 +50,7 @@ class PluginSettings:
     draft_steps: int | None = None
     preset: str | None = None
     converge_at_end: bool = False
-    skip_unlikely: bool | None = None
-    tuned: str | None = None
+    skip_unlikely: bool = False
     self_check: Literal["auto", "always", "off"] = "auto"
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
@@ -76,17 +73,15 @@ class PluginSettings:
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
         for name in ("converge_at_end", "skip_unlikely"):
             value = getattr(self, name)
-            is_unset = value is None and name == "skip_unlikely"
-            if not isinstance(value, bool) and not is_unset:
+            if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be true or false.")
-        if self.tuned is not None and (not isinstance(self.tuned, str) or not self.tuned):
-            raise ValueError(f"tuned={self.tuned!r} must be the path of a file.")
 
 
 # Settings of earlier versions, and what is done now.
 _GONE = {
     "fused_encode": "a canvas is encoded in a pass of the next one wherever that is possible",
     "keep_last_canvas": "the next turn of a chat computes the last canvas of a reply with its prompt",
+    "tuned": "vllm-diffusion doctor --gpu prints the setting of attention that is faster on a GPU",
 }
 
 # Settings that every model has.

@@ -19,7 +19,11 @@ from attention_kernels.canvas_attention import (
     plan_canvas_attention,
 )
 from vllm_diffusion.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
-from vllm_diffusion.attention.cache_writes import WRITERS, split_kv_cache
+from vllm_diffusion.attention.cache_writes import (
+    reshape_and_cache_flash,
+    split_kv_cache,
+    triton_reshape_and_cache_flash,
+)
 from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
@@ -104,19 +108,9 @@ def test_no_graph_holds_the_reference(may_hold_images):
     assert graph_support(False, "triton") == AttentionCGSupport.ALWAYS
 
 
-@pytest.mark.parametrize(
-    ("decided", "support"),
-    [
-        ({"attention": {"a kind": {"mixed": "reference"}}}, AttentionCGSupport.UNIFORM_BATCH),
-        ({"attention": {"a kind": {"denoise": "reference"}}}, AttentionCGSupport.NEVER),
-        ({"cache_writes": "reference"}, AttentionCGSupport.NEVER),
-        ({"attention_graphs": False}, AttentionCGSupport.NEVER),
-        ({"cache_writes": "compiled"}, AttentionCGSupport.ALWAYS),
-    ],
-)
-def test_graphs_of_what_the_self_check_decided(decided, support):
-    """A reference for passes with prompts leaves those of canvases alone in graphs."""
-    assert graph_support(False, decided=KernelChoices(**decided)) == support
+def test_graphs_of_what_the_self_check_decided():
+    assert graph_support(False, decided=KernelChoices("reference")) == AttentionCGSupport.NEVER
+    assert graph_support(False, decided=KernelChoices("cute")) == AttentionCGSupport.ALWAYS
 
 
 def make_impl(
@@ -296,8 +290,8 @@ def capability(request, monkeypatch):
 @pytest.mark.usefixtures("capability", "on_a_gpu")
 def test_a_gpu_without_fp8_in_triton(kv_cache_dtype, is_compiled):
     """vLLM's Triton kernel ends with an assertion there, when the weights have been loaded."""
-    writer = "compiled" if is_compiled else "triton"
-    assert make_impl(kv_cache_dtype).write_cache is WRITERS[writer]
+    writer = reshape_and_cache_flash if is_compiled else triton_reshape_and_cache_flash
+    assert make_impl(kv_cache_dtype).write_cache is writer
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -323,8 +317,8 @@ def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
     messages = [call.args[0] % call.args[1:] for call in said.call_args_list]
     # Blackwell's tensor memory has no room for the wide heads of the full-attention layers.
     runs = [] if cache_dtype == "fp8" else [256] if capability.major == 10 else [256, 512]
-    assert {size: set(impl.impls.values()) for size, impl in impls.items()} == {
-        size: {"cute" if size in runs else "triton"} for size in impls
+    assert {size: impl.impl for size, impl in impls.items()} == {
+        size: "cute" if size in runs else "triton" for size in impls
     }
     wanted = [f"Layers of head size {size} run Triton" for size in impls if size not in runs]
     if has_images:
@@ -346,20 +340,6 @@ def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(cap
         with mock.patch("vllm_diffusion.attention.backend.plan_canvas_attention") as plan:
             impl.forward(None, query, query, query, cache, metadata, torch.empty_like(query))
         assert plan.call_args.kwargs["impl"] == runs
-
-
-def test_the_kind_of_pass_chooses():
-    """A pass of canvases alone may run another implementation than one with a prompt; both are compiled."""
-    impl = make_impl()
-    impl.impls, impl.canvas_length = {"denoise": "triton", "mixed": "reference"}, 8
-    tensor = torch.zeros(1, dtype=torch.int32)
-    for rows, expected in ((8, "triton"), (9, "reference")):
-        sequences = Sequences(tensor[None], tensor, tensor, tensor, None, rows, rows)
-        assert impl._impl_of(impl._phase(sequences), has_spans=False) == expected
-    layer = SimpleNamespace(kv_cache=torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * 32))
-    with mock.patch("vllm_diffusion.attention.backend.warm_up_canvas_attention") as compiled:
-        impl.warm_up(layer, "canvas", [False], torch.float32)
-    assert {call.kwargs["impl"] for call in compiled.call_args_list} == {"triton", "reference"}
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 
-from attention_kernels.checks import AttentionShape, Checked
-from tests.support.graphs import emulated_capture
-from vllm_diffusion.attention.cache_writes import WRITERS, write_in_pytorch
-from vllm_diffusion.kernel_choice import graphs, on_ranks, process
-from vllm_diffusion.kernel_choice.cache_writes import check_cache_write
+from attention_kernels.checks import Checked
+from vllm_diffusion.kernel_choice import on_ranks, process
 from vllm_diffusion.kernel_choice.cases import TILE, KernelCase, Served, attention_order, few_tiles
 from vllm_diffusion.kernel_choice.child import outcome_of
 from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess
 from vllm_diffusion.kernel_choice.self_check import NothingRightError
-from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
-CPU = torch.device("cpu")
 KIND = LayerKind(2, 1, 32, -1, "auto")
-LAYER = AttentionShape(2, 1, 32, -1, ((8, 0),), 20, dtype="float32")
-STEP = StepShape(free_canvas(8), vocab=300, hidden=16, slots=4, dtype="float32")
+SERVED = Served((KIND,), 8, 300, 16, None, "float32", max_model_len=40)
 
 
 def test_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,29 +70,27 @@ def test_outcomes(error: Exception, state: str, goes_on: bool) -> None:
 
 
 def test_kernels_that_are_served() -> None:
-    served = Served((KIND,), STEP, max_model_len=40, spans=(0, 8))
-    names = [case.name for role in served.roles() for case in role.cases]
+    served = replace(SERVED, spans=(0, 8))
+    names = [case.name for role in served.roles() for case in role.cases()]
+    attention = f"attention of {KIND.name}"
     assert names == [
         "device, PyTorch",
         "noise, PyTorch",
-        *(f"attention of {KIND.name}, denoise, {impl}" for impl in ("triton", "cute", "reference")),
-        *(f"attention of {KIND.name}, mixed, {impl}" for impl in ("triton", "cute", "reference")),
+        *(f"{attention}, {impl}" for impl in ("triton", "cute", "reference")),
         *("statistics, triton", "statistics, reference"),
         *("kept rows, triton", "kept rows, reference"),
-        *(f"cache writes, {impl}" for impl in ("triton", "compiled", "reference")),
     ]
-    mixed = next(role for role in served.roles() if role.phase == "mixed").cases[0]
-    # With and without spans, a prompt's end with its canvas and a whole prompt; no context beyond the longest.
-    assert {(shape.span, shape.rows[0]) for shape in mixed.shapes} == {
-        (span, rows) for span in (0, 8) for rows in ((16, 8), (13, 13))
+    role = next(role for role in served.roles() if role.kernel == "attention")
+    by_triton, by_cute, _ = role.cases()
+    # With and without spans: a prompt's end with its canvas, a whole prompt, and canvases alone; no context
+    # beyond the longest.
+    assert {(shape.span, shape.rows[0]) for shape in by_triton.shapes} == {
+        (span, rows) for span in (0, 8) for rows in ((16, 8), (13, 13), (8, 0))
     }
-    assert {shape.context for shape in mixed.shapes} == {24}
-    assert [role.cases[0].kernel for role in served.graph_roles()] == [
-        "step graph",
-        "attention graph",
-    ]
-    eager = Served((KIND,), STEP, max_model_len=40, uses_graphs=False)
-    assert not list(eager.graph_roles())
+    assert {shape.context for shape in by_triton.shapes} == {24}
+    # FlashAttention-4 has no spans, which are Triton's then; and what it refuses is Triton's too.
+    assert {shape.span for shape in by_cute.shapes} == {0}
+    assert role.ways["cute"] == ((by_triton,), (by_cute, by_triton))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +98,7 @@ def test_kernels_that_are_served() -> None:
     [
         ("auto", ("triton", "cute", "reference")),
         ("cute", ("cute", "triton", "reference")),
+        ("triton", ("triton", "cute", "reference")),
         ("reference", ("reference",)),
     ],
 )
@@ -119,82 +108,16 @@ def test_order(chosen: str, order: tuple[str, ...]) -> None:
 
 def test_a_key_changes_with_the_inputs() -> None:
     cases = [
-        next(role for role in Served((KIND,), STEP, length).roles() if role.kind).cases[0]
+        next(
+            case
+            for role in replace(SERVED, max_model_len=length).roles()
+            for case in role.cases()
+            if case.kernel == "attention"
+        )
         for length in (40, 400)
     ]
     assert cases[0].name == cases[1].name
     assert cases[0].key != cases[1].key
-
-
-def other_bits(function, inputs):
-    """A capture whose replays write something else."""
-    replay = emulated_capture(function, inputs)
-
-    def spoilt():
-        output = replay()
-        tensors = (
-            [output] if isinstance(output, torch.Tensor) else [x for x in output if x is not None]
-        )
-        for tensor in tensors:
-            tensor.copy_(tensor + 1 if tensor.dtype != torch.bool else ~tensor)
-        return output
-
-    return spoilt
-
-
-def test_graphs() -> None:
-    """A step and attention, replayed: the same bits, or an error that names what differs."""
-    assert graphs.check_step_graph(STEP, CPU, emulated_capture).difference == 0
-    with pytest.raises(AssertionError, match="of step 0"):
-        graphs.check_step_graph(STEP, CPU, other_bits)
-    role = list(Served((KIND,), STEP, max_model_len=40).graph_roles())[-1]
-    (shape,) = role.cases[0].shapes
-    assert graphs.check_attention_graph(shape, "triton", CPU, emulated_capture).difference == 0
-    with pytest.raises(AssertionError, match="differs in attention"):
-        graphs.check_attention_graph(shape, "triton", CPU, other_bits)
-
-
-@pytest.mark.parametrize(
-    ("impl", "is_fp8"), [("triton", False), ("reference", False), ("reference", True)]
-)
-def test_cache_writes(impl: str, is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of vLLM's own kernel, on Triton's interpreter, which loses the carry when it rounds 7.8 to FP8."""
-    monkeypatch.setattr(current_platform, "has_device_capability", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    shape = replace(LAYER, is_fp8=is_fp8)
-    assert check_cache_write(shape, impl, CPU).difference == 0  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda key, value, slots: (key + 1e-3, value, slots),
-        lambda key, value, slots: (key, torch.full_like(value, torch.nan), slots),
-        lambda key, value, slots: (value, key, slots),
-        lambda key, value, slots: (key, value, slots.clamp(min=0)),
-        lambda key, value, slots: (key, value, (slots + 1) % 128),
-    ],
-    ids=["another value", "not a number", "keys for values", "padding", "another slot"],
-)
-def test_wrong_cache_writes(
-    spoil: Callable[..., tuple[torch.Tensor, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(
-        key: torch.Tensor, value: torch.Tensor, keys: Any, values: Any, slots: Any, *rest: Any
-    ) -> None:
-        key, value, slots = spoil(key, value, slots)
-        write_in_pytorch(key, value, keys, values, slots, *rest)
-
-    monkeypatch.setitem(WRITERS, "compiled", wrong)
-    with pytest.raises(AssertionError, match="the cache is off by"):
-        check_cache_write(LAYER, "compiled", CPU)
-
-
-def test_cache_writes_of_a_gpu_without_fp8_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused there, and no fault of the kernel's."""
-    monkeypatch.setattr(current_platform, "has_device_capability", lambda *_: False)
-    with pytest.raises(NotImplementedError):
-        check_cache_write(replace(LAYER, is_fp8=True), "triton", CPU)
 
 
 @pytest.mark.parametrize(
@@ -207,25 +130,6 @@ def test_few_tiles(num_ids: int, few: int) -> None:
     assert (num_ids - few) % TILE == 0
     assert TILE_ON_GPU % TILE == 0
     assert TILE % 16 == 0
-
-
-def test_choices_as_json() -> None:
-    choices = KernelChoices(
-        attention={KIND.name: {"mixed": "cute"}}, cache_writes="compiled", kept_rows="reference"
-    )
-    assert KernelChoices.from_json(json.loads(json.dumps(choices.to_json()))) == choices
-    assert choices.attention_of(KIND, "mixed") == "cute"
-    assert choices.attention_of(KIND, "denoise") == "auto"
-    for wrong in (
-        {"speed": 3},
-        {"statistics": "cute"},
-        {"cache_writes": "cute"},
-        {"attention": {KIND.name: {"mixed": "fast"}}},
-        {"attention": {KIND.name: {"late": "triton"}}},
-        {"two_streams": 1},
-    ):
-        with pytest.raises(ValueError, match="is not|must be"):
-            KernelChoices.from_json(wrong)
 
 
 GPUS = ["H200", "H200", "L4", "L4"]
@@ -241,7 +145,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     monkeypatch.setattr(on_ranks, "kernel_choices", lambda config: KernelChoices())
     monkeypatch.setattr(
-        on_ranks, "plugin_settings", lambda config: SimpleNamespace(self_check="auto", tuned=None)
+        on_ranks, "plugin_settings", lambda config: SimpleNamespace(self_check="auto")
     )
     monkeypatch.setattr(on_ranks.Served, "of", lambda config, choices: None)
     return SimpleNamespace(parallel_config=SimpleNamespace(get_local_gpu_index=lambda rank: rank))

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,21 +23,17 @@ from vllm.platforms.interface import DeviceCapability
 from tests.support.kernel_stand_ins import COMMAND
 from vllm_diffusion.cli import gpu_report
 from vllm_diffusion.kernel_choice import on_ranks, process, record
-from vllm_diffusion.kernel_choice.cases import Served
+from vllm_diffusion.kernel_choice.cases import Served, published_26b
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, checked_choices
-from vllm_diffusion.kernel_choice.step_shape import StepShape
-from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 
-FULL = LayerKind(16, 2, 512, -1, "auto")
-SLIDING = LayerKind(16, 8, 256, 1023, "auto")
 GPU = "NVIDIA H200 9.0"
-# Device, noise, cache writes, two kinds of layers in two phases, statistics, kept rows, and the graphs.
-NUM_CASES = 2 + 1 + 4 + 2 + 1 + 2
+# Device, noise, two kinds of layers, statistics, kept rows.
+NUM_CASES = 2 + 2 + 2
 
 
 def served(**choices: object) -> Served:
-    step = StepShape(kernels=KernelChoices(**choices))
-    return Served((SLIDING, FULL), step, max_model_len=32768)
+    return replace(published_26b(), choices=KernelChoices(**choices))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +42,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(process, "COMMAND", COMMAND)
     monkeypatch.setattr(process, "CASE_SECONDS", 2.0)
     monkeypatch.setenv("STAND_INS_LOG", str(tmp_path / "ran"))
-    monkeypatch.setenv("STAND_INS_ONCE", str(tmp_path / "once"))
     (tmp_path / "ran").touch()
     return tmp_path / "ran"
 
@@ -74,8 +70,8 @@ def check(
         )
 
 
-TRITON_512 = "of 512, full, denoise, triton"
-# How Triton's kernel of one kind and phase fails -> part of the warning's reason.
+TRITON_512 = "of 512, full, triton"
+# How Triton's kernel of one kind of layer fails -> part of the warning's reason.
 FATES = {
     "wrong": "error 1.2 exceeds 0.01",
     "raises": "CompilationError",
@@ -100,18 +96,15 @@ def test_all_right(tmp_path: Path, lines: list[str], stand_ins: Path) -> None:
 
 @pytest.mark.parametrize("fate", FATES)
 def test_log_of_a_kernel_that(fate: str, tmp_path: Path, lines: list[str]) -> None:
-    """It is replaced where it fails and nowhere else, with one warning, and the rest is still checked."""
+    """The implementation is replaced, with one warning, and the rest is still checked."""
     chosen = check(tmp_path, {TRITON_512: fate})
     print(f"\n{fate}:", *lines, sep="\n  ")
     # FlashAttention-4 is the next one, and right here.
-    assert chosen.attention == {FULL.name: {"denoise": "cute"}}
-    assert chosen == KernelChoices(attention=chosen.attention)
+    assert chosen == KernelChoices(attention="cute")
     (warning,) = [line for line in lines if line.startswith("WARNING")]
     assert FATES[fate] in warning
     assert "In its place serves cute" in warning
     assert "doctor --gpu --report FILE" in warning
-    # The same without a process, from what is remembered.
-    assert check(tmp_path, {"start": "no process may start"}) == chosen
 
 
 def test_log_of_a_right_kernel(tmp_path: Path, lines: list[str]) -> None:
@@ -121,19 +114,18 @@ def test_log_of_a_right_kernel(tmp_path: Path, lines: list[str]) -> None:
 
 
 def test_what_an_implementation_refuses(tmp_path: Path, lines: list[str]) -> None:
-    """It is no fault, and is passed over without a warning."""
-    chosen = check(tmp_path, {"512, full, denoise, cute": "refuses"}, default_attention="cute")
-    assert chosen.attention == {FULL.name: {"denoise": "triton"}}
+    """It is no fault: Triton runs those layers, and must be right there."""
+    refuses = {"512, full, cute": "refuses"}
+    assert check(tmp_path, refuses, attention="cute") == KernelChoices(attention="cute")
     assert not [line for line in lines if line.startswith("WARNING")]
+    chosen = check(tmp_path, refuses | {TRITON_512: "wrong"}, attention="cute", forgets=True)
+    assert chosen.attention == "reference"
 
 
 def test_the_reference_is_last(tmp_path: Path, lines: list[str]) -> None:
-    """It takes attention out of the graphs, so no graph of attention is checked."""
-    chosen = check(tmp_path, {"denoise, triton": "wrong", "denoise, cute": "raises"})
-    assert chosen.attention_of(FULL, "denoise") == "reference"
-    assert chosen.attention_of(FULL, "mixed") == "auto"
-    assert not chosen.captures_attention("denoise")
-    assert chosen.captures_attention("mixed")
+    """Where neither of the others is right."""
+    chosen = check(tmp_path, {"full, triton": "wrong", "full, cute": "raises"})
+    assert chosen == KernelChoices(attention="reference")
     assert "takes many times as long" in "".join(lines)
 
 
@@ -148,22 +140,7 @@ def test_statistics_and_kept_rows(tmp_path: Path) -> None:
     assert not chosen.skip_unlikely
 
 
-def test_cache_writes(tmp_path: Path, lines: list[str]) -> None:
-    """The other of vLLM's kernels, or PyTorch, which no graph can hold."""
-    fates = {"cache writes, triton": "raises"}
-    assert check(tmp_path / "one", fates) == KernelChoices(cache_writes="compiled")
-    chosen = check(tmp_path / "both", fates | {"cache writes, compiled": "hangs"})
-    assert chosen == KernelChoices(cache_writes="reference")
-    assert "attention leaves the CUDA graphs. Please" in lines[-2]
-
-
-def test_graphs(tmp_path: Path, lines: list[str]) -> None:
-    chosen = check(tmp_path, {"step graph": "wrong", "attention graph of 16 heads on 2": "wrong"})
-    assert chosen == KernelChoices(step_graphs=False, attention_graphs=False)
-    assert len([line for line in lines if "the call without a graph" in line]) == 2
-
-
-@pytest.mark.parametrize("kernel", ["device", "noise", "512, full, mixed"])
+@pytest.mark.parametrize("kernel", ["device", "noise", "512, full"])
 def test_nothing_right(kernel: str, tmp_path: Path) -> None:
     """The server does not start, and says so in one line."""
     with pytest.raises(NothingRightError, match="so nothing is served") as raised:
@@ -176,26 +153,16 @@ def test_nothing_right(kernel: str, tmp_path: Path) -> None:
     assert "of device" not in message
 
 
-@pytest.mark.parametrize("kernel", ["device", "noise", "512, full, mixed"])
-def test_nothing_right_is_not_remembered(kernel: str, tmp_path: Path, lines: list[str]) -> None:
-    """The next start checks it again, also where an earlier version has remembered it."""
-    with pytest.raises(NothingRightError):
-        check(tmp_path, {kernel: "wrong"})
-    (path,) = tmp_path.rglob("self-check-*.json") if kernel != "device" else (None,)
-    assert path is None or all(
-        case["state"] == "right" for case in json.loads(path.read_text())["cases"].values()
-    )
-    assert check(tmp_path) == KernelChoices()
+def test_what_is_wrong_is_not_remembered(tmp_path: Path, lines: list[str]) -> None:
+    """Each start checks it again, and says so again."""
+    for _ in range(2):
+        assert check(tmp_path, {TRITON_512: "wrong"}).attention == "cute"
+        assert "fails on this GPU" in "".join(lines)
+        lines.clear()
     (path,) = tmp_path.rglob("self-check-*.json")
-    content = json.loads(path.read_text())
-    content["cases"] |= {
-        key: {**case, "state": "wrong", "why": "it was"}
-        for key, case in content["cases"].items()
-        if key.startswith(kernel)
-    }
-    path.write_text(json.dumps(content))
+    states = {case["state"] for case in json.loads(path.read_text())["cases"].values()}
+    assert states == {"right"}
     assert check(tmp_path) == KernelChoices()
-    assert '"wrong"' not in path.read_text()
 
 
 def test_doctor_stops_at_a_wrong_gpu(stand_ins: Path) -> None:
@@ -219,7 +186,7 @@ def test_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     name = on_ranks.gpu_name(0)
     assert name == "NVIDIA H100 80GB HBM3 (compute capability 9.0)"
     path = record.Record(Path("cache"), {"gpu": name}).path
-    assert path.name == "self-check-NVIDIA-H100-80GB-HBM3-compute-capability-9-0.json"
+    assert path.name.startswith("self-check-NVIDIA-H100-80GB-HBM3-compute-capability-9-0-")
 
 
 @pytest.mark.parametrize("fate", ["out of memory", "is killed"])
@@ -227,15 +194,13 @@ def test_nothing_is_known(fate: str, tmp_path: Path, lines: list[str], stand_ins
     """What is no fault of the kernel leaves it where it is, and is not remembered."""
     assert check(tmp_path, {TRITON_512: fate}) == KernelChoices()
     assert "nothing is known of 1 kernels" in "".join(lines)
-    assert stand_ins.read_text().count(TRITON_512) == 2, "it was not tried again alone"
     check(tmp_path)
-    assert stand_ins.read_text().count(TRITON_512) == 3, "it was remembered"
+    assert stand_ins.read_text().count(TRITON_512) == 2, "it was remembered"
 
 
-@pytest.mark.parametrize("fate", ["imports first", "is killed once"])
-def test_no_fault(fate: str, tmp_path: Path, lines: list[str]) -> None:
-    """Imports may take longer than a kernel may, and a process may be killed for another's sake."""
-    assert check(tmp_path, {TRITON_512: fate}) == KernelChoices()
+def test_imports_are_no_fault(tmp_path: Path, lines: list[str]) -> None:
+    """They may take longer than a kernel may."""
+    assert check(tmp_path, {TRITON_512: "imports first"}) == KernelChoices()
     assert not [line for line in lines if line.startswith("WARNING")]
 
 
@@ -257,18 +222,8 @@ def test_no_time_is_left(tmp_path: Path, lines: list[str], monkeypatch: pytest.M
     assert "no time was left" in "".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "damaged"),
-        ('{"facts": 3, "cases": {}}', "damaged"),
-        ('{"facts": {}, "cases": {"a": {"state": "splendid"}}}', "damaged"),
-        ('{"facts": {}, "cases": {}}', "of another"),
-    ],
-)
-def test_a_record_that_does_not_hold(
-    content: str, said: str, tmp_path: Path, lines: list[str], stand_ins: Path
-) -> None:
+@pytest.mark.parametrize("content", ["{", '{"cases": {"a": {"state": "splendid"}}}'])
+def test_a_damaged_record(content: str, tmp_path: Path, lines: list[str], stand_ins: Path) -> None:
     """One line, the kernels are checked, and the record is written anew."""
     path = record.Record(tmp_path, record.facts_of(GPU)).path
     path.parent.mkdir()
@@ -276,7 +231,7 @@ def test_a_record_that_does_not_hold(
     check(tmp_path)
     assert len(stand_ins.read_text().splitlines()) == NUM_CASES
     (line,) = [line for line in lines if line.startswith("WARNING")]
-    assert said in line
+    assert "damaged" in line
     check(tmp_path)
     assert len(stand_ins.read_text().splitlines()) == NUM_CASES
 
@@ -288,7 +243,7 @@ def test_a_changed_driver_makes_it_stale(
     facts = record.facts_of(GPU) | {"driver": "600.1"}
     monkeypatch.setattr("vllm_diffusion.kernel_choice.self_check.facts_of", lambda gpu: facts)
     check(tmp_path)
-    assert "is of another driver" in "".join(lines)
+    assert "all remembered" not in "".join(lines)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, lines: list[str], stand_ins: Path) -> None:
@@ -304,18 +259,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, lines: list[str], stand
 
 def test_two_servers_that_start_at_once(tmp_path: Path, stand_ins: Path) -> None:
     """The second waits for the first, and takes what it found."""
-    with mock.patch.dict(os.environ, STAND_INS=json.dumps({TRITON_512: "wrong"})):
-        chosen: list[KernelChoices] = []
 
-        def start() -> None:
-            options = {"device": "cuda:0", "gpu": GPU, "folder": tmp_path, "forgets": False}
-            chosen.append(checked_choices(served(), **options))
+    def start() -> None:
+        checked_choices(served(), device="cuda:0", gpu=GPU, folder=tmp_path, forgets=False)
 
-        servers = [threading.Thread(target=start) for _ in range(2)]
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.join()
-    assert chosen[0] == chosen[1]
+    servers = [threading.Thread(target=start) for _ in range(2)]
+    for server in servers:
+        server.start()
+    for server in servers:
+        server.join()
     ran = stand_ins.read_text().splitlines()
-    assert len(ran) == len(set(ran)), "a kernel was checked twice"
+    assert len(ran) == NUM_CASES, "a kernel was checked twice"

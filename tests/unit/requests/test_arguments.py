@@ -11,10 +11,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.specs import SETTINGS, diffusion_gemma_spec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.rule import MAX_STEPS
-from vllm_diffusion.kernel_choice.step_shape import SETTINGS
 from vllm_diffusion.requests.arguments import (
     PREFIX,
     RequestArguments,

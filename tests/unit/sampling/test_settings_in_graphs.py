@@ -1,6 +1,6 @@
 """A batch in which one request has a setting of its own: the same canvases, from graphs.
 
-The sampler is the one that the campaign measures without an engine; graphs are emulated.
+The sampler runs without an engine; graphs are emulated.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from tests.support.graphs import emulated_capture
+from tests.support.plain_step import StepServer, StepShape
+from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.messages import CanvasConstraint, CanvasConstraints
-from vllm_diffusion.kernel_choice.plain_step import StepServer
-from vllm_diffusion.kernel_choice.step_shape import StepShape, free_canvas
 from vllm_diffusion.sampling.pass_settings import UsedSettings
 
 SLOTS, VOCAB, CANVAS = 4, 300, 8
-TOY = StepShape(free_canvas(CANVAS), VOCAB, hidden=16, slots=SLOTS, dtype="float32")
+TOY = StepShape(diffusion_gemma_spec(CANVAS), VOCAB, hidden=16, slots=SLOTS, dtype="float32")
 RUNNING, STEPS = 3, 3
 
 

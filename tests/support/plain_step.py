@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,14 +10,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.cuda_graphs import Capture
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
-from vllm_diffusion.kernel_choice.step_shape import StepShape
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.arguments import RequestArguments
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.sampler import DiffusionSampler
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Shape of the model and of the server, as far as sampling goes.
+
+    Attributes:
+        spec: Canvases and their rule.
+        vocab: Ids of the vocabulary.
+        hidden: Hidden size.
+        slots: Requests that run at once.
+        softcap: Cap of the logits; ``None`` without one.
+        dtype: Name of the weights' dtype in torch.
+        is_self_conditioned: True if steps leave soft embeddings.
+        compiler: Backend of ``torch.compile``; ``None`` for none.
+    """
+
+    spec: CanvasSpec = field(default_factory=lambda: diffusion_gemma_spec(256), repr=False)
+    vocab: int = 262144
+    hidden: int = 2816
+    slots: int = 32
+    softcap: float | None = 30.0
+    dtype: str = "bfloat16"
+    is_self_conditioned: bool = True
+    compiler: str | None = None
 
 
 class StepServer:
@@ -54,7 +81,6 @@ class StepServer:
             matmul=F.linear,
             num_shards=1,
             shard_size=shape.vocab,
-            kernels=shape.kernels,
         )
         self.pass_rows = PassRows(self.slots, shape.slots * spec.length, shape.compiler)
 
