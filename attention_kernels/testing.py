@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from attention_kernels.vocab_statistics import NO_ID, LogitAdjustments, RowDraws
 
 # What a kernel must never read, or must read without a trace in a live row.
 GARBAGE_BLOCK = 2**30
@@ -168,7 +168,7 @@ def make_draws(rows: int, generator: torch.Generator) -> RowDraws:
 
 
 def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> LogitAdjustments:
-    """Offsets, forbidden ids, penalties, masks and pins for some of the rows, one or all of them."""
+    """Biases, allowed ids, penalties, masks and pins for some of the rows, one or all of them."""
 
     def index(high: int) -> Tensor:
         return torch.randint(-1, high, (rows,), generator=generator, dtype=torch.int32)
@@ -177,18 +177,26 @@ def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> 
         size = (tables, -(-vocab_size // 32))
         return torch.randint(-(2**31), 2**31, size, generator=generator).to(torch.int32)
 
-    offsets = torch.randn(2, vocab_size, generator=generator) * 2
-    offsets[torch.rand(2, vocab_size, generator=generator) < 0.3] = float("-inf")
-    masks = words(2)
+    # One list of biases, some of which forbid, and one of allowed ids.
+    listed_ids = torch.full((2, 64), NO_ID, dtype=torch.int32)
+    listed_offsets = torch.randn(2, 64, generator=generator) * 2
+    listed_offsets[0, torch.rand(64, generator=generator) < 0.3] = float("-inf")
     # Something stays possible in every row.
     possible = vocab_size // 2
-    offsets[:, possible] = 0.0
+    for row in listed_ids:
+        ids = torch.randperm(vocab_size, generator=generator)[:40].tolist()
+        ids = sorted({*ids, possible})
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    listed_offsets[listed_ids == possible] = 0.0
+    masks = words(2)
     masks[:, possible >> 5] |= torch.tensor(1 << (possible & 31)).to(torch.int32)
     counts = torch.randint(0, 3, (3, vocab_size), generator=generator, dtype=torch.int32)
     pin = torch.randint(0, vocab_size, (rows,), generator=generator, dtype=torch.int32)
     return LogitAdjustments(
-        offset_idx=index(2),
-        offsets=offsets,
+        list_idx=index(2),
+        listed_ids=listed_ids,
+        listed_offsets=listed_offsets,
+        other_offsets=torch.tensor([0.0, float("-inf")]),
         penalty_idx=index(3),
         repetition=torch.rand(3, generator=generator) + 0.5,
         frequency=torch.randn(3, generator=generator),

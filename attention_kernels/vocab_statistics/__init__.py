@@ -13,6 +13,7 @@ from attention_kernels.vocab_statistics.api import (
 from attention_kernels.vocab_statistics.logits import (
     LAST_RESORT,
     MASS_SCALE,
+    NO_ID,
     LogitAdjustments,
     RowLogits,
     ordered_keys,
@@ -32,6 +33,7 @@ __all__ = [
     "LAST_RESORT",
     "LEAST_KEY",
     "MASS_SCALE",
+    "NO_ID",
     "FilteredDraw",
     "Impl",
     "LogitAdjustments",

@@ -15,6 +15,8 @@ from torch import Tensor
 # Logit of an id that a mask allows and that was impossible before: a mask comes before a bias or a
 # penalty that leaves it nothing. Nothing beside any other id, and yet possible where nothing else is.
 LAST_RESORT = -1e4
+# What fills up a list of ids.
+NO_ID = 2**31 - 1
 # Probabilities relative to the likeliest id in fixed point: 2**23 of them fit into 63 bits.
 MASS_SCALE = 2.0**40
 
@@ -22,12 +24,16 @@ MASS_SCALE = 2.0**40
 class LogitAdjustments(NamedTuple):
     """Adjustments of the logits of rows by their requests, applied in this order.
 
-    Tables have a row for each request with the adjustment, and a column (or a bit) for each id of
-    the whole vocabulary. An index of -1 means no adjustment; an unused table may have no rows.
+    Tables have a row for each request with the adjustment; those of penalties and masks a column (or a
+    bit) for each id of the whole vocabulary. An index of -1 means no adjustment; an unused table may
+    have no rows.
 
     Attributes:
-        offset_idx: [num_rows], int32, into ``offsets``.
-        offsets: [num_offsets, vocab_size], float32: added; minus infinity forbids an id.
+        list_idx: [num_rows], int32, into the next three.
+        listed_ids: [num_lists, N], int32: ids, ascending, filled up with ``NO_ID``; N is a power of two, and
+            the last place is ``NO_ID``.
+        listed_offsets: [num_lists, N], float32: added to their logits; minus infinity forbids an id.
+        other_offsets: [num_lists], float32: added to the logits of all other ids.
         penalty_idx: [num_rows], int32, into the next five.
         repetition: [num_tables], float32: of ids in the prompt or the answer, positive logits are
             divided by it and others multiplied.
@@ -41,8 +47,10 @@ class LogitAdjustments(NamedTuple):
         pin: [num_rows], int32: the row's only id, possible whatever was said before.
     """
 
-    offset_idx: Tensor
-    offsets: Tensor
+    list_idx: Tensor
+    listed_ids: Tensor
+    listed_offsets: Tensor
+    other_offsets: Tensor
     penalty_idx: Tensor
     repetition: Tensor
     frequency: Tensor
@@ -56,7 +64,7 @@ class LogitAdjustments(NamedTuple):
     def rows(self, some: slice | Tensor) -> LogitAdjustments:
         """Select the adjustments of some rows."""
         return self._replace(
-            offset_idx=self.offset_idx[some],
+            list_idx=self.list_idx[some],
             penalty_idx=self.penalty_idx[some],
             mask_idx=self.mask_idx[some],
             pin=self.pin[some],
@@ -67,12 +75,10 @@ class LogitAdjustments(NamedTuple):
 
         Args:
             logits: [num_rows, num_ids], float32.
-            ids: [num_ids], int64: whose logits these are.
+            ids: [num_ids], int64, ascending: whose logits these are.
         """
-        if len(self.offsets) > 0:
-            row = self.offset_idx.long()[:, None]
-            offset = self.offsets[row.clamp(min=0), ids]
-            logits = logits + torch.where(row >= 0, offset, 0.0)
+        if len(self.listed_ids) > 0:
+            logits = logits + self._offsets(ids)
         if len(self.output_counts) > 0:
             logits = self._penalised(logits, ids)
         if len(self.masks) > 0:
@@ -83,6 +89,22 @@ class LogitAdjustments(NamedTuple):
         pin = self.pin[:, None]
         pinned = torch.where(ids == pin, 0.0, float("-inf"))
         return torch.where(pin >= 0, pinned, logits)
+
+    def _offsets(self, ids: Tensor) -> Tensor:
+        """[num_rows, num_ids], float32: what is added to each logit."""
+        row, num_ids = self.list_idx.long(), len(ids)
+        lists: slice | Tensor = slice(None)
+        place = row.clamp(min=0)
+        if not row.is_cuda:
+            # Those that are read alone; a graph of a GPU cannot wait to hear which.
+            lists, place = torch.unique(place, return_inverse=True)
+        listed = self.listed_ids[lists].long()
+        column = torch.searchsorted(ids, listed).clamp(max=num_ids - 1)
+        # What is not among these ids goes to a column that is cut off.
+        column = torch.where(ids[column] == listed, column, num_ids)
+        offsets = self.other_offsets[lists, None].repeat(1, num_ids + 1)
+        offsets.scatter_(1, column, self.listed_offsets[lists])
+        return torch.where(row[:, None] >= 0, offsets[place, :num_ids], 0.0)
 
     def _penalised(self, logits: Tensor, ids: Tensor) -> Tensor:
         row = self.penalty_idx.long()[:, None]

@@ -342,12 +342,13 @@ def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert upstream.INSTALL in message
 
 
-def test_constraint_back_end_that_does_not_load(tmp_path: Path) -> None:
-    """It would end the engine at the first request with a constraint."""
-    options = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
+@pytest.mark.parametrize("backend", ["lm-format-enforcer", "outlines"])
+def test_constraint_back_ends_that_cannot_serve(backend: str, tmp_path: Path) -> None:
+    """They would end the engine at the first request with a constraint, or hold a canvas wrongly."""
+    options = {"structured_outputs_config": {"backend": backend}}
     message = refusal(copy_checkpoint(tmp_path), **options)
-    assert "lm-format-enforcer" in message
-    assert '"outlines"' in message
+    assert f'backend="{backend}" is not supported' in message
+    assert '"xgrammar" or "guidance"' in message
 
 
 @pytest.mark.parametrize("backend", ["FLASHINFER", "FLEX_ATTENTION", "CPU_ATTN", "FLASH_ATTN"])

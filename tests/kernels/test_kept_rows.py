@@ -39,12 +39,15 @@ def adjusted_one_by_one(logits: torch.Tensor, a: LogitAdjustments) -> torch.Tens
     """The definition, an id at a time in Python."""
     out = logits.double().clone()
     for row in range(out.shape[0]):
-        offset, penalty, mask = (int(i[row]) for i in (a.offset_idx, a.penalty_idx, a.mask_idx))
+        listed, penalty, mask = (int(i[row]) for i in (a.list_idx, a.penalty_idx, a.mask_idx))
+        offsets = dict(
+            zip(a.listed_ids[listed].tolist(), a.listed_offsets[listed].tolist(), strict=True)
+        )
         for token in range(out.shape[1]):
             x = out[row, token].item()
             word, bit = token // 32, token % 32
-            if offset >= 0:
-                x += a.offsets[offset, token].item()
+            if listed >= 0:
+                x += offsets.get(token, a.other_offsets[listed].item())
             if penalty >= 0:
                 count = int(a.output_counts[penalty, token])
                 in_prompt = (int(a.prompt_mask[penalty, word]) >> bit) & 1

@@ -40,10 +40,10 @@ def row_logits(dtype, softcap, adjusted):
     adjustments = None
     if adjusted:
         index, words, counts = empty(ROWS), empty(4, IDS // 32), empty(4, IDS)
-        table, number = empty(4, IDS, dtype=torch.float32), empty(4, dtype=torch.float32)
-        adjustments = LogitAdjustments(
-            index, table, index, number, number, number, words, counts, index, words, index
-        )
+        listed, offsets = empty(4, 2048), empty(4, 2048, dtype=torch.float32)
+        number = empty(4, dtype=torch.float32)
+        lists, penalties = (index, listed, offsets, number), (index, number, number, number)
+        adjustments = LogitAdjustments(*lists, *penalties, words, counts, index, words, index)
     return RowLogits(empty(ROWS, IDS, dtype=dtype), 4096, softcap, adjustments)
 
 

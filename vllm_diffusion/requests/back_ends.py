@@ -1,8 +1,8 @@
 """Choice of the back end that follows a constraint's JSON schema; the place of what none follows.
 
-llguidance refuses what it does not follow, and is right about the rest. xgrammar and outlines drop
-what they do not know, so for them only a table of what they follow counts. xgrammar serves plain
-schemas, since it knows every end token of a model, and the tags of tool parsers.
+llguidance refuses what it does not follow, and is right about the rest. xgrammar drops what it does
+not know, so for it only a table of what it follows counts. It serves plain schemas, since it knows
+every end token of a model, and the tags of tool parsers.
 """
 
 from __future__ import annotations
@@ -37,26 +37,15 @@ _UNKNOWN_TO_GUIDANCE = frozenset(
         "$recursiveAnchor",
     ]
 )
-# What a schema of a type may say besides the type, for back ends that drop the rest.
-_OF_TYPE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "xgrammar": {
-        "object": ("properties", "required", "additionalProperties"),
-        "array": ("items", "minItems", "maxItems"),
-        "string": ("pattern",),
-        "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-        "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-        "boolean": (),
-        "null": (),
-    },
-    "outlines": {
-        "object": ("properties", "required", "additionalProperties"),
-        "array": ("items", "minItems", "maxItems"),
-        "string": ("minLength", "maxLength"),
-        "integer": (),
-        "number": (),
-        "boolean": (),
-        "null": (),
-    },
+# What a schema of a type may say besides the type for xgrammar, which drops the rest.
+_OF_TYPE: Mapping[str, tuple[str, ...]] = {
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "minItems", "maxItems"),
+    "string": ("pattern",),
+    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "boolean": (),
+    "null": (),
 }
 # What may stand alone, without a type.
 _ALONE = ("enum", "const", "$ref", "anyOf")
@@ -68,7 +57,7 @@ def schema_refusal(schema: Any, back_end: str) -> str | None:
 
     Args:
         schema: Schema that :func:`simplified` returned.
-        back_end: ``"guidance"``, ``"xgrammar"`` or ``"outlines"``.
+        back_end: ``"guidance"`` or ``"xgrammar"``.
     """
     for path, part in _parts(schema, "#"):
         if not isinstance(part, Mapping):
@@ -76,7 +65,7 @@ def schema_refusal(schema: Any, back_end: str) -> str | None:
         if back_end == "guidance":
             found = next((key for key in part if key in _UNKNOWN_TO_GUIDANCE), None)
         else:
-            found = _unfollowed(part, _OF_TYPE[back_end])
+            found = _unfollowed(part)
         if found is not None:
             return f"{path}/{found} is not supported"
     if back_end == "guidance":
@@ -93,8 +82,8 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _parts(inner, f"{path}/{place}")
 
 
-def _unfollowed(part: Mapping[str, Any], of_type: Mapping[str, tuple[str, ...]]) -> str | None:
-    """Return the keyword of a schema that is beside the tables."""
+def _unfollowed(part: Mapping[str, Any]) -> str | None:
+    """Return the keyword of a schema that is beside xgrammar's table."""
     said = [key for key in part if key in CONSTRAINING]
     named = next(
         (key for key in ("$anchor", "$id", "id") if key in part and "$ref" in str(part)), None
@@ -110,7 +99,7 @@ def _unfollowed(part: Mapping[str, Any], of_type: Mapping[str, tuple[str, ...]])
             return next(iter(beside), None if is_place else key)
     types = part.get("type", ())
     types = [types] if isinstance(types, str) else types
-    followed = {"type", *(key for name in types for key in of_type.get(str(name), ()))}
+    followed = {"type", *(key for name in types for key in _OF_TYPE.get(str(name), ()))}
     if unfollowed := [key for key in said if key not in followed]:
         return unfollowed[0]
     needed = {*map(str, part.get("required") or ())}

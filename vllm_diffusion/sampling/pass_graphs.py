@@ -149,8 +149,6 @@ class PassGraphs:
         # Hidden rows that graphs read, and the reports that they write, where there are any.
         self._hidden: Tensor | None = None
         self._reports: LogprobsTensors | None = None
-        # The table that graphs read; see RowAdjustments.offsets.
-        self._offsets = settings.adjustments.offsets
 
     def select_rows(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size]: the hidden rows that are sampled, where graphs read them.
@@ -190,8 +188,6 @@ class PassGraphs:
         """
         if not self.adjusted_rows.is_captured(rows):
             return False
-        if self._settings.adjustments.offsets is not self._offsets:
-            return False
         if used.reported is None:
             return True
         if self._settings.holds_given():
@@ -210,8 +206,6 @@ class PassGraphs:
         """
         C = self._length
         self._hidden = hidden
-        self._settings.adjustments.reserve()
-        self._offsets = self._settings.adjustments.offsets
         for n in canvas_counts:
             self.plain_step.capture(capture, hidden[: n * C])
         for n in sorted({min(n, MOST_ADJUSTED_CANVASES) for n in canvas_counts}, reverse=True):

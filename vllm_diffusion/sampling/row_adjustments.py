@@ -9,7 +9,7 @@ work on whole rows; here they are tables that are read wherever a logit is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from attention_kernels.vocab_statistics import LogitAdjustments
+from attention_kernels.vocab_statistics import NO_ID, LogitAdjustments
 from vllm_diffusion.canvas.messages import CanvasConstraints
 from vllm_diffusion.canvas.pass_rows import PassRows
 
@@ -106,48 +106,53 @@ class ConstraintTensors:
 
 
 _FORBIDDEN = float("-inf")
-# Rows of the offset table that graphs are captured with, a megabyte each at 262,144 ids: a request with
-# biases takes one, or two if it has a least number of tokens. Where more are needed at once, the table
-# moves, and batches with settings that read it run without graphs from then on.
-RESERVED_OFFSETS = 16
+# Entries of a list, with the last that ends it: at most 1,024 biases and 128 end tokens (``requests/validation.py``).
+_LIST_LENGTH = 2048
+# Lists of a slot.
+_ALWAYS, _EARLY, _READABLE = range(3)
 
 
-class _OffsetTable:
-    """Rows of the vocabulary's width that requests own; as many as were ever needed at once."""
+class _Lists(NamedTuple):
+    """Lists of ids of all slots, three a slot; see :class:`LogitAdjustments`."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.rows = torch.empty(0, vocab_size, device=device)
-        self._free: list[int] = []
+    ids: Tensor
+    offsets: Tensor
+    others: Tensor
 
-    def reserve(self, num_rows: int) -> None:
-        """Hold at least so many."""
-        n = len(self.rows)
-        if num_rows > n:
-            self._free += range(n, num_rows)
-            self.rows = torch.cat(
-                [self.rows, self.rows.new_empty(num_rows - n, *self.rows.shape[1:])]
-            )
+    @staticmethod
+    def empty(num_slots: int, device: torch.device) -> _Lists:
+        size = (3 * num_slots, _LIST_LENGTH)
+        return _Lists(
+            torch.full(size, NO_ID, dtype=torch.int32, device=device),
+            torch.zeros(size, device=device),
+            torch.zeros(3 * num_slots, device=device),
+        )
 
-    def take(self, values: Tensor) -> int:
-        """Store [vocab_size] float32 and return its row."""
-        if not self._free:
-            self.reserve(max(2 * len(self.rows), 1))
-        row = self._free.pop(0)
-        self.rows[row].copy_(values)
-        return row
+    def write(self, row: int, listed: dict[int, float], other: float) -> None:
+        """Replace a list.
 
-    def give_back(self, row: int) -> None:
-        """A pass on its way has been launched: nothing is written before it has read."""
-        self._free.append(row)
+        Args:
+            row: Which one.
+            listed: Offsets by id.
+            other: Offset of all other ids.
+        """
+        ids = np.full(_LIST_LENGTH, NO_ID, dtype=np.int32)
+        offsets = np.zeros(_LIST_LENGTH, dtype=np.float32)
+        order = sorted(listed)
+        ids[: len(order)] = order
+        offsets[: len(order)] = [listed[i] for i in order]
+        async_tensor_h2d(ids, out=self.ids[row])
+        async_tensor_h2d(offsets, out=self.offsets[row])
+        self.others[row] = other
 
 
 class _SlotNumbers(NamedTuple):
     """Numbers of one slot or, by slot, [R] int32 each; -1 for none.
 
     Attributes:
-        always: Row of the offset table that is added to the request's logits from ``min_length`` on.
-        early: Row of the offset table before it.
-        readable: Row of the ids that a read-only canvas is asked about, as part of what it reports.
+        always: List that is added to the request's logits from ``min_length`` on.
+        early: List that is added before it.
+        readable: List of the ids that a read-only canvas is asked about, as part of what it reports.
         min_length: Tokens of prompt and answer.
         penalty_idx: The slot itself, where it has penalties.
     """
@@ -163,13 +168,13 @@ class UsedAdjustments(NamedTuple):
     """Adjustments that a batch uses, known on the host; no other tables are read.
 
     Attributes:
-        offsets: Some request has a bias, allowed tokens or a least number of tokens.
+        lists: Some request has a bias, allowed tokens or a least number of tokens.
         penalties: Some request has a penalty.
         pins: There are constraints.
         num_masks: So many of their masks are used.
     """
 
-    offsets: bool
+    lists: bool
     penalties: bool
     pins: bool
     num_masks: int
@@ -202,9 +207,9 @@ class RowAdjustments:
         # vLLM's runner counts committed tokens in it.
         self._state = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
-        self._table = _OffsetTable(vocab_size, device)
+        self._lists = _Lists.empty(num_slots, device)
         # By slot.
-        self._offsets: dict[int, _SlotNumbers] = {}
+        self._listed: dict[int, _SlotNumbers] = {}
         self._penalised: set[int] = set()
         self._is_staged = False
 
@@ -217,15 +222,6 @@ class RowAdjustments:
         self._repetition, self._frequency, self._presence = (
             torch.zeros(num_slots, dtype=torch.float32, device=device) for _ in range(3)
         )
-
-    @property
-    def offsets(self) -> Tensor:
-        """[num_offsets, vocab_size], float32: another tensor once more requests have offsets."""
-        return self._table.rows
-
-    def reserve(self) -> None:
-        """Make room before graphs are captured."""
-        self._table.reserve(min(RESERVED_OFFSETS, self._held.shape[1]))
 
     def add_request(
         self, slot: int, sampling_params: Any, readable: tuple[int, ...] | None = None
@@ -248,29 +244,32 @@ class RowAdjustments:
             ends = [i for i in sampling_params.all_stop_token_ids if 0 <= i < self._vocab_size]
         if readable is None and not (bias or ends or allowed):
             return
-        offsets = torch.zeros(self._vocab_size, device=self._device)
-        readable_row = always = -1
+        listed: dict[int, float] = {}
+        other = 0.0
+        readable_row = always = early = -1
         if readable is not None:
-            offsets += self._only(readable)
-            readable_row = always = self._table.take(offsets)
+            listed, other = dict.fromkeys(readable, 0.0), _FORBIDDEN
+            readable_row = always = 3 * slot + _READABLE
+            self._lists.write(readable_row, listed, other)
+        if allowed:
+            # Of ids that are readable, those that are allowed.
+            listed = {i: 0.0 for i in allowed if readable is None or i in listed}
+            other = _FORBIDDEN
+        if bias:
+            listed |= {i: value for i, value in bias.items() if other == 0.0 or i in listed}
         if allowed or bias:
-            if allowed:
-                offsets += self._only(allowed)
-            if bias:
-                values = np.array(list(bias.values()), dtype=np.float32)
-                offsets[self._ids(bias)] += async_tensor_h2d(values, device=self._device)
-            always = self._table.take(offsets)
+            always = 3 * slot + _ALWAYS
+            self._lists.write(always, listed, other)
         early = always
         if ends:
-            early = self._table.take(offsets.index_fill(0, self._ids(ends), _FORBIDDEN))
+            early = 3 * slot + _EARLY
+            self._lists.write(early, listed | dict.fromkeys(ends, _FORBIDDEN), other)
         min_length = int(self._prompt_len.np[slot]) + sampling_params.min_tokens
-        self._offsets[slot] = _SlotNumbers(always, early, readable_row, min_length)
+        self._listed[slot] = _SlotNumbers(always, early, readable_row, min_length)
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``'s settings; the device's are not read until it has an owner."""
-        if offsets := self._offsets.pop(slot, None):
-            for row in {offsets.always, offsets.early, offsets.readable} - {-1}:
-                self._table.give_back(row)
+        self._listed.pop(slot, None)
         self._penalised.discard(slot)
 
     def apply_staged_writes(self) -> None:
@@ -281,7 +280,7 @@ class RowAdjustments:
         state, num_slots = self._state, self._held.shape[1]
         state.apply_staged_writes()
         held = np.full(tuple(self._held.shape), -1, dtype=np.int32)
-        for slot, own in self._offsets.items():
+        for slot, own in self._listed.items():
             held[:, slot] = own
         penalised = list(self._penalised)
         _SlotNumbers(*held).penalty_idx[penalised] = penalised
@@ -298,7 +297,7 @@ class RowAdjustments:
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
         found = UsedAdjustments(
-            not self._offsets.keys().isdisjoint(slots.tolist()),
+            not self._listed.keys().isdisjoint(slots.tolist()),
             not self._penalised.isdisjoint(slots.tolist()),
             num_masks is not None,
             num_masks or 0,
@@ -321,12 +320,12 @@ class RowAdjustments:
             drawn_at: [num_rows], int64: where in its sequence the token stands that each row draws.
         """
         adjustments = self.none(len(slot))
-        if used.offsets:
+        if used.lists:
             numbers = self._numbers
             is_early = drawn_at < numbers.min_length[slot]
             adjustments = adjustments._replace(
-                offset_idx=torch.where(is_early, numbers.early[slot], numbers.always[slot]),
-                offsets=self.offsets,
+                list_idx=torch.where(is_early, numbers.early[slot], numbers.always[slot]),
+                **self._tables(slice(None)),
             )
         if used.penalties:
             adjustments = adjustments._replace(
@@ -344,7 +343,7 @@ class RowAdjustments:
 
     def has_readable(self, slots: np.ndarray) -> bool:
         """Report whether some read-only slots are asked about a few ids alone."""
-        return any(own.readable >= 0 for slot in slots if (own := self._offsets.get(int(slot))))
+        return any(own.readable >= 0 for slot in slots if (own := self._listed.get(int(slot))))
 
     def bind_readable(self, slot: Tensor) -> LogitAdjustments:
         """Bind the ids that read-only canvases are asked about, a part of what they report.
@@ -353,7 +352,7 @@ class RowAdjustments:
             slot: [num_rows], int64, of the rows that are reported.
         """
         return self.none(len(slot))._replace(
-            offset_idx=self._numbers.readable[slot], offsets=self.offsets
+            list_idx=self._numbers.readable[slot], **self._tables(slice(None))
         )
 
     def none(self, num_rows: int) -> LogitAdjustments:
@@ -361,8 +360,8 @@ class RowAdjustments:
         none = torch.full((num_rows,), -1, dtype=torch.int32, device=self._device)
         state = self._state
         return LogitAdjustments(
-            offset_idx=none,
-            offsets=self.offsets[:0],
+            list_idx=none,
+            **self._tables(slice(0)),
             penalty_idx=none,
             repetition=self._repetition,
             frequency=self._frequency,
@@ -374,10 +373,7 @@ class RowAdjustments:
             pin=none,
         )
 
-    def _only(self, ids: Iterable[int]) -> Tensor:
-        """[vocab_size], float32: zero for these ids, and nothing else is possible."""
-        nothing = torch.full((self._vocab_size,), _FORBIDDEN, device=self._device)
-        return nothing.index_fill_(0, self._ids(ids), 0.0)
-
-    def _ids(self, ids: Iterable[int]) -> Tensor:
-        return async_tensor_h2d(np.array(list(ids), dtype=np.int64), device=self._device)
+    def _tables(self, some: slice) -> dict[str, Tensor]:
+        """Lists as fields of :class:`LogitAdjustments`."""
+        ids, offsets, others = (table[some] for table in self._lists)
+        return {"listed_ids": ids, "listed_offsets": offsets, "other_offsets": others}

@@ -13,7 +13,6 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,16 +68,6 @@ class CanvasGrammars(StructuredOutputManager):
         for manager in self._managers.values():
             StructuredOutputManager.clear_backend(manager)
         super().clear_backend()
-
-    def _create_grammar(self, request: Request) -> Any:
-        # The manager makes its back end for the first request that needs it.
-        if self.backend_name == "outlines":
-            # Its guides keep the last few states, unless vLLM decodes speculatively: then one for each draft token.
-            width = self.vllm_config.diffusion_config.canvas_length
-            self.backend.vllm_config = SimpleNamespace(
-                speculative_config=SimpleNamespace(num_speculative_tokens=width)
-            )
-        return super()._create_grammar(request)
 
 
 def _back_end_name(request: Request) -> str | None:

@@ -282,9 +282,10 @@ def _schedules_too_little(vllm_config: VllmConfig) -> bool:
 
 # Conditions in the order of their checks: the option that asks for most first.
 CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
-    # vLLM still offers this one, which ends the engine at the first request.
     "--structured-outputs-config.backend": (
-        lambda config: config.structured_outputs_config.backend == "lm-format-enforcer"
+        lambda config: (
+            config.structured_outputs_config.backend not in ("auto", "xgrammar", "guidance")
+        )
     ),
     "--logits-processors": _logits_processors,
     "--enable-expert-parallel": (

@@ -30,9 +30,11 @@ _TWO_OVER_LOG_2 = tl.constexpr(2 / math.log(2))
 class _Tables(NamedTuple):
     """:class:`LogitAdjustments` with the distance between two rows of each table."""
 
-    offset_idx: Tensor
-    offsets: Tensor
-    offsets_stride: int
+    list_idx: Tensor
+    listed_ids: Tensor
+    listed_offsets: Tensor
+    other_offsets: Tensor
+    list_length: int
     penalty_idx: Tensor
     repetition: Tensor
     frequency: Tensor
@@ -92,9 +94,11 @@ def kernel_rows(rows: RowLogits) -> Rows:
 
 def _tables(a: LogitAdjustments) -> _Tables:
     return _Tables(
-        aligned(a.offset_idx),
-        a.offsets,
-        a.offsets.stride(0),
+        aligned(a.list_idx),
+        a.listed_ids,
+        a.listed_offsets,
+        a.other_offsets,
+        a.listed_ids.shape[1],
         aligned(a.penalty_idx),
         a.repetition,
         a.frequency,
@@ -139,10 +143,9 @@ def load_x(rows, row, offset, inverse):
 @triton.jit
 def _adjusted(x, row, ids, inside, tables):
     """Adjust logits as ``LogitAdjustments.apply`` does."""
-    offset_row = tl.load(tables.offset_idx + row).to(tl.int64)
-    if offset_row >= 0:
-        offsets = tables.offsets + offset_row * tables.offsets_stride
-        x += tl.load(offsets + ids, mask=inside, other=0.0)
+    list_row = tl.load(tables.list_idx + row).to(tl.int64)
+    if list_row >= 0:
+        x += _listed_offset(ids, list_row, tables)
     penalty_row = tl.load(tables.penalty_idx + row).to(tl.int64)
     if penalty_row >= 0:
         counts = tl.load(
@@ -165,6 +168,21 @@ def _adjusted(x, row, ids, inside, tables):
     if pin >= 0:
         x = tl.where(ids == pin, 0.0, float("-inf"))
     return x
+
+
+@triton.jit
+def _listed_offset(ids, row, tables):
+    """[B] what a list adds to the logits of ids, which are looked for in it by halves."""
+    listed = tables.listed_ids + row * tables.list_length
+    place = tl.zeros_like(ids)
+    step = tables.list_length // 2
+    while step > 0:
+        is_behind = tl.load(listed + place + step - 1) < ids
+        place = tl.where(is_behind, place + step, place)
+        step = step // 2
+    offset = tl.load(tables.listed_offsets + row * tables.list_length + place)
+    other = tl.load(tables.other_offsets + row)
+    return tl.where(tl.load(listed + place) == ids, offset, other)
 
 
 @triton.jit

@@ -146,16 +146,7 @@ def xgrammar(schema: Any) -> Callable[[str], bool]:
     return accepts
 
 
-def outlines(schema: Any) -> Callable[[str], bool]:
-    import re
-
-    import outlines_core
-
-    expression = re.compile(outlines_core.json_schema.build_regex_from_schema(json.dumps(schema)))
-    return lambda text: expression.fullmatch(text) is not None
-
-
-BACK_ENDS = {"guidance": guidance, "xgrammar": xgrammar, "outlines": outlines}
+BACK_ENDS = {"guidance": guidance, "xgrammar": xgrammar}
 
 
 def test_every_keyword_has_a_case():

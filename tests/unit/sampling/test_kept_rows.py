@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits, ordered_keys
+from attention_kernels.vocab_statistics import (
+    NO_ID,
+    LogitAdjustments,
+    RowDraws,
+    RowLogits,
+    ordered_keys,
+)
 from tests.support.heads import identity_head, on_shards, output_head
 from vllm_diffusion.sampling import vocabulary_stream
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings, thresholds
@@ -109,14 +115,15 @@ def test_groups_of_rows(monkeypatch):
 
 def test_what_a_request_forbids_is_no_choice():
     """A row with fewer possible ids repeats the last of them."""
-    offsets = torch.full((2, VOCAB), float("-inf"))
-    offsets[0, 7] = 0.0
-    offsets[1, [9, 30]] = 0.0
     nothing = torch.full((ROWS,), -1, dtype=torch.int32)
     empty = torch.empty(0)
     adjustments = LogitAdjustments(
-        offset_idx=torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32),
-        offsets=offsets,
+        list_idx=torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32),
+        listed_ids=torch.tensor(
+            [[7, NO_ID, NO_ID, NO_ID], [9, 30, NO_ID, NO_ID]], dtype=torch.int32
+        ),
+        listed_offsets=torch.zeros(2, 4),
+        other_offsets=torch.full((2,), float("-inf")),
         penalty_idx=nothing,
         repetition=empty,
         frequency=empty,

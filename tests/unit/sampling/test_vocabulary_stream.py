@@ -138,7 +138,7 @@ def test_peak_memory(monkeypatch, dtype, extras):
         if extras == "everything":
             adjustments = row_adjustments(penalties, vocab)
             params = sampling_params(
-                has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 3)
+                has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 9)
             )
             adjustments.add_request(0, params)
             filters = all_filters(
