@@ -6,19 +6,24 @@ vLLM passes all arguments of a launch in the kernel's own order: tensors, stride
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-# Functions that run in the place of one kernel, one after the other.
-Functions = tuple[Callable[..., None], ...]
+# Functions that run in the place of one kernel, one after the other. One that returns a grid has done
+# nothing: the kernel itself runs on it, interpreted.
+Functions = tuple[Callable[..., tuple[int, ...] | None], ...]
+
+
+class Launch(SimpleNamespace):
+    """All arguments of a launch, under the names of the kernel's, without their ``_ptr``."""
 
 
 def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., None]]:
     """Return what vLLM's dispatcher registers, from the functions that replace each kernel.
 
-    A parameter of a function has the name of the kernel's argument, without its ``_ptr``. One whose type is a
-    dataclass takes the arguments that the fields name.
+    A parameter of a function has the name of the kernel's argument, without its ``_ptr``; one of type
+    :class:`Launch` has all of them.
 
     Args:
         functions: By the kernel's module and name.
@@ -26,25 +31,21 @@ def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., Non
     return {name: _launch(name, each) for name, each in functions.items()}
 
 
-def _launch(kernel: str, functions: Functions) -> Callable[..., None]:
-    module, _, attribute = kernel.rpartition(".")
-    arg_names = getattr(import_module(module), attribute).arg_names
-    names = [name.removesuffix("_ptr") for name in arg_names]
+def _launch(name: str, functions: Functions) -> Callable[..., None]:
+    module, _, attribute = name.rpartition(".")
+    kernel = getattr(import_module(module), attribute)
+    names = [each.removesuffix("_ptr") for each in kernel.arg_names]
     read = [(function, get_type_hints(function)) for function in functions]
 
     def launch(*arguments: Any, **constants: Any) -> None:
         given = dict(zip(names, arguments, strict=False))
-        given |= {name.removesuffix("_ptr"): value for name, value in constants.items()}
+        given |= {each.removesuffix("_ptr"): value for each, value in constants.items()}
         for function, parameters in read:
-            function(**_chosen(parameters, given))
+            # An argument that the launch leaves out keeps its default.
+            chosen = {each: given[each] for each in parameters if each in given}
+            chosen |= {each: Launch(**given) for each in parameters if parameters[each] is Launch}
+            grid = function(**chosen)
+            if grid is not None:
+                kernel[grid](*arguments, **constants)
 
     return launch
-
-
-def _chosen(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function; one that the launch leaves out keeps its default."""
-    chosen = {name: given[name] for name in parameters if name in given}
-    for name, kind in parameters.items():
-        if isinstance(kind, type) and is_dataclass(kind):
-            chosen[name] = kind(**{field.name: given[field.name] for field in fields(kind)})
-    return chosen

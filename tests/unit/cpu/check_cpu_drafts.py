@@ -21,9 +21,6 @@ from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.sample import gumbel, logit_bias
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
-from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
-from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as dependent
 
 from vllm_diffusion.cpu import sampling_kernels as cpu_sampling
 from vllm_diffusion.cpu.launches import overrides
@@ -106,9 +103,9 @@ def some_logits(rng: np.random.Generator, *shape: int) -> torch.Tensor:
 def verification(rng: np.random.Generator) -> None:
     batch = Batch(rng, num_drafts=True)
     vocab = int(rng.choice([5, 1500, 9000]))
-    mode = rng.choice(["standard", "block", "synthetic"])
+    mode = rng.choice(["standard", "block", "synthetic"], p=[0.6, 0.2, 0.2])
     target = some_logits(rng, batch.num_logits, vocab)
-    drawn_from = some_logits(rng, SLOTS, STEPS, vocab) if rng.random() < 0.6 else None
+    drawn_from = some_logits(rng, SLOTS, STEPS, vocab) if rng.random() < 0.4 else None
     drafts = integers(rng, 0, vocab, batch.num_logits).int()
     # What the target thinks of too, so that some are accepted; and some places without a draft.
     likely = target.argmax(dim=-1).roll(1).int()
@@ -277,90 +274,6 @@ def blocks_of_drafts(rng: np.random.Generator) -> None:
     )
 
 
-def draft_models(rng: np.random.Generator) -> None:
-    batch, rejected = target_pass(rng)
-    standalone.prepare_prefill_inputs(
-        buffers(),
-        batch,
-        integers(rng, 0, 300, SLOTS, 1),
-        rejected,
-        filled(160, dtype=torch.int32),
-        filled(160),
-        filled(SLOTS),
-        SLOTS,
-        MAX_LEN,
-    )
-    step = torch.tensor(3)
-    dependent.prepare_prefill_inputs(
-        filled(SLOTS),
-        step,
-        buffers(),
-        batch,
-        integers(rng, 0, 2, batch.num_reqs).int(),
-        rejected,
-        integers(rng, 0, 300, SLOTS, 1),
-        integers(rng, 0, 300, 1, SLOTS).int(),
-        SLOTS,
-    )
-    rows = buffers()
-    rows.positions[:] = integers(rng, 0, MAX_LEN, 160)
-    advances = bool(rng.integers(0, 2))
-    dependent.prepare_decode_inputs(
-        integers(rng, 0, 300, batch.num_reqs, STEPS)[:, 0],
-        batch.seq_lens,
-        rejected,
-        rows,
-        integers(rng, 0, MAX_LEN, SLOTS),
-        MAX_LEN,
-        SLOTS,
-        advances,
-    )
-    dependent.update_draft_inputs(
-        integers(rng, 0, 300, batch.num_reqs),
-        torch.tensor(int(rng.integers(0, STEPS))),
-        torch.from_numpy(rng.normal(size=(batch.num_reqs, 24)).astype(np.float32)),
-        filled(SLOTS, STEPS),
-        filled(160, 24, dtype=torch.float32),
-        rows,
-        integers(rng, 0, MAX_LEN, SLOTS),
-        batch.num_reqs,
-        MAX_LEN,
-        STEPS,
-        advances,
-    )
-
-
-def lookups(rng: np.random.Generator) -> None:
-    batch, _ = target_pass(rng)
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            prompt_lookup_min=int(rng.integers(1, 3)),
-            prompt_lookup_max=int(rng.integers(3, 6)),
-            num_speculative_tokens=STEPS,
-        ),
-        scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
-        model_config=SimpleNamespace(max_model_len=MAX_LEN),
-    )
-    states = SimpleNamespace(
-        all_token_ids=SimpleNamespace(gpu=integers(rng, 0, 3, SLOTS, MAX_LEN).int()),
-        total_len=SimpleNamespace(gpu=integers(rng, 1, MAX_LEN + 1, SLOTS).int()),
-    )
-    proposer: Any = ngram.NgramGPUSpeculator(config, torch.device("cpu"), states)
-    proposer.propose(
-        batch,
-        None,
-        None,
-        None,
-        None,
-        integers(rng, 0, 2, batch.num_reqs).int(),
-        None,
-        integers(rng, 0, 3, SLOTS, 1),
-        None,
-        None,
-        None,
-    )
-
-
 def main() -> int:
     """How many kernels agree."""
     rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)
@@ -368,7 +281,7 @@ def main() -> int:
         module, _, attribute = name.rpartition(".")
         host = importlib.import_module(module)
         setattr(host, attribute, Both(name, getattr(host, attribute), ours))
-    cases = (verification, sampling, biases, gathering, blocks_of_drafts, draft_models, lookups)
+    cases = (verification, sampling, biases, gathering, blocks_of_drafts)
     for case in cases:
         for seed in range(16 if case in (verification, biases) else 4):
             with np.errstate(all="ignore"):

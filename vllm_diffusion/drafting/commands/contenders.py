@@ -17,7 +17,7 @@ METHODS = (
     *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
 )
 # What the tiny pair is measured with.
-TINY_METHODS = (DFLASH, ADAPTIVE, NGRAM)
+TINY_METHODS = (DFLASH, ADAPTIVE)
 # Those whose tokens come from the text so far, or from the target's own heads.
 _WITHOUT_A_DRAFT = (NGRAM, "mtp", "ngram_gpu", "suffix")
 # What vLLM looks for in the text so far: its own default is five tokens, no less.

@@ -40,7 +40,7 @@ def test_tiny_pair() -> None:
     dflash = {"method": "dflash", "model": draft, "num_speculative_tokens": 7}
     three = {"num_speculative_tokens": 3}
     lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    methods = [*contenders.TINY_METHODS]
+    methods = [*contenders.TINY_METHODS, "ngram"]
     assert configured([("dflash", draft)], methods, [1, 2]) == {
         "no draft": (None, None),
         "dflash, 1 pass": (dflash, None),
