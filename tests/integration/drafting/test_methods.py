@@ -170,9 +170,7 @@ def test_stock_is_untouched(tmp_path: Path) -> None:
     assert with_ours["batches"] == alone["batches"]
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
-@pytest.mark.parametrize("verification", ["standard", "block"])
-def test_law(verification: str, sampled: bool, tmp_path: Path) -> None:
+def test_law(tmp_path: Path) -> None:
     """Chi-square of what vLLM's verifier says with our drafts at temperature 1: the target's law.
 
     Two tokens behind the first, which is the prompt's own, of 3,000 seeded requests, and of 1,000
@@ -191,14 +189,10 @@ def test_law(verification: str, sampled: bool, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "target-qwen3")
     dflash = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]}
     drafts.save_draft(tmp_path / "draft", **small, dflash_config=dflash)
-    spec = draft_spec(tmp_path) | {
-        "draft_sample_method": "probabilistic" if sampled else "greedy",
-        "rejection_sample_method": verification,
-    }
     prompt = prompt_of(12, seed=9, vocab_size=vocab)
     params = {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
     many = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    with serving(tmp_path, spec, {"steps": 3}, **many) as engine:
+    with serving(tmp_path, draft_spec(tmp_path), {"steps": 3}, **many) as engine:
         outputs = engine.llm.generate(
             [{"prompt_token_ids": prompt}] * total,
             [SamplingParams(seed=seed, **params) for seed in range(total)],
@@ -233,4 +227,31 @@ def test_law(verification: str, sampled: bool, tmp_path: Path) -> None:
     # Wilson and Hilferty's 99.99 % quantile.
     bound = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
     assert statistic < bound, (statistic, degrees)
-    print(f"{verification} {sampled}: {statistic:.1f} of {degrees}, {accepted} of {drafted}")
+    print(f"{statistic:.1f} of {degrees}, {accepted} of {drafted}")
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_interpreted_verification(
+    verification: str, sampled: bool, models: Any, tmp_path: Path
+) -> None:
+    """Kernels of vLLM's that are interpreted serve too: greedy requests and sampled ones, side by side."""
+    from vllm import SamplingParams
+
+    spec = draft_spec(tmp_path) | {
+        "draft_sample_method": "probabilistic" if sampled else "greedy",
+        "rejection_sample_method": verification,
+    }
+    with serving(tmp_path, spec, {"steps": 3}) as engine:
+        assert_greedy(engine, models["qwen3"], PROMPTS[:1])
+        prompts = [{"prompt_token_ids": prompt_of(12, seed=seed)} for seed in range(2)]
+        params = [
+            SamplingParams(temperature=1.0, seed=seed, max_tokens=6, ignore_eos=True)
+            for seed in range(2)
+        ]
+        said = [
+            [output.outputs[0].token_ids for output in engine.llm.generate(prompts, params)]
+            for _ in range(2)
+        ]
+    assert [len(tokens) for tokens in said[0]] == [6, 6]
+    assert said[0] == said[1]
