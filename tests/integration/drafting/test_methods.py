@@ -173,14 +173,12 @@ def test_stock_is_untouched(tmp_path: Path) -> None:
 def test_law(tmp_path: Path) -> None:
     """Chi-square of what vLLM's verifier says with our drafts at temperature 1: the target's law.
 
-    Two tokens behind the first, which is the prompt's own, of 3,000 seeded requests, and of 1,000
-    where the kernels that verify are interpreted. The target says the mask token too, which is never
-    proposed.
+    Two tokens behind the first, which is the prompt's own, of 3,000 seeded requests. The target says
+    the mask token too, which is never proposed.
     """
     from vllm import SamplingParams
 
-    vocab = 12
-    total = 1000 if sampled or verification == "block" else 3000
+    vocab, total = 12, 3000
     small = {"vocab_size": vocab}
     model = drafts.target_model("qwen3", **small)
     with torch.no_grad():
@@ -218,7 +216,7 @@ def test_law(tmp_path: Path) -> None:
         _, second, third = output.outputs[0].token_ids
         said[second, third] += 1
     # What is expected seldom is one cell.
-    often = expected >= 5
+    often = expected >= 8
     expected = torch.cat([expected[often], expected[~often].sum()[None]])
     found = torch.cat([said.flatten()[often], said.flatten()[~often].sum()[None]])
     statistic = float(((found - expected) ** 2 / expected).sum())
