@@ -414,7 +414,7 @@ def _weather_parameter(rng: random.Random) -> tuple[str, dict[str, Any]]:
     if rng.random() < 0.5:
         city["description"] = rng.choice(_CITY_DESCRIPTIONS)
     schema: dict[str, Any] = {"type": "object", "properties": {name: city}}
-    if rng.random() < 0.4:
+    if rng.random() < 0.2:
         schema["properties"]["unit"] = {"type": "string", "enum": list(_UNITS)}
     if rng.random() < 0.8:
         schema["required"] = [name]
@@ -431,7 +431,7 @@ def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, 
 def _weather_tools(rng: random.Random, name: str, schema: dict[str, Any]) -> list[dict[str, Any]]:
     """The tool for the weather, sometimes beside another one."""
     # Of a description that was never seen, nothing depends either.
-    description = rng.choice(_TOOL_DESCRIPTIONS) if rng.random() < 0.8 else _filler(rng)[:40]
+    description = rng.choice(_TOOL_DESCRIPTIONS) if rng.random() < 0.9 else _filler(rng)[:40]
     tools = [_tool(name, description, schema)]
     if rng.random() < 0.15:
         other, about, parameter = rng.choice(_OTHER_TOOLS)
