@@ -93,18 +93,13 @@ class LogitAdjustments(NamedTuple):
     def _offsets(self, ids: Tensor) -> Tensor:
         """[num_rows, num_ids], float32: what is added to each logit."""
         row, num_ids = self.list_idx.long(), len(ids)
-        lists: slice | Tensor = slice(None)
-        place = row.clamp(min=0)
-        if not row.is_cuda:
-            # Those that are read alone; a graph of a GPU cannot wait to hear which.
-            lists, place = torch.unique(place, return_inverse=True)
-        listed = self.listed_ids[lists].long()
+        listed = self.listed_ids.long()
         column = torch.searchsorted(ids, listed).clamp(max=num_ids - 1)
         # What is not among these ids goes to a column that is cut off.
         column = torch.where(ids[column] == listed, column, num_ids)
-        offsets = self.other_offsets[lists, None].repeat(1, num_ids + 1)
-        offsets.scatter_(1, column, self.listed_offsets[lists])
-        return torch.where(row[:, None] >= 0, offsets[place, :num_ids], 0.0)
+        offsets = self.other_offsets[:, None].repeat(1, num_ids + 1)
+        offsets.scatter_(1, column, self.listed_offsets)
+        return torch.where(row[:, None] >= 0, offsets[row.clamp(min=0), :num_ids], 0.0)
 
     def _penalised(self, logits: Tensor, ids: Tensor) -> Tensor:
         row = self.penalty_idx.long()[:, None]

@@ -168,13 +168,13 @@ class UsedAdjustments(NamedTuple):
     """Adjustments that a batch uses, known on the host; no other tables are read.
 
     Attributes:
-        lists: Some request has a bias, allowed tokens or a least number of tokens.
+        lists: Lists of requests with a bias, allowed tokens or a least number of tokens.
         penalties: Some request has a penalty.
         pins: There are constraints.
         num_masks: So many of their masks are used.
     """
 
-    lists: bool
+    lists: tuple[int, ...]
     penalties: bool
     pins: bool
     num_masks: int
@@ -296,8 +296,9 @@ class RowAdjustments:
             slots: [num_reqs], slots that have rows.
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
+        owned = [self._listed[slot] for slot in slots.tolist() if slot in self._listed]
         found = UsedAdjustments(
-            not self._listed.keys().isdisjoint(slots.tolist()),
+            tuple(sorted({i for own in owned for i in (own.always, own.early) if i >= 0})),
             not self._penalised.isdisjoint(slots.tolist()),
             num_masks is not None,
             num_masks or 0,
@@ -306,7 +307,8 @@ class RowAdjustments:
 
     def all_used(self) -> UsedAdjustments:
         """Adjustments that any batch may use, for a graph that serves each."""
-        return UsedAdjustments(True, True, True, len(self._constraints.masks))
+        lists = tuple(range(len(self._lists.others)))
+        return UsedAdjustments(lists, True, True, len(self._constraints.masks))
 
     def bind(
         self, used: UsedAdjustments, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
@@ -323,10 +325,8 @@ class RowAdjustments:
         if used.lists:
             numbers = self._numbers
             is_early = drawn_at < numbers.min_length[slot]
-            adjustments = adjustments._replace(
-                list_idx=torch.where(is_early, numbers.early[slot], numbers.always[slot]),
-                **self._tables(slice(None)),
-            )
+            list_idx = torch.where(is_early, numbers.early[slot], numbers.always[slot])
+            adjustments = adjustments._replace(**self._read(list_idx, used.lists))
         if used.penalties:
             adjustments = adjustments._replace(
                 penalty_idx=self._numbers.penalty_idx[slot],
@@ -351,9 +351,8 @@ class RowAdjustments:
         Args:
             slot: [num_rows], int64, of the rows that are reported.
         """
-        return self.none(len(slot))._replace(
-            list_idx=self._numbers.readable[slot], **self._tables(slice(None))
-        )
+        lists = tuple(own.readable for own in self._listed.values() if own.readable >= 0)
+        return self.none(len(slot))._replace(**self._read(self._numbers.readable[slot], lists))
 
     def none(self, num_rows: int) -> LogitAdjustments:
         """Adjustments of rows that ask for nothing."""
@@ -373,7 +372,22 @@ class RowAdjustments:
             pin=none,
         )
 
-    def _tables(self, some: slice) -> dict[str, Tensor]:
+    def _read(self, list_idx: Tensor, lists: tuple[int, ...]) -> dict[str, Tensor]:
+        """Fields of :class:`LogitAdjustments` for rows with lists.
+
+        Args:
+            list_idx: [num_rows], int32, into all lists.
+            lists: Those among them; the host knows which.
+        """
+        if self._device.type != "cpu":
+            return {"list_idx": list_idx, **self._tables(slice(None))}
+        # PyTorch goes through every list of a table, so it gets those that are read.
+        some = torch.tensor(lists, dtype=torch.int64)
+        place = torch.full((len(self._lists.others) + 1,), -1, dtype=torch.int32)
+        place[some] = torch.arange(len(lists), dtype=torch.int32)
+        return {"list_idx": place[list_idx.long()], **self._tables(some)}
+
+    def _tables(self, some: slice | Tensor) -> dict[str, Tensor]:
         """Lists as fields of :class:`LogitAdjustments`."""
         ids, offsets, others = (table[some] for table in self._lists)
         return {"listed_ids": ids, "listed_offsets": offsets, "other_offsets": others}

@@ -150,25 +150,3 @@ def test_refusal_of_a_worker_has_no_trace() -> None:
     assert stream.getvalue().count("EngineCore failed to start.") == 2
     assert stream.getvalue().count("Traceback") == 1
     assert "RuntimeError: something else" in stream.getvalue()
-
-
-def test_drafts_of_a_canvas_scheduler() -> None:
-    """Nobody asks for them once the plugin is there: Ray copies an engine's methods before it is made."""
-    from vllm.v1.engine.core import EngineCore
-
-    from vllm_diffusion import plugin
-    from vllm_diffusion.scheduling.canvas_scheduler import CanvasScheduler
-
-    plugin.register()
-    asked = []
-    engine: Any = SimpleNamespace(
-        check_for_draft_tokens=True,
-        async_scheduling=False,
-        model_executor=SimpleNamespace(take_draft_token_ids=lambda: asked.append(True)),
-        scheduler=CanvasScheduler.__new__(CanvasScheduler),
-    )
-    EngineCore.post_step(engine, True)
-    assert not asked
-    engine.scheduler = SimpleNamespace()
-    EngineCore.post_step(engine, True)
-    assert asked
