@@ -147,14 +147,15 @@ class Served:
     def _attention_by(self, impl: str) -> Iterator[tuple[KernelCase, ...]]:
         """Yield what an implementation does for each kind of layer, and Triton's for it where it cannot."""
         for kind in self.kinds:
-            case = KernelCase("attention", kind.name, impl, tuple(self._passes(kind)))
+            passes = tuple(self._passes(kind))
+            case = KernelCase("attention", kind.name, impl, passes)
             if impl != "cute":
                 yield (case,)
                 continue
             by_triton = replace(case, impl="triton")
             # FlashAttention-4 has no image spans.
-            plain = tuple(shape for shape in self._passes(kind) if not shape.span)
-            if len(plain) < len(case.shapes):
+            plain = tuple(shape for shape in passes if not shape.span)
+            if len(plain) < len(passes):
                 yield (by_triton,)
             if plain:
                 yield (replace(case, shapes=plain), by_triton)

@@ -97,7 +97,7 @@ def _first_right(role: Role, check: Check, replaced: list[Replaced]) -> str:
             replaced += [Replaced(case, outcome.why, by=impl) for case, outcome in wrong]
             return impl
         failed += [each for each in bad if each not in failed]
-    (case, outcome) = failed[0]
+    _, outcome = failed[0]
     if role.kernel == "device":
         problem = f"This GPU computes wrongly without any kernel of this package ({outcome.why})"
     else:
