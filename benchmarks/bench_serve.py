@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output-len", type=int, default=length, help="tokens")
     parser.add_argument("--max-model-len", type=int, default=4096 if ON_GPU else 1024)
     parser.add_argument("--prompts", type=int, default=16 if ON_GPU else 4, help="at the least")
+    parser.add_argument("--rounds", type=int, default=4, help="requests for each asked at once")
     parser.add_argument("--options", default="", help="further options of each server")
     parser.add_argument("--together", action="store_true", help="all servers at once")
     parser.add_argument("--start-seconds", type=int, default=1800)
@@ -118,7 +119,9 @@ def main(argv: list[str] | None = None) -> None:
     out = options.out or Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
     runs = [(length, n) for length in options.input_len for n in options.concurrency]
-    sweep = Sweep(out, runs, options.output_len, options.prompts, options.start_seconds)
+    sweep = Sweep(
+        out, runs, options.output_len, options.prompts, options.rounds, options.start_seconds
+    )
     data, folder = Rows(options.data), out / "model"
     rows: dict[Run, list[dict[str, Any]]] = {run: [] for run in runs}
     try:

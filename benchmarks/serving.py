@@ -112,7 +112,8 @@ class Sweep:
         out: Folder; results are ``out/SIDE/*.json``, and what was printed is ``out/SIDE.log``.
         runs: Tokens of a prompt and requests at once, of each run.
         output_len: Tokens of an answer.
-        prompts: Requests of a run, at the least; four for each that is asked at once.
+        prompts: Requests of a run, at the least.
+        rounds: Requests for each that is asked at once.
         start_seconds: That a server may take to start.
     """
 
@@ -120,6 +121,7 @@ class Sweep:
     runs: Sequence[Run]
     output_len: int
     prompts: int
+    rounds: int = 4
     start_seconds: int = 1800
 
     def of(self, sides: Sequence[Side]) -> Iterator[tuple[str, Run, dict[str, Any]]]:
@@ -169,7 +171,8 @@ class Sweep:
         command += ["--tokenizer", str(side.folder), "--dataset-name", "random"]
         command += ["--random-input-len", str(length), "--random-output-len", str(self.output_len)]
         command += ["--max-concurrency", str(clients), "--num-warmups", str(clients)]
-        command += ["--num-prompts", str(max(4 * clients, self.prompts)), "--seed", str(clients)]
+        num_prompts = max(self.rounds * clients, self.prompts)
+        command += ["--num-prompts", str(num_prompts), "--seed", str(clients)]
         # Stock refuses any temperature but 1.
         command += ["--ignore-eos", "--temperature", "1", "--disable-tqdm", "--save-result"]
         command += ["--result-dir", str(path.parent), "--result-filename", path.name]

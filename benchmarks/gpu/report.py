@@ -170,16 +170,20 @@ def _serving() -> Iterator[Figure]:
     """Tokens a second and times to the first token beside stock's, and formats' speeds."""
     sides = "serving-ours serving-stock serving-tuned"
     gemma = predictions.GEMMA
-    for n in (1, 8):
+    for n, limit, experiment in (
+        (1, 8, "serving-both"),
+        (8, 8, "serving-both"),
+        (1, 32, "serving-both-32"),
+        (8, 32, "serving-both-32"),
+        (32, 32, "serving-both-32"),
+    ):
         for column, words in (
             ("tokens_a_second", "tokens a second"),
             ("ms_to_first", "median time to the first token"),
         ):
             both = (cell(column, table="serving", side=side, requests=n) for side in SIDES)
-            text = (
-                f"{words}, requests: {n}; over stock on the same GPU, both for 8 requests at most"
-            )
-            yield Figure(text, "serving-both", ratio(*both))
+            at_once = f"over stock on the same GPU, both for {limit} requests at most"
+            yield Figure(f"{words}, requests: {n}; {at_once}", experiment, ratio(*both))
     for n, least in ((1, 1.1), (8, 2), (32, 2.5)):
         value = over_stock("tokens_a_second", max, n)
         text = f"tokens a second, requests: {n}; over the better stock"
