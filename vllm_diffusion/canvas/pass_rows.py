@@ -60,6 +60,19 @@ class _Numbers(NamedTuple):
     seeding: Any
 
 
+def _last_at(starts: Tensor, row: Tensor) -> Tensor:
+    """[N], int64: for each row the last of ``starts`` that is not behind it.
+
+    All of ``starts`` is searched, whose first is 0, and no part of it: PyTorch 2.11 compiles a search in a
+    slice for a GPU as one in the whole tensor, so that every row had the next request's tokens.
+
+    Args:
+        starts: [R + 1], ascending.
+        row: [N], of which none is negative.
+    """
+    return torch.searchsorted(starts, row, right=True) - 1
+
+
 class EngineRows(NamedTuple):
     """Outcome of a pass for the engine, by request; new tensors, since it copies them in its own time.
 
@@ -282,8 +295,7 @@ class PassRows:
 
         row = torch.arange(len(index), dtype=torch.int32, device=index.device)
         is_row = row < numbers.row_start[R]
-        # Its request is the first one that ends behind it.
-        request = torch.searchsorted(numbers.row_start[1:], row, right=True).clamp(max=R - 1)
+        request = _last_at(numbers.row_start, row).clamp(max=R - 1)
         within = row - numbers.row_start[request]
         # Rows that are sampled are the last ones of their request.
         start, end = numbers.query_start[request], numbers.query_start[request + 1]
@@ -319,7 +331,7 @@ class PassRows:
         numbers, canvas = self._numbers, self.slots.canvas
         row = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         R, C = canvas.shape
-        request = torch.searchsorted(numbers.query_start[1:], row, right=True).clamp(max=R - 1)
+        request = _last_at(numbers.query_start, row).clamp(max=R - 1)
         slot = numbers.slot[request].long()
         within = row - numbers.query_start[request]
         num_others = numbers.query_start[request + 1] - numbers.query_start[request]

@@ -163,3 +163,22 @@ def test_lay_out(
     assert rows.num_rows == 0
     assert not any(x.any() for x in (told.num_rows, told.seeding))
     assert told.num_valid.tolist() == [-1] * SLOTS
+
+
+def test_searches_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 compiles a search in a slice for a GPU as a search in the whole tensor."""
+    searched: list[torch.Tensor] = []
+    search = torch.searchsorted
+
+    def noted(sequence: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
+        searched.append(sequence)
+        return search(sequence, *inputs, **options)
+
+    monkeypatch.setattr(torch, "searchsorted", noted)
+    rows = PassRows(CanvasSlots(SLOTS, spec_of(FreeCanvas), 40, CPU), ROWS, None)
+    batch = batch_of([(2, 4, 0, 2)], list(range(SLOTS)))
+    rows.lay_out(batch)
+    rows.fill_ids(batch, torch.zeros(SLOTS, 30), torch.zeros(SLOTS, dtype=torch.int32))
+    # The views that graphs are compiled for, and no view made inside of a function.
+    held = [rows._numbers.row_start, rows._numbers.query_start]
+    assert all(found is whole for found, whole in zip(searched, held, strict=True))
