@@ -73,6 +73,13 @@ def wrong_kernels(rows: Rows) -> float | None:
     return sum(state != "right" for state in states) if states else None
 
 
+def exact_answers(rows: Rows) -> float | None:
+    """Share of the shipped checkpoint's questions that were answered exactly."""
+    asked = sum(row["asked"] for row in rows if row["table"] == "answers")
+    exact = sum(row["exact"] for row in rows if row["table"] == "answers")
+    return exact / asked if asked else None
+
+
 @dataclass(frozen=True)
 class Figure:
     """A question that gpu-figures.md keeps open until the campaign answers it.
@@ -283,6 +290,13 @@ FIGURES = (
         "kernels",
         wrong_kernels,
         most=0,
+        needs_all=True,
+    ),
+    Figure(
+        "the shipped checkpoint, default options: share of 240 held-out questions answered exactly",
+        "answers",
+        exact_answers,
+        least=0.95,
         needs_all=True,
     ),
     *_attention(),
