@@ -34,9 +34,11 @@ def idle_pass(num_slots: int) -> SlotPass:
     )
 
 
-def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
+def run(
+    backend: str | None, spec: CanvasSpec | None = None, device: torch.device = CPU
+) -> tuple[list[torch.Tensor], list[int]]:
     """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
-    slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
+    slots = CanvasSlots(SLOTS, spec or diffusion_gemma_spec(CANVAS, 4), VOCAB, device)
     for slot in range(SLOTS):
         slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
     slots.apply_staged_writes()
@@ -44,17 +46,18 @@ def run(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
     generator = torch.Generator().manual_seed(0)
     canvases, emitted = [], []
     for i in range(14):
-        statistics = SlotStatistics(
+        drawn = SlotStatistics(
             argmax=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             candidate=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             entropy=torch.rand(SLOTS, CANVAS, generator=generator),
             drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
-        slot_pass = idle_pass(SLOTS)
+        statistics = SlotStatistics(*(x if x is None else x.to(device) for x in drawn))
+        slot_pass = SlotPass(*(x.to(device) for x in idle_pass(SLOTS)))
         slot_pass.seed.copy_(torch.arange(SLOTS))
         slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
         output = step(statistics, slot_pass)
-        canvases.append(slots.canvas.clone())
+        canvases.append(slots.canvas.clone().cpu())
         emitted.append(int(output.num_emitted.sum()))
     return canvases, emitted
 

@@ -1,0 +1,83 @@
+"""Functions that serving compiles, on the null GPU with true values: what Inductor's kernels compute is what eager does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from tests.support.null_gpu import true_values
+from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.unit.canvas import test_pass_rows, test_step
+from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.canvas.step import StepOutput
+from vllm_diffusion.decoding import layouts
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PASSES = 6
+
+
+def compare_rows(layout: str) -> list[str]:
+    """What of :class:`PassRows` differs from the eager functions of a CPU, in passes of random requests."""
+    true_values.compute()
+    spec = test_pass_rows.spec_of(getattr(layouts, layout))
+    return [
+        name
+        for one, other in zip(rows(spec, CPU, None), rows(spec, GPU, "inductor"), strict=True)
+        for name in one
+        if one[name] != other[name]
+    ]
+
+
+def rows(spec: Any, device: torch.device, backend: str | None) -> list[dict[str, Any]]:
+    """What passes of random requests lay out, fill in and hand to the engine."""
+    R, C, N = test_pass_rows.SLOTS, test_pass_rows.LENGTH, test_pass_rows.ROWS
+    slots = CanvasSlots(R, spec, 40, device)
+    slots.canvas.copy_(torch.arange(R * C).view(R, C))
+    places = PassRows(slots, N, backend)
+    known = (torch.arange(R * 30, dtype=torch.int32).view(R, 30) + 100).to(device)
+    done = torch.arange(R, device=device)
+    draw, found = random.Random(0), []
+    for _ in range(PASSES):
+        chosen = [
+            (draw.randint(0, 4), draw.randint(1, C), draw.randint(0, 9), draw.randint(1, 12))
+            for _ in range(draw.randint(1, R))
+        ]
+        batch = test_pass_rows.batch_of(chosen, draw.sample(range(R), R))
+        ids = (torch.arange(N, dtype=torch.int32) + 5000).to(device)
+        batch.input_ids = ids[: batch.num_tokens]
+        places.lay_out(batch)
+        places.fill_ids(batch, known, torch.zeros_like(done, dtype=torch.int32))
+        output = StepOutput(slots.canvas, done, done.to(torch.int32), *[None] * 7)
+        n = places.num_rows
+        found.append(
+            {
+                "ids": ids.tolist(),
+                "index": places.index[:n].tolist(),
+                "hidden_index": places.hidden_index[:n].tolist(),
+                "slot": places.slot[:n].tolist(),
+                "position": places.position[:n].tolist(),
+                "offset": places.offset[:n].tolist(),
+                "causal rows": places.causal.num_rows.tolist(),
+                "causal flags": places.causal.flags.tolist(),
+                "of the engine": [each.tolist() for each in places.for_engine(output)],
+            }
+        )
+    return found
+
+
+def compare_steps(is_masked: bool) -> list[int]:
+    """The steps after which canvases or emitted tokens differ from the eager step of a CPU."""
+    true_values.compute()
+    C = test_step.CANVAS
+    spec = masked_spec(C) if is_masked else diffusion_gemma_spec(C, 4)
+    canvases, emitted = test_step.run("inductor", spec, GPU)
+    expected, counts = test_step.run(None, spec)
+    assert sum(counts) > 0
+    return [
+        i
+        for i, (one, other) in enumerate(zip(canvases, expected, strict=True))
+        if not torch.equal(one, other) or emitted[i] != counts[i]
+    ]
