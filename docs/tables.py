@@ -22,13 +22,13 @@ from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.startup.denoising_settings import (
+from vllm_diffusion.startup.options import sentences
+from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
     PublishedRun,
     published_runs,
     sampling_changes,
 )
-from vllm_diffusion.startup.options import sentences
 
 if TYPE_CHECKING:
     from vllm_diffusion.decoding.rule import DecodingRule

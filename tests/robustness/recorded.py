@@ -190,7 +190,11 @@ def record_requests(num_requests: int, folder: Path) -> dict[str, list[dict[str,
                 if not images:
                     served = dataclasses.replace(served, canvas_length=SDAR_CANVAS_LENGTH)
                 numbers = range(index * share, (index + 1) * share)
-                found[f"{family} {order}"] = list(record_server(server, served, numbers, family))
+                rows = list(record_server(server, served, numbers, family))
+                found[f"{family} {order}"] = rows
+                if any(str(row.get("status")).startswith("5") for row in rows):
+                    said = log.read_text(errors="replace").splitlines()
+                    print(*(line for line in said if " ERROR " in line), sep="\n")
             finally:
                 stop_server(server)
     return found

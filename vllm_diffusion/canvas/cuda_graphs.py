@@ -1,7 +1,7 @@
 """A function as a CUDA graph for each captured shape, and as one compiled function.
 
 Which functions are captured: ``sampling/pass_graphs.py`` and ``families/diffusion_gemma/state.py``; for how many
-canvases: ``runner/model_state.py``; which sizes of the backbone vLLM captures: ``startup/passes.py``.
+canvases: ``runner/model_state.py``; which sizes of the backbone vLLM captures: ``startup/capture_sizes.py``.
 """
 
 from __future__ import annotations

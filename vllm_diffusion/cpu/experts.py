@@ -39,9 +39,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from vllm_diffusion.cpu.linear import linear
-from vllm_diffusion.cpu.quantized_linear import (
+from vllm_diffusion.cpu.quantized_linear import log_emulation
+from vllm_diffusion.cpu.quantized_values import (
     FP8,
-    log_emulation,
     quantize_fp8,
     quantize_fp8_groups,
     quantize_nvfp4,

@@ -32,8 +32,9 @@ from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
+from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
+from vllm_diffusion.startup.compile_backends import compile_backend, launch_backend
 from vllm_diffusion.startup.kernel_choices import kernel_choices
-from vllm_diffusion.startup.passes import MAX_CANVASES, compile_backend, launch_backend
 from vllm_diffusion.startup.plugin_settings import commits_in_place, fuses_encode, plugin_settings
 from vllm_diffusion.weights.formats import describe_kernels
 

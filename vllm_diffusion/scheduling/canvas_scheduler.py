@@ -26,9 +26,11 @@ from vllm_diffusion.decoding.layouts import ScheduledRequest
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
-from vllm_diffusion.scheduling.constraints import CanvasGrammars, Constraints, StuckRequests
+from vllm_diffusion.scheduling.constraints import Constraints
 from vllm_diffusion.scheduling.features import PromptLogprobs, ReturnedPart, SchedulerFeature
+from vllm_diffusion.scheduling.grammars import CanvasGrammars
 from vllm_diffusion.scheduling.seeds import source_of_seeds
+from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt
 from vllm_diffusion.weights.adapters.rows import AdapterLoad

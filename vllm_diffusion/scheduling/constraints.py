@@ -1,15 +1,7 @@
-"""Constrained canvases of a scheduler's requests, and the end of requests that make no progress.
-
-Every canvas is done after its step cap, and one that is held to a constraint settles at least one
-more position in each step past it. So a request that settles nothing in as many passes as its cap
-will never settle anything, whatever its settings; one whose constraint allows no token where its
-canvas stands is known at once. Such a request ends with the reason, so that none keeps its slot for
-ever.
-"""
+"""Constrained canvases of a scheduler's requests."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,152 +9,20 @@ from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.outputs import RequestError
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.messages import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.metrics import PassCounters
 from vllm_diffusion.scheduling.constrained_canvas import (
     ConstrainedCanvas,
     DeadEndError,
     constraint_names,
 )
 from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
-
-
-class CanvasGrammars(StructuredOutputManager):
-    """vLLM's manager of grammars, for canvases: each request has the back end that its check chose.
-
-    Stock has one back end, that of the first request, and refuses every request that needs another.
-    """
-
-    # One manager for each back end, made by `of`; they share the tokenizer and the threads.
-    _managers: dict[str, StructuredOutputManager]
-
-    @classmethod
-    def of(cls, manager: StructuredOutputManager) -> None:
-        """Make ``manager``, which the engine holds and has not used yet, one of this class."""
-        manager.__class__ = cls
-        manager._managers = {}
-
-    def grammar_init(self, request: Request) -> None:
-        name = _back_end_name(request)
-        if name is None:
-            return
-        if name not in self._managers:
-            self._managers[name] = copy.copy(self)
-        StructuredOutputManager.grammar_init(self._managers[name], request)
-
-    def back_end_of(self, request: Request) -> Any:
-        """Return the back end of a request that has a grammar."""
-        return self._managers[str(_back_end_name(request))].backend
-
-    def clear_backend(self) -> None:
-        """Release all back ends: each manager waits for the threads, which end once."""
-        for manager in self._managers.values():
-            StructuredOutputManager.clear_backend(manager)
-        super().clear_backend()
-
-
-def _back_end_name(request: Request) -> str | None:
-    params = request.sampling_params
-    constraint = None if params is None else params.structured_outputs
-    return None if constraint is None else constraint._backend
-
-
-# Passes that a canvas may take beyond its cap: the scheduler learns of a step in the pass after it,
-# and with asynchronous scheduling the finished canvas is emitted by one more.
-SLACK = 4
-
-
-class StuckRequests(SchedulerFeature):
-    """Feature that tracks the progress of requests, and ends requests that make none."""
-
-    def __init__(
-        self, scheduler: Scheduler, counters: PassCounters, num_settled: Callable[[str], int]
-    ) -> None:
-        """Start without requests.
-
-        Args:
-            scheduler: Scheduler of the requests.
-            counters: Counters of the engine.
-            num_settled: Returns how many leading positions of a request's canvas will not change.
-        """
-        self._scheduler = scheduler
-        self._counters = counters
-        self._num_settled = num_settled
-        # By request: passes since a position was settled, and the settled positions of its canvas.
-        self._idle_passes: dict[str, tuple[int, int]] = {}
-        self._reasons: dict[str, str] = {}
-
-    def observe(self, part: ReturnedPart) -> None:
-        if not part.counts.projected or part.is_stale:
-            return
-        request, num_emitted = part.request, part.counts.num_emitted
-        num_settled = self._num_settled(request.request_id)
-        passes, before = self._idle_passes.get(request.request_id, (0, 0))
-        passes = 0 if num_emitted or num_settled > before else passes + 1
-        self._idle_passes[request.request_id] = (passes, 0 if num_emitted else num_settled)
-        if passes > part.max_steps + SLACK:
-            self.stop(request, f"no position was settled in {passes} passes")
-
-    def stop(self, request: Request, reason: str) -> None:
-        """End the request with the pass in flight.
-
-        Args:
-            request: The engine's request.
-            reason: Reason for its client.
-        """
-        if request.request_id not in self._reasons:
-            self._reasons[request.request_id] = reason
-            self._counters.observe_stuck_request()
-
-    def preempt_request(self, request: Request) -> None:
-        self.remove_request(request.request_id)
-
-    def remove_request(self, request_id: str) -> None:
-        self._idle_passes.pop(request_id, None)
-        self._reasons.pop(request_id, None)
-
-    def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End the requests that are stuck.
-
-        An answer ends where it is, with the finish reason "length" and the reason as stop reason. A
-        request without a token is refused with status 400, like one whose constraint cannot be
-        compiled.
-
-        Args:
-            outputs: Outputs of the pass by API process; added to.
-        """
-        for request_id, reason in list(self._reasons.items()):
-            self.remove_request(request_id)
-            request = self._scheduler.requests.get(request_id)
-            if request is None or request.is_finished():
-                continue
-            status, error = RequestStatus.FINISHED_LENGTH_CAPPED, None
-            if request.num_output_tokens == 0:
-                status = RequestStatus.FINISHED_ERROR
-                error = RequestError("validation_error", f"The request has no answer: {reason}.")
-            self._scheduler.finish_requests(request_id, status)
-            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            told.outputs.append(
-                EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    stop_reason=reason,
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
-                    error=error,
-                )
-            )
-
+from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -1,14 +1,10 @@
-"""Default settings of a decoding rule, for requests that set none, and what the publishers sample with."""
+"""Default settings of a decoding rule, for requests that set none."""
 
 from __future__ import annotations
 
 import json
-import logging
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +15,6 @@ from vllm_diffusion.weights.regular_files import json_object
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_diffusion.decoding.canvas_spec import CanvasSpec
     from vllm_diffusion.decoding.layouts import CanvasLayout
 
 
@@ -179,112 +174,3 @@ def generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str
         return content, str(path)
     # A checkpoint on the hub: vLLM knows how to find it.
     return model_config.try_get_generation_config(), f"generation_config.json of {folder}"
-
-
-logger = logging.getLogger("vllm.vllm_diffusion")
-
-# vLLM's defaults, which apply if neither a request nor the checkpoint sets a value.
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """Settings with which a publisher samples in one place.
-
-    Attributes:
-        family: Name of the family for users.
-        kind: ``"function"``, ``"example"``, ``"evaluation"`` or ``"checkpoint"``.
-        sampling: Sampling parameters of vLLM that differ from its neutral ones.
-        source: Repository, commit and file of the settings.
-        architectures: Architectures of the family's checkpoints; only its first run names them.
-        rule: Decoding rule that implements it; ``None`` for the family's default.
-        settings: Settings of that rule.
-        block_length: Positions of a block, if it is not the checkpoint's.
-    """
-
-    family: str
-    kind: str
-    sampling: Mapping[str, float]
-    source: str
-    architectures: tuple[str, ...] = ()
-    rule: str | None = None
-    settings: Mapping[str, float | str] = field(default_factory=dict)
-    block_length: int | None = None
-
-
-@cache
-def published_runs() -> tuple[PublishedRun, ...]:
-    """Read all published runs, in the order of ``families/published.toml``."""
-    text = files("vllm_diffusion.families").joinpath("published.toml").read_text(encoding="utf-8")
-    return tuple(PublishedRun(**run) for run in tomllib.loads(text)["run"])
-
-
-def published_loop(architecture: str, rule: str) -> PublishedRun | None:
-    """Return the published function that a rule of an architecture implements, if there is one."""
-    for run in published_runs():
-        is_loop = run.kind == "function" and architecture in run.architectures
-        if is_loop and run.rule in (None, rule):
-            return run
-    return None
-
-
-def sampling_changes(
-    served: Mapping[str, float], wanted: Mapping[str, float]
-) -> dict[str, tuple[float, float]]:
-    """Return the sampling parameters that differ, each with the served value and the wanted one.
-
-    Args:
-        served: Default values of requests; those left out are vLLM's neutral ones.
-        wanted: Values of a published run, likewise. Filters have no effect at temperature 0.
-    """
-    served, wanted = NEUTRAL | dict(served), NEUTRAL | dict(wanted)
-    if wanted["temperature"] == 0:
-        wanted |= {name: served[name] for name in ("top_k", "top_p", "min_p")}
-    return {name: (served[name], wanted[name]) for name in NEUTRAL if served[name] != wanted[name]}
-
-
-def log_differences(vllm_config: VllmConfig, spec: CanvasSpec, rule: str) -> None:
-    """Log in one line where requests that set nothing differ from the published loop.
-
-    Settings of the operator are not mentioned.
-    """
-    model_config, chosen = vllm_config.model_config, plugin_settings(vllm_config)
-    run = published_loop(model_config.architecture, rule)
-    if run is None:
-        return
-    changes = sampling_changes(
-        {
-            name: value
-            for name, value in model_config.get_diff_sampling_param().items()
-            if name in NEUTRAL
-        },
-        run.sampling,
-    )
-    changes = {
-        name: values
-        for name, values in changes.items()
-        if name not in model_config.override_generation_config
-    }
-    of_rule = {
-        name: (spec.settings[name], value)
-        for name, value in run.settings.items()
-        if spec.settings[name] != value and name not in chosen.of_rule and chosen.preset is None
-    }
-    if not changes and not of_rule:
-        return
-    options = []
-    if changes:
-        options.append("--generation-config vllm")
-        if overrides := {k: v for k, v in run.sampling.items() if NEUTRAL[k] != v}:
-            options.append(f"--override-generation-config '{json.dumps(overrides)}'")
-    if of_rule:
-        wanted = {name: there for name, (_, there) in of_rule.items()}
-        options.append(f"--additional-config '{json.dumps({'diffusion': wanted})}'")
-    listed = [f"{name}={here!r} ({there!r})" for name, (here, there) in (changes | of_rule).items()]
-    logger.info(
-        "A request that sets nothing gets %s, in brackets what the published loop of %s has; %s gives "
-        "the loop's.",
-        ", ".join(listed),
-        run.family,
-        " ".join(options),
-    )

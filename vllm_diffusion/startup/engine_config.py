@@ -17,20 +17,23 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
-from vllm_diffusion.startup import engine_process, passes
+from vllm_diffusion.startup import engine_process
 from vllm_diffusion.startup.attention import choose_attention
+from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
 from vllm_diffusion.startup.checkpoint_file import choose_weight_files
 from vllm_diffusion.startup.denoising_settings import (
     Published,
     choose_draft_length,
     denoising_settings,
     generation_config,
-    log_differences,
 )
 from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
 from vllm_diffusion.startup.machine import is_vllm_cpu_build
 from vllm_diffusion.startup.options import check_options
+from vllm_diffusion.startup.pass_limits import choose_media, set_max_num_seqs
+from vllm_diffusion.startup.pass_order import choose_scheduler, choose_worker
 from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
+from vllm_diffusion.startup.published_runs import log_differences
 from vllm_diffusion.weights.adapters.early_checks import choose_adapter_rules
 from vllm_diffusion.weights.check import check_capability, check_platform, check_room
 from vllm_diffusion.weights.tensor_rules import TensorRules
@@ -202,7 +205,7 @@ class BlockDiffusionEngineConfig:
         cls.apply_stock_defaults(vllm_config)
         rule = cls.published_rule(vllm_config)
         choose_draft_length(vllm_config, rule.layout, rule.draft_length)
-        passes.set_max_num_seqs(vllm_config, max_num_seqs)
+        set_max_num_seqs(vllm_config, max_num_seqs)
         # The configuration carries it to the API process, the scheduler and the workers.
         spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
         _check_mask(vllm_config.model_config, spec)
@@ -214,14 +217,14 @@ class BlockDiffusionEngineConfig:
         if (problem := spec.layout.attention_problem(backend, own)) is not None:
             raise ValueError(problem)
         check_options(vllm_config)
-        passes.choose_media(vllm_config)
+        choose_media(vllm_config)
         _check_weights(vllm_config)
         check_room(vllm_config)
         choose_adapter_rules(vllm_config, cls.tensor_rules())
-        passes.choose_scheduler(vllm_config)
+        choose_scheduler(vllm_config)
         if not current_platform.is_cpu():
-            passes.choose_worker(vllm_config.parallel_config, WORKER)
-        passes.choose_capture_sizes(vllm_config)
+            choose_worker(vllm_config.parallel_config, WORKER)
+        choose_capture_sizes(vllm_config)
         cls._check_skipping(vllm_config)
         engine_process.prepare_engine(vllm_config.model_config)
         if (most := limit_answers()) is not None:

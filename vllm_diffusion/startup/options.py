@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.startup.passes import note_given_limits
+from vllm_diffusion.startup.pass_limits import note_given_limits
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 
 if TYPE_CHECKING:

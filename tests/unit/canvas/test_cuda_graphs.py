@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.graphs import emulated_capture
 from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
-from vllm_diffusion.startup.passes import (
+from vllm_diffusion.startup.capture_sizes import (
     MAX_CANVASES,
     TILE_ROWS,
     capture_sizes,

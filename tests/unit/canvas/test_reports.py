@@ -12,7 +12,7 @@ from tests.support.kernel_checks import Operations
 from vllm_diffusion.canvas.messages import CanvasView, ReportedFrame, RequestReport, pack
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput
-from vllm_diffusion.sampling.sampler import CanvasViewConnector
+from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 
 pytestmark = pytest.mark.engine
 

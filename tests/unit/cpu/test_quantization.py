@@ -11,7 +11,7 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_diffusion.cpu.quantized_linear import (
+from vllm_diffusion.cpu.quantized_values import (
     FP8,
     quantize_fp8,
     quantize_fp8_groups,

@@ -14,8 +14,9 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.startup import passes
-from vllm_diffusion.startup.passes import FEWEST, PROMPTS_SHARE, choose_max_num_seqs, choose_worker
+from vllm_diffusion.startup import pass_order
+from vllm_diffusion.startup.pass_limits import FEWEST, PROMPTS_SHARE, choose_max_num_seqs
+from vllm_diffusion.startup.pass_order import choose_worker
 
 pytestmark = pytest.mark.engine
 
@@ -38,8 +39,8 @@ GIB = 2**30
 )
 def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, extra, pays):
     """The arithmetic, on both sides of where it turns."""
-    monkeypatch.setattr(passes, "HOST_MS", host)
-    assert passes.asynchronous_pays(device, steps, extra) is pays
+    monkeypatch.setattr(pass_order, "HOST_MS", host)
+    assert pass_order.asynchronous_pays(device, steps, extra) is pays
 
 
 def test_extra_passes():
@@ -72,14 +73,14 @@ def test_choice(monkeypatch, is_cpu, weights, max_steps, given, chosen):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
-    monkeypatch.setattr(passes, "checkpoint_bytes", lambda model: 2 * weights)
+    monkeypatch.setattr(pass_order, "checkpoint_bytes", lambda model: 2 * weights)
     config = SimpleNamespace(
         additional_config={},
         scheduler_config=SimpleNamespace(async_scheduling=given),
         model_config=SimpleNamespace(model="a", canvas_spec=diffusion_gemma_spec(256, max_steps)),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
-    passes.choose_order(config)  # type: ignore[arg-type]
+    pass_order.choose_order(config)  # type: ignore[arg-type]
     assert config.scheduler_config.async_scheduling is chosen
 
 

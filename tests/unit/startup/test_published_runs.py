@@ -6,13 +6,13 @@ import pytest
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.startup.denoising_settings import (
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
     published_loop,
     published_runs,
     sampling_changes,
 )
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.slots import Phase
-from vllm_diffusion.families.nemotron.startup import TENSOR_NAME, DraftLora
+from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable

@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import Ministral3Config
@@ -34,68 +32,12 @@ from transformers import Ministral3Config
 from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import FLOAT32_MAX, Setting
-from vllm_diffusion.startup.checkpoint_file import checkpoint_file
+from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
-from vllm_diffusion.weights.adapters.rules import (
-    CONFIG,
-    WEIGHTS,
-    AdapterRules,
-    Module,
-    read_config,
-    read_pairs,
-)
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-
-FOLDER = "linear_spec_lora"
-_MODULE = "encoder.layers.{layer}.self_attn.o_proj"
-TENSOR_NAME = f"base_model.model.{_MODULE}.lora_{{half}}.weight"
-_ADVICE = f"copy or download {FOLDER} again, or remove it to draft with the plain weights"
-
-
-@dataclass(frozen=True)
-class DraftLora:
-    """Checked adapter.
-
-    Attributes:
-        file: File of its tensors.
-        rank: Rank of each pair of matrices.
-        scale: Factor of their product.
-    """
-
-    file: Path
-    rank: int
-    scale: float
-
-
-def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
-    """The checkpoint's own, local or in a repository; ``None`` if it has none.
-
-    Raises:
-        ValueError: If it is not an adapter of this kind for this model.
-    """
-    path = checkpoint_file(model_config, FOLDER, CONFIG)
-    if path is None:
-        return None
-    # Of a repository, one file is fetched at a time.
-    checkpoint_file(model_config, FOLDER, WEIGHTS)
-    config, folder = model_config.hf_config, path.parent
-    module = Module(config.hidden_size, config.num_attention_heads * config.head_dim)
-    modules = {_MODULE.format(layer=layer): module for layer in range(config.num_hidden_layers)}
-    try:
-        AdapterRules(modules, max_rank=config.hidden_size).check(str(folder))
-    except ValueError as error:
-        raise ValueError(f"{error} For drafts, {_ADVICE}.") from None
-    if missing := modules.keys() - read_pairs(folder).keys():
-        raise ValueError(f"{folder / WEIGHTS} has nothing for {min(missing)}; {_ADVICE}.")
-    settings = read_config(folder)
-    kinds = {settings.get_rank_and_scaling(name) for name in modules}
-    if len(kinds) > 1:
-        raise ValueError(f"{path}: rank_pattern and alpha_pattern must be left out; {_ADVICE}.")
-    return DraftLora(folder / WEIGHTS, *kinds.pop())
 
 
 logger = logging.getLogger("vllm.vllm_diffusion")

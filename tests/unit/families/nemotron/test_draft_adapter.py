@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora
 from vllm_diffusion.families.nemotron.model import DraftAdapter
-from vllm_diffusion.families.nemotron.startup import TENSOR_NAME, DraftLora
 
 pytestmark = pytest.mark.engine
 

@@ -1,0 +1,144 @@
+"""Requests and pictures of a pass, where the operator sets no limits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+# Running canvases leave one in this many of a pass's tokens to prompts. Otherwise a prompt beside a
+# full batch gets the room of one canvas, 256 tokens per pass, and each pass with a prompt is slower
+# for all.
+PROMPTS_SHARE = 4
+# Number of stock vLLM, below which prompts get no share.
+FEWEST = 8
+
+
+def choose_max_num_seqs(canvases_per_pass: int, most: int) -> int:
+    """Choose the default number of requests that run at once.
+
+    Stock vLLM sets 8 for this architecture, since its sampler holds whole logits of every canvas, and
+    does not distinguish an operator's number from its own default. Our sampler holds a tile of logits
+    at a time, so that a pass's tokens limit the number. Memory does not: vLLM profiles a pass with the
+    slots of all requests in place, gives the rest to the KV cache, and logs how many requests it holds;
+    those beyond wait.
+
+    Args:
+        canvases_per_pass: Canvases that ``max_num_batched_tokens`` holds; more requests than that
+            would take turns.
+        most: vLLM's default for other models.
+
+    Returns:
+        A number of at least 1. It leaves prompts their share of a pass, unless it would be below
+        ``FEWEST``.
+    """
+    running = canvases_per_pass - canvases_per_pass // PROMPTS_SHARE
+    return max(1, min(most, max(running, min(FEWEST, canvases_per_pass))))
+
+
+def note_given_limits(arguments: EngineArgs, model_config: ModelConfig) -> None:
+    """Note on a diffusion model whether the operator set the requests and the tokens of a pass.
+
+    vLLM replaces ``None`` by a default before any hook that is given the whole configuration.
+
+    Args:
+        arguments: vLLM's arguments, without defaults yet.
+        model_config: Configuration of the model, changed in place.
+    """
+    if model_config.is_diffusion:
+        model_config.max_num_seqs_is_set = arguments.max_num_seqs is not None
+        is_set = arguments.max_num_batched_tokens is not None
+        model_config.max_num_batched_tokens_is_set = is_set
+
+
+def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
+    """Set the default, and log the reason; an operator's number stays as it is.
+
+    Args:
+        vllm_config: Configuration, changed in place.
+        given: ``max_num_seqs`` before the stock hook lowered it.
+    """
+    scheduler_config = vllm_config.scheduler_config
+    scheduler_config.max_num_seqs = given
+    if getattr(vllm_config.model_config, "max_num_seqs_is_set", True):
+        return
+    budget = scheduler_config.max_num_batched_tokens
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    canvases = budget // canvas_length
+    # The scheduler must not run more than the runner has slots for.
+    chosen = max(choose_max_num_seqs(canvases, given), scheduler_config.max_num_active_seqs or 0)
+    scheduler_config.max_num_seqs = chosen
+    logger.info(
+        "max_num_seqs=%d: max_num_batched_tokens=%d holds %d canvases of %d, of which prompts are left "
+        "%d; --max-num-seqs sets another number.",
+        chosen,
+        budget,
+        canvases,
+        canvas_length,
+        max(canvases - chosen, 0),
+    )
+
+
+def choose_media(vllm_config: VllmConfig) -> None:
+    """Offer no image or video that ``max_num_batched_tokens`` cannot hold; refuse a requested one.
+
+    The rows of an image attend to one another in both directions, so they are computed in one pass.
+    vLLM checks this only when its engine is up, and then names only one of the two options.
+
+    Raises:
+        ValueError: If ``--limit-mm-per-prompt`` asks for an item that does not fit, with the
+            smallest budget that holds it, and the setting that leaves it out.
+    """
+    from vllm.config import MultiModalConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model_config = vllm_config.model_config
+    if not model_config.is_mm_prefix_lm:
+        return
+    info = MULTIMODAL_REGISTRY.create_processor(model_config).info
+    counts = {kind: 1 for kind, most in info.allowed_mm_limits.items() if most > 0}
+    lengths = info.get_mm_max_tokens_per_item(model_config.max_model_len, counts)
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    too_long = {kind: lengths[kind] for kind in counts if lengths[kind] > budget}
+    if not too_long:
+        return
+    is_set = getattr(model_config, "max_num_batched_tokens_is_set", True)
+    given = "" if is_set else " (unset, at most max_num_seqs * max_model_len)"
+    multimodal = model_config.get_multimodal_config()
+    requested = {
+        kind: length for kind, length in too_long.items() if kind in multimodal.limit_per_prompt
+    }
+    if requested:
+        raise ValueError(
+            f"max_num_batched_tokens={budget}{given} is too "
+            f"little for {_items(requested)}, which --limit-mm-per-prompt asks for and one pass must "
+            f"hold; set --max-num-batched-tokens to at least {max(requested.values())}, or do "
+            f"without: --limit-mm-per-prompt '{json.dumps(dict.fromkeys(requested, 0))}'."
+        )
+    none_of_them = MultiModalConfig(limit_per_prompt=dict.fromkeys(too_long, 0))
+    multimodal.limit_per_prompt.update(none_of_them.limit_per_prompt)
+    logger.warning(
+        "max_num_batched_tokens=%d%s does not hold %s, "
+        "which one pass must: requests with one are refused; --max-num-batched-tokens of at least %d "
+        "serves them.",
+        budget,
+        given,
+        _items(too_long),
+        max(too_long.values()),
+    )
+
+
+def _items(lengths: Mapping[str, int]) -> str:
+    """Describe items, as in ``an image of up to 280 tokens and a video of up to 2496 tokens``."""
+    return " and ".join(
+        f"{'a' if kind == 'video' else 'an'} {kind} of up to {length} tokens"
+        for kind, length in lengths.items()
+    )
