@@ -53,14 +53,11 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     parser.add_argument(
         "--api-key",
-        type=values.key,
         metavar="KEY",
         help="of that server; better in VLLM_API_KEY or OPENAI_API_KEY, since other users of a machine "
         "can read arguments",
     )
-    parser.add_argument(
-        "--model", type=values.text, help="which of that server's models (default: its first)"
-    )
+    parser.add_argument("--model", help="which of that server's models (default: its first)")
     values.add_number(parser, "--max-tokens", values.integer(), "longest answer, in tokens", 512)
     parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
     add_family(parser)
@@ -250,9 +247,9 @@ class Conversation:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "preset": values.text,
+    "preset": str,
     "steps": values.integer(),
-    "temperature": values.temperature,
+    "temperature": values.number(0),
     "seed": values.seed,
     "schema": values.schema,
 }

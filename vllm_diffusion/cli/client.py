@@ -68,7 +68,7 @@ def ask(
             trust_env=not is_near,
             follow_redirects=True,
         )
-    except httpx.RequestError as error:
+    except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
         raise OSError(str(error) or type(error).__name__) from error
 
 

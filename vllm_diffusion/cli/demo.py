@@ -40,7 +40,7 @@ def add_parser(subcommands: Subcommands) -> None:
         "is drawn while it is denoised.",
     )
     defaults = ", ".join(f'"{prompt}" ({name})' for name, prompt in DEFAULT_PROMPTS.items())
-    parser.add_argument("prompt", nargs="?", type=values.text, help=f"default: {defaults}")
+    parser.add_argument("prompt", nargs="?", help=f"default: {defaults}")
     longest = values.integer(1, MAX_MODEL_LEN - 1)
     values.add_number(parser, "--max-tokens", longest, "longest answer, in tokens", 256)
     values.add_number(parser, "--seed", values.seed, "of the random draws", 0)
@@ -56,7 +56,7 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     family = family_of(arguments)
-    prompt = DEFAULT_PROMPTS[family] if arguments.prompt is None else arguments.prompt
+    prompt = arguments.prompt or DEFAULT_PROMPTS[family]
     begin_serving()
     request = {
         "model": MODEL_NAME,

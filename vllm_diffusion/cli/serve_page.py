@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import MODEL_NAME, begin_serving, shipped_checkpoint
-from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError
+from vllm_diffusion.cli.client import ServerError
 from vllm_diffusion.cli.console import VERBOSE_HELP, say
-from vllm_diffusion.cli.server import VLLM_SERVE, Listening, Server
+from vllm_diffusion.cli.server import VLLM_SERVE, Server
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -70,7 +70,8 @@ class Plan:
         options: What ``vllm serve`` is given, the model first.
         host: Where the server listens.
         port: Where the server listens.
-        listening: Address at which this process asks whether the server is ready, with its key.
+        url: Address at which this process asks whether the server is ready.
+        shutdown_seconds: Time that the server gives its open requests when it is interrupted.
         page: The address of the page, for a browser.
         opens: Whether the page is to be opened in a browser.
         is_verbose: Whether the server's own lines are printed.
@@ -79,7 +80,8 @@ class Plan:
     options: tuple[str, ...]
     host: str
     port: int
-    listening: Listening
+    url: str
+    shutdown_seconds: float
     page: str
     opens: bool
     is_verbose: bool
@@ -102,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         [*VLLM_SERVE, *plan.options],
         report=say,
         environment={"VLLM_PLUGINS": plugins},
-        listening=plan.listening,
+        url=plan.url,
+        shutdown_seconds=plan.shutdown_seconds,
         verbose=plan.is_verbose,
     )
     try:
@@ -135,18 +138,17 @@ def plan_of(arguments: Sequence[str]) -> Plan:
     for name in _WITHOUT_A_PORT:
         if any(option.partition("=")[0] == name for option in options):
             raise values.UsageError(f"{name}: a browser needs a port of HTTP; leave it out.")
-    set_to = _set_to(options)
+    # Otherwise vLLM calls a model by its path.
     if not options or options[0].startswith("-"):
         options.insert(0, str(shipped_checkpoint()))
         served_as: str | None = MODEL_NAME
     else:
-        values.checked(values.model, "argument MODEL", options[0])
-        # Otherwise vLLM calls a model by its path.
         served_as = Path(options[0]).resolve().name if Path(options[0]).is_dir() else None
+    set_to = _set_to(options)
     # A file of options may hold a name, which one on the command line would replace.
     if served_as and set_to.served_model_name is None and set_to.config is None:
         options += ["--served-model-name", served_as]
-    if set_to.host is None:
+    if not set_to.host:
         options += ["--host", _HOST]
     host = set_to.host or _HOST
     scheme = "http" if set_to.ssl_certfile is None else "https"
@@ -156,11 +158,8 @@ def plan_of(arguments: Sequence[str]) -> Plan:
         tuple(options),
         host,
         set_to.port,
-        Listening(
-            f"{scheme}://{_authority(here, set_to.port)}",
-            os.environ.get(KEY_VARIABLE, ""),
-            set_to.shutdown_timeout,
-        ),
+        f"{scheme}://{_authority(here, set_to.port)}",
+        set_to.shutdown_timeout,
         f"{scheme}://{_authority(shown, set_to.port)}{path}",
         "--open" in arguments,
         "--verbose" in arguments,
@@ -168,17 +167,18 @@ def plan_of(arguments: Sequence[str]) -> Plan:
 
 
 def _set_to(options: Sequence[str]) -> argparse.Namespace:
-    """Read the options of ``vllm serve`` that decide where the page is, the model's name and how the server ends."""
+    """Read the model, and the options of ``vllm serve`` that decide where the page is and how the server ends."""
     parser = values.Parser(prog="vllm-diffusion serve-page", add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", type=values.text)
-    parser.add_argument("--port", type=values.port, default=_PORT)
+    parser.add_argument("MODEL", type=values.model)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=values.integer(1, 65_535), default=_PORT)
     # vLLM takes an underscore for a hyphen.
-    parser.add_argument("--root-path", "--root_path", type=values.text)
+    parser.add_argument("--root-path", "--root_path")
     parser.add_argument("--served-model-name", "--served_model_name", nargs="+")
     parser.add_argument("--config")
     parser.add_argument("--ssl-certfile", "--ssl_certfile", type=values.file)
     parser.add_argument(
-        "--shutdown-timeout", "--shutdown_timeout", type=values.number(least=0), default=0.0
+        "--shutdown-timeout", "--shutdown_timeout", type=values.number(0), default=0.0
     )
     return parser.parse_known_args(options)[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
@@ -14,11 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import psutil
 
@@ -29,8 +26,8 @@ HOST = "127.0.0.1"
 # does the same thing.
 _POLL_SECONDS = 0.25
 _REPORT_SECONDS = 10.0
-# What each signal is given before the next, harder one.
-_STOP_SECONDS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+# What each signal is given before the next, harder one; SIGKILL is the last.
+_STOP_SECONDS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0))
 # Closing the terminal or ending this process ends the server too.
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # What the server does after it has logged the line that holds the text on the left.
@@ -44,29 +41,12 @@ _STAGES = (
 )
 _LOG_TAIL_LINES = 25
 _HEALTH_SECONDS = 5.0
-# A log that is longer is cut to its end.
-_MAX_LOG_BYTES, _KEPT_LOG_BYTES = 16 * 2**20, 2**20
 _PR_SET_PDEATHSIG = 1
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)
 # A folder named vllm where the user happens to be is not imported in vLLM's place.
 SERVER_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # The command that options follow: `vllm serve`, as this Python has it.
 VLLM_SERVE = (sys.executable, "-m", "vllm_diffusion.cli.vllm_command", "serve")
-
-
-@dataclass(frozen=True)
-class Listening:
-    """Address at which a server listens, and how it ends.
-
-    Attributes:
-        url: The server's root, such as ``http://127.0.0.1:8000``.
-        api_key: The server's key; empty if it has none.
-        shutdown_seconds: Time that the server gives its open requests when it is interrupted.
-    """
-
-    url: str
-    api_key: str
-    shutdown_seconds: float = 0.0
 
 
 class Server:
@@ -88,7 +68,8 @@ class Server:
         report: Callable[[str], None],
         timeout: float = math.inf,
         environment: dict[str, str] | None = None,
-        listening: Listening | None = None,
+        url: str = "",
+        shutdown_seconds: float = 0.0,
         verbose: bool = False,
     ) -> None:
         """Note what to start; nothing is started yet.
@@ -98,35 +79,32 @@ class Server:
             report: Called with a line about progress every few seconds.
             timeout: Seconds that the server may take until it is ready.
             environment: Variables beside those of this process.
-            listening: What the command itself sets; by default a free port and a random key.
+            url: Where the command itself has the server listen, with the key of this process if it has one; by
+                default a free port, and a random key.
+            shutdown_seconds: Time that the server gives its open requests when it is interrupted.
             verbose: Whether what the server prints is printed here too, as it comes.
         """
         port = free_port()
-        if listening is None:
-            listening = Listening(f"http://{HOST}:{port}", secrets.token_urlsafe(32))
-        self.url, self.api_key = listening.url, listening.api_key
+        self.url = url or f"http://{HOST}:{port}"
+        self.api_key = os.environ.get(KEY_VARIABLE, "") if url else secrets.token_urlsafe(32)
         self._command = [part.replace("{port}", str(port)) for part in command]
         self._report = report
         self._timeout = timeout
-        self._shutdown_seconds = listening.shutdown_seconds
+        self._shutdown_seconds = shutdown_seconds
         self._verbose = verbose
-        self._environment = SERVER_ENVIRONMENT | (environment or {})
-        if self.api_key:
-            # In the environment, not among the arguments, which every user of the machine can read.
-            self._environment[KEY_VARIABLE] = self.api_key
+        # In the environment, not among the arguments, which every user of the machine can read.
+        key = {KEY_VARIABLE: self.api_key} if self.api_key else {}
+        self._environment = SERVER_ENVIRONMENT | (environment or {}) | key
         self._process: subprocess.Popen[bytes] | None = None
-        self._printing = threading.Thread(target=self._print_log, daemon=True)
-        self._has_ended = threading.Event()
-        self._log_lock = threading.Lock()
-        self._num_printed = 0
+        self._printing: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
         handle, path = tempfile.mkstemp(prefix="vllm-diffusion-", suffix=".log")
         os.close(handle)
         self.log_path = Path(path)
+        is_main_thread = threading.current_thread() is threading.main_thread()
         try:
-            # No interrupt comes between a process and the note of it.
-            with self.log_path.open("ab") as log, _signals_held():
+            with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
@@ -135,10 +113,10 @@ class Server:
                     env=os.environ | self._environment,
                     # A process group of its own: Ctrl-C reaches us alone, and we can end all of it.
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if _is_main_thread() else None,
+                    preexec_fn=_end_with_parent if is_main_thread else None,
                 )
             if self._verbose:
-                self._printing.start()
+                self._printing = _print_until_end(self.log_path, self._process.pid)
             self._wait_until_ready(self._process)
         except BaseException as error:
             self.__exit__(type(error))
@@ -147,9 +125,8 @@ class Server:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.stop()
-        self._has_ended.set()
-        if self._printing.is_alive():
-            self._printing.join()
+        if self._printing is not None:
+            self._printing.wait()
         if kind is None or not issubclass(kind, Exception):
             self.log_path.unlink(missing_ok=True)
 
@@ -186,46 +163,13 @@ class Server:
         return f"The end of the server's log, {self.log_path}:\n{tail}\n"
 
     def wait(self) -> None:
-        """Return when the server has ended by itself. Meanwhile its log is kept small.
+        """Return when the server has ended by itself.
 
         Raises:
             ServerError: If its exit status is not 0.
         """
-        process = self._process
-        while process is not None and process.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            if self.log_path.stat().st_size > _MAX_LOG_BYTES:
-                self._shorten_log()
-        if process is not None and process.returncode:
-            raise ServerError(f"The server stopped with exit status {process.returncode}.")
-
-    def _shorten_log(self) -> None:
-        """Drop the log but for its end. The server appends, so that its next line follows."""
-        with self._log_lock, self.log_path.open("r+b") as log:
-            if self._verbose:
-                self._print_new(log)
-            log.seek(-_KEPT_LOG_BYTES, os.SEEK_END)
-            kept = log.read()
-            log.seek(0)
-            log.truncate()
-            log.write(kept)
-            self._num_printed = len(kept)
-
-    def _print_log(self) -> None:
-        """Print the log as it grows, until the server has ended."""
-        is_last = False
-        while not is_last:
-            is_last = self._has_ended.wait(_POLL_SECONDS)
-            with self._log_lock, self.log_path.open("rb") as log:
-                self._print_new(log)
-
-    def _print_new(self, log: BinaryIO) -> None:
-        """Print what of the log was not printed yet."""
-        log.seek(self._num_printed)
-        new = log.read()
-        self._num_printed += len(new)
-        sys.stderr.write(new.decode(errors="replace"))
-        sys.stderr.flush()
+        if self._process is not None and (status := self._process.wait()):
+            raise ServerError(f"The server stopped with exit status {status}.")
 
     def processes(self) -> list[int]:
         """Return the ids of the server's first process and of all that it started; none once it has ended."""
@@ -240,20 +184,15 @@ class Server:
             return
         try:
             for kind, patience in _STOP_SECONDS:
-                if kind is signal.SIGINT:
-                    # The server's first process ends its engine in order.
-                    process.send_signal(kind)
-                    patience += self._shutdown_seconds
-                else:
-                    _signal_group(process.pid, kind)
-                try:
-                    process.wait(patience)
+                # The server's first process ends its engine in order.
+                process.send_signal(kind)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(patience + self._shutdown_seconds)
                     break
-                except subprocess.TimeoutExpired:
-                    continue
         finally:
             # What it left behind, or all of it if somebody is too impatient for the above.
-            _signal_group(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -266,30 +205,6 @@ def process_tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Delay signals that end this process, and that Python handles, until the block is left."""
-    if not _is_main_thread():
-        # They reach the main thread alone.
-        yield
-        return
-    came: list[int] = []
-    ending = (signal.SIGINT, *ENDING_SIGNALS)
-    kinds = [kind for kind in ending if callable(signal.getsignal(kind))]
-    handlers = {kind: signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
-        for number in came:
-            signal.raise_signal(number)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def _end_with_parent() -> None:
     """Have Linux end this process, a server's first one, when the one that started it has ended.
 
@@ -299,12 +214,15 @@ def _end_with_parent() -> None:
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _signal_group(group: int, kind: signal.Signals) -> None:
-    try:
-        os.killpg(group, kind)
-    except ProcessLookupError:
-        # Nobody is left.
-        return
+def _print_until_end(log: Path, pid: int) -> subprocess.Popen[bytes]:
+    """Print a server's log to standard error as it grows, until the server has ended, in a process of its own."""
+    return subprocess.Popen(
+        ["tail", "--bytes=+1", "--follow", f"--pid={pid}", "--sleep-interval=0.2", str(log)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        # Ctrl-C does not reach it: how the server ends is printed too.
+        start_new_session=True,
+    )
 
 
 def free_port() -> int:
@@ -323,8 +241,4 @@ def free_port() -> int:
 
 def vllm_serve(model: str, *options: str) -> list[str]:
     """Return the command line of a server for ``model`` on this machine only."""
-    return [
-        *VLLM_SERVE,
-        *(model, "--host", HOST, "--port", "{port}"),
-        *options,
-    ]
+    return [*VLLM_SERVE, model, "--host", HOST, "--port", "{port}", *options]

@@ -25,6 +25,7 @@ from vllm_diffusion.drafting.commands.contenders import (
     TINY_METHODS,
     contenders,
     draft_method,
+    named_draft,
 )
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Plan, Result, race
 from vllm_diffusion.drafting.commands.draft_table import tables
@@ -68,7 +69,7 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     steps = "passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)"
     for option, read, metavar, meaning in (
-        ("--draft", values.named_model(draft_method), "MODEL", draft),
+        ("--draft", named_draft, "MODEL", draft),
         ("--method", draft_method, "METHOD", method),
         ("--steps", values.integer(), "N", steps),
     ):
@@ -98,7 +99,7 @@ def add_run_options(parser: argparse.ArgumentParser, *requests: int) -> None:
     values.add_number(parser, "--rounds", values.integer(), "that count", 3)
     values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 256)
     meaning = "of the answers; above 0 they are not compared"
-    values.add_number(parser, "--temperature", values.temperature, meaning, 0.0, "X")
+    values.add_number(parser, "--temperature", values.number(0), meaning, 0.0, "X")
     parser.add_argument(
         "--one-at-a-time",
         action=argparse.BooleanOptionalAction,

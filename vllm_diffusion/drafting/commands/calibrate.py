@@ -59,7 +59,7 @@ def _add_record(steps: Subcommands) -> None:
         description="Show what is recorded in a folder, and print the command of a server that records "
         "there. Servers record nothing unless they are told to.",
     )
-    parser.add_argument("folder", type=values.folder, help="of the recording")
+    parser.add_argument("folder", type=Path, help="of the recording")
     values.add_number(parser, "--max-mib", values.integer(), "of the printed command", 64)
     parser.add_argument("--clear", action="store_true", help="delete what is recorded")
     parser.set_defaults(run=record)
@@ -114,7 +114,7 @@ def _add_collect(steps: Subcommands) -> None:
     values.add_number(parser, "--concurrency", values.integer(), "requests at a time", 8)
     values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 1024)
     meaning = "of the answers (default: the server's own)"
-    values.add_number(parser, "--temperature", values.temperature, meaning, metavar="X")
+    values.add_number(parser, "--temperature", values.number(0), meaning, metavar="X")
     parser.set_defaults(run=collect)
 
 
@@ -169,7 +169,7 @@ def _add_extract(steps: Subcommands) -> None:
         "target", type=values.model, help="whose traffic was recorded; a folder or a repository"
     )
     _add_recording(parser)
-    parser.add_argument("--out", type=values.empty_folder, required=True, help="a new folder")
+    parser.add_argument("--out", type=values.folder, required=True, help="a new folder")
     layers = parser.add_mutually_exclusive_group(required=True)
     layers.add_argument(
         "--draft", type=values.draft, help="a draft whose target_layer_ids are extracted"
@@ -187,7 +187,7 @@ def _add_extract(steps: Subcommands) -> None:
 
 def _add_recording(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recording", type=values.recording, help="a folder of a server, or a file of JSON lines"
+        "recording", type=Path, help="a folder of a server, or a file of JSON lines"
     )
 
 

@@ -31,6 +31,15 @@ def draft_method(value: str) -> str:
     return value
 
 
+def named_draft(value: str) -> tuple[str, str]:
+    """Read ``MODEL`` or ``METHOD=MODEL``, into the method, empty where none is named, and the model."""
+    method, is_named, name = value.partition("=")
+    # A path may have the sign too, a method has no slash.
+    if not is_named or "/" in method:
+        return "", values.model(value)
+    return draft_method(method), values.model(name)
+
+
 def contenders(
     given: Sequence[tuple[str, str]],
     *,

@@ -78,9 +78,7 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Which published DFlash draft goes with a target, what is known of it, and the command "
         "that serves both. Nothing is fetched.",
     )
-    parser.add_argument(
-        "target", nargs="?", type=values.text, help="a target, or the end of its name; default: all"
-    )
+    parser.add_argument("target", nargs="?", help="a target, or the end of its name; default: all")
     parser.set_defaults(run=run)
 
 

@@ -50,7 +50,6 @@ def add_prompts(parser: argparse.ArgumentParser, num_prompts: int, default: str 
     parser.add_argument(
         "--data",
         nargs="+",
-        type=source,
         metavar="FILE",
         help='JSON lines with "prompt" (text or token ids to go on with) or "messages", and perhaps '
         f'"task"; or {TINY_TASKS}{default}',
@@ -74,13 +73,6 @@ def given_prompts(arguments: argparse.Namespace, default: Sequence[str] = ()) ->
     if not sources:
         raise UsageError(f"--data is missing: give {_WHAT}.")
     return [prompt for name in sources for prompt in read_prompts(name, arguments.num_prompts)]
-
-
-def source(value: str) -> str:
-    """Read a value of ``--data``: :data:`TINY_TASKS`, or the path of a file of JSON lines."""
-    if value != TINY_TASKS and values.found(values.path_of(value), _WHAT).is_dir():
-        raise values.Refusal(f"{value} is a folder; it must be a file of JSON lines.")
-    return value
 
 
 def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:

@@ -152,20 +152,18 @@ def add_parser(steps: Subcommands) -> None:
     )
     add_server(parser)
     parser.add_argument("--target", type=values.model, required=True, help="what the server serves")
-    parser.add_argument(
-        "--recording", type=values.recording, required=True, help="where the server records"
-    )
+    parser.add_argument("--recording", type=Path, required=True, help="where the server records")
     parser.add_argument(
         "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
     )
-    positive, count = values.number(above=0), values.integer()
+    amount, count = values.number(0), values.integer()
     for option, read, default, meaning in (
-        ("--minutes", positive, 60.0, "of a round"),
-        ("--gib", positive, 16.0, "of memory"),
-        ("--disk-gib", positive, 4.0, "of hidden states"),
+        ("--minutes", amount, 60.0, "of a round"),
+        ("--gib", amount, 16.0, "of memory"),
+        ("--disk-gib", amount, 4.0, "of hidden states"),
         ("--steps", count, 2000, "of training"),
         ("--exchanges", count, 200, "new ones that begin a round"),
-        ("--idle-seconds", values.number(least=0), 30.0, "without a request"),
+        ("--idle-seconds", amount, 30.0, "without a request"),
     ):
         values.add_number(parser, option, read, meaning, default, "X")
     add_device(parser)

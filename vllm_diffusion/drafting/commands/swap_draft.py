@@ -68,7 +68,7 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Have a server that runs take another draft. Without a draft, say which one is served.",
     )
     parser.add_argument(
-        "draft", nargs="?", type=values.path_of, help="folder of the new draft, for the server"
+        "draft", nargs="?", type=Path, help="folder of the new draft, for the server"
     )
     add_server(parser)
     add_gone(parser, "--roll-back", "swap to the folder of the old draft.")
@@ -84,7 +84,6 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        type=values.key,
         metavar="KEY",
         help=f"of the server; better in {KEY_VARIABLE}, since other users of a machine can read arguments",
     )

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 # Settings of a training that are options: what each means, and what reads it.
 _SETTINGS: dict[str, tuple[str, Callable[[str], float]]] = {
-    "batch_size": ("samples a step", values.integer()),
-    "anchors": ("blocks of each sample", values.integer()),
-    "learning_rate": ("at its highest", values.number(above=0)),
+    "batch_size": ("samples a step", int),
+    "anchors": ("blocks of each sample", int),
+    "learning_rate": ("at its highest", float),
     "revealed_share": (
         "share of the blocks of which some is revealed, for drafts of several passes",
-        values.number(least=0, most=1),
+        float,
     ),
-    "report_every": ("steps between two lines of progress", values.integer()),
+    "report_every": ("steps between two lines of progress", int),
     "seed": ("of blocks, masks and random weights", values.seed),
 }
 
@@ -39,7 +39,7 @@ def add_parser(steps: Subcommands) -> None:
     )
     parser.add_argument("samples", type=values.samples, help="a folder of `calibrate extract`")
     parser.add_argument(
-        "--out", type=values.new_folder, required=True, help="a new folder, for the draft"
+        "--out", type=values.folder, required=True, help="a new folder, for the draft"
     )
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument("--from", dest="first", type=values.draft, help="a draft to start from")
@@ -54,9 +54,9 @@ def add_parser(steps: Subcommands) -> None:
         type=values.model,
         help="default: the one that the samples were extracted from",
     )
-    values.add_number(parser, "--steps", values.integer(), "of the optimizer", 2000)
+    values.add_number(parser, "--steps", int, "of the optimizer", 2000)
     meaning = "end then though steps are left"
-    values.add_number(parser, "--minutes", values.number(above=0), meaning, metavar="X")
+    values.add_number(parser, "--minutes", float, meaning, metavar="X")
     for name, (meaning, read) in _SETTINGS.items():
         default = getattr(TrainSettings, name)
         metavar = "N" if isinstance(default, int) else "X"
@@ -70,7 +70,6 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """Add the option that chooses where a draft is trained."""
     parser.add_argument(
         "--device",
-        type=values.device,
         default="cpu",
         help="of training: cpu, cuda or cuda:N (%(default)s)",
     )
@@ -91,17 +90,20 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         names = ("steps", "minutes", *_SETTINGS)
         settings = TrainSettings(**{name: getattr(arguments, name) for name in names})
-
+    except ValueError as error:
+        raise values.UsageError(f"--{str(error).replace('_', '-')}") from None
+    try:
         import torch
 
         from vllm_diffusion.drafting.calibration import calibrate
         from vllm_diffusion.drafting.calibration.samples import read_extraction
         from vllm_diffusion.drafting.reference_draft import ReferenceDraft, draft_config
 
-        if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(
-                f"--device {arguments.device}: torch finds no such GPU; set it to cpu."
-            )
+        try:
+            torch.empty(1, device=arguments.device)
+        except (RuntimeError, AssertionError) as error:
+            # Of a torch without CUDA, the latter.
+            raise ValueError(f"--device {arguments.device}: {str(error).splitlines()[0]}") from None
         extraction = read_extraction(arguments.samples)
         draft = None if is_new else calibrate.load_first_draft(arguments.first)
         ends = calibrate.load_ends(arguments.target or extraction.target)

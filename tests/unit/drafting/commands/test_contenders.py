@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.commands import refusal_of
-from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_draft
 from vllm_diffusion.drafting.commands import contenders, draft_runs, draft_table
 from vllm_diffusion.drafting.commands.draft_runs import Round, refusal
@@ -55,7 +54,7 @@ def test_given_drafts(tmp_path: Path) -> None:
     for name, block in (("old", 8), ("new", 16), ("a=c", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"block_size": block}))
-    read = values.named_model(contenders.draft_method)
+    read = contenders.named_draft
     assert read(str(tmp_path / "a=c")) == ("", str(tmp_path / "a=c"))
     given = [str(tmp_path / "old"), str(tmp_path / "new"), "eagle3=a/b", "mtp=d"]
     found = configured([read(each) for each in given], [], [1])
