@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,34 +75,14 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return head + "|" + "---|" * len(heads) + "\n" + "".join(lines)
 
 
-def part(page: str, name: str) -> tuple[str, str, str]:
-    """Cut a page before and behind its part of a name; the marks stay with the rest.
-
-    Raises:
-        ValueError: If it has no such part.
-    """
-    before, begin, rest = page.partition(f"<!-- {name} -->\n")
-    inside, end, after = rest.partition(f"<!-- end of {name} -->\n")
-    if not begin or not end:
-        raise ValueError(f"{DOCUMENT} has no part between <!-- {name} --> and its end")
-    return before + begin, inside, end + after
-
-
 def with_part(page: str, name: str, text: str) -> str:
-    """Return a page with another text in a part; arguments and error as of :func:`part`."""
-    before, _, after = part(page, name)
-    return f"{before}\n{text}\n{after}"
+    """Return a page with another text between the marks of a part, which it must have."""
+    before, rest = page.split(f"<!-- {name} -->\n")
+    _, after = rest.split(f"<!-- end of {name} -->\n")
+    return f"{before}<!-- {name} -->\n\n{text}\n<!-- end of {name} -->\n{after}"
 
 
 def write_part(name: str, text: str) -> None:
     """Replace a part of the document."""
     page = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(with_part(page, name, text), encoding="utf-8")
-
-
-def read_table(name: str) -> list[Mapping[str, str]]:
-    """Return the rows of the document's part, by the heads of its table."""
-    _, inside, _ = part(DOCUMENT.read_text(encoding="utf-8"), name)
-    lines = [line.split("|")[1:-1] for line in inside.splitlines() if line.startswith("|")]
-    heads, _, *rows = ([cell.strip() for cell in line] for line in lines)
-    return [dict(zip(heads, row, strict=True)) for row in rows]

@@ -1,10 +1,9 @@
 """What this device reaches, whether it does what kernels rely on, and whether they compute what the references do.
 
-    python benchmarks/gpu/check_gpu.py             # the layers of DiffusionGemma-26B
-    python benchmarks/gpu/check_gpu.py --toy
+    python benchmarks/gpu/check_gpu.py
 
-The checks of kernels are those of ``vllm-diffusion doctor --gpu``, without vLLM, in this process, and with an FP8
-cache too.
+A GPU computes the layers of DiffusionGemma-26B, and a CPU small ones in Triton's interpreter. The checks of kernels
+are those of ``vllm-diffusion doctor --gpu``, in this process, and with an FP8 cache too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from records import Rows, flat, parser_of
 from timing import copy_rate, device, milliseconds, place, product_rate
 
-from vllm_diffusion.canvas.cuda_graphs import Capture, cuda_capture
+from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.child import run_case
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
@@ -85,9 +84,9 @@ PROBE: Checks = {
 }
 
 
-def served(toy: bool) -> Served:
+def served() -> Served:
     """What is checked."""
-    if toy:
+    if not ON_GPU:
         kinds = (LayerKind(2, 2, 16, 15, "auto"), LayerKind(2, 1, 32, -1, "auto"))
         return Served(kinds, 8, 300, 16, None, "float32", max_model_len=40, choices=SKIPPING)
     shape = published_26b()
@@ -95,35 +94,23 @@ def served(toy: bool) -> Served:
     return replace(shape, kinds=tuple(kinds), choices=SKIPPING)
 
 
-def capture_of_device() -> Capture:
-    """How functions are captured: as graphs on a GPU, emulated on a CPU."""
-    if ON_GPU:
-        return cuda_capture()
-    from tests.support.graphs import emulated_capture
-
-    return emulated_capture
-
-
 def kernel(case: KernelCase) -> str:
     """A kernel beside its reference."""
     return f"off by {run_case(case, DEVICE).difference:.1e}"
 
 
-def kernels(toy: bool) -> Checks:
+def kernels() -> Checks:
     """The implementation of each kernel that serves by default."""
-    cases = (part[0] for role in served(toy).roles() for part in next(iter(role.ways.values())))
+    cases = (part[0] for role in served().roles() for part in next(iter(role.ways.values())))
     return {case.name: partial(kernel, case) for case in cases}
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--toy", action="store_true", help="at toy size")
-    options = parser.parse_args()
-    data = Rows(options.data)
+    data = Rows(parser_of(__doc__).parse_args().data)
     print(place())
     wrong = []
-    # Kernels are listed behind the probe, whose rows stay if that fails.
-    for table, checks in (("probe", lambda: PROBE), ("kernels", partial(kernels, options.toy))):
+    # Kernels are listed after the probe, whose rows stay if that fails.
+    for table, checks in (("probe", lambda: PROBE), ("kernels", kernels)):
         for name, check in checks().items():
             try:
                 found, state = check(), "right"

@@ -8,44 +8,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-# "running" is what an interrupted run leaves behind, and "cut" an experiment that got less time than
-# it may take; both run again.
-State = Literal["done", "failed", "timed out", "cut", "not run", "running"]
-SETTLED = ("done", "failed", "timed out")
+import records
+
 # Where results that are to be reported are kept.
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-class MixedRunsError(ValueError):
-    """A folder holds results of another commit, machine or size."""
-
-
 @dataclass(frozen=True)
 class Origin:
-    """What results must have in common to stand in one table.
+    """What results must have in common to stand in one figure.
 
     Attributes:
         commit: Commit of the checkout.
-        sources: Digest of its files, which may have been changed since.
-        toy: Whether it was a rehearsal at toy size on the CPU.
         machine: GPU, driver and versions.
     """
 
     commit: str
-    sources: str
-    toy: bool
     machine: dict[str, Any]
 
-    @property
-    def name(self) -> str:
-        """Name of a folder for these results."""
-        chip = self.machine["gpu"] or "cpu"
-        words = [self.commit[:12], *chip.lower().split(), *["toy"] * self.toy]
-        return "-".join(words).replace("/", "-")
-
-    def facts(self) -> dict[str, Any]:
-        """Everything that must be equal, by name."""
-        return {"commit": self.commit, "sources": self.sources, "toy": self.toy} | self.machine
+    def __str__(self) -> str:
+        named = [name for name in ("driver", "torch", "triton", "vllm") if self.machine[name]]
+        versions = [f"{name} {self.machine[name]}" for name in named]
+        return ", ".join([self.machine["gpu"], *versions, f"commit {self.commit[:12]}"])
 
 
 @dataclass(frozen=True)
@@ -54,8 +38,8 @@ class Result:
 
     Attributes:
         experiment: Its name.
-        state: See :data:`State`.
-        reason: Why it did not run or end; empty if it did.
+        state: ``"cut"`` if it was ended before it ended by itself: its rows count, as far as they go.
+        reason: Why it was cut or failed; empty if it is done.
         command: What one would type to run it.
         origin: Where it ran.
         started: Date and time, UTC.
@@ -65,7 +49,7 @@ class Result:
     """
 
     experiment: str
-    state: State
+    state: Literal["done", "failed", "cut"]
     reason: str
     command: str
     origin: Origin
@@ -75,67 +59,41 @@ class Result:
     log: str = ""
 
 
+Found = dict[str, Result]
+
+
 def write(folder: Path, result: Result) -> None:
     """Put a result on disk, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.experiment}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
-def read(folder: Path) -> dict[str, Result]:
-    """The results of a folder, by experiment.
+def read(folder: Path) -> Found:
+    """The results of a folder, by experiment; of one that the campaign's end cut off, the rows until then.
 
     Raises:
         ValueError: If a file is no result.
     """
     found = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(path for path in folder.iterdir() if path.suffix == ".json"):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            result = Result(**(data | {"origin": Origin(**data["origin"])}))
+            origin = Origin(data["origin"]["commit"], data["origin"]["machine"])
+            rows = data["rows"] or records.read(path.with_suffix(".jsonl"))
+            result = Result(**(data | {"origin": origin, "rows": rows}))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no result of the campaign: {error}") from error
         found[result.experiment] = result
     return found
 
 
-def check_origin(folder: Path, origin: Origin) -> None:
-    """Refuse to add to a folder what would not belong with the rest.
-
-    Raises:
-        MixedRunsError: If it holds results of another origin.
-    """
-    ours = origin.facts()
-    for name, result in read(folder).items():
-        theirs = result.origin.facts()
-        differs = [
-            f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
-            for key in dict.fromkeys((*ours, *theirs))
-            if ours.get(key) != theirs.get(key)
-        ]
-        if differs:
-            raise MixedRunsError(
-                f"{folder} holds a result of another run ({name}: {'; '.join(differs)}). Results of "
-                "two runs are never mixed: name another folder with --out."
-            )
-
-
-def kept() -> list[Path]:
-    """The folders of results in the checkout."""
-    return sorted(path for path in RESULTS.glob("*") if path.is_dir())
-
-
-def read_all(folders: list[Path]) -> list[tuple[Origin, dict[str, Result]]]:
-    """Results by their origin, in the order of the folders; one folder may hold several."""
-    groups: list[tuple[Origin, dict[str, Result]]] = []
+def read_all(folders: list[Path]) -> list[tuple[Origin, Found]]:
+    """Results by their folder and their origin: somebody may have copied those of two runs into one folder."""
+    groups: dict[tuple[Path, str], tuple[Origin, Found]] = {}
     for folder in folders:
         for name, result in read(folder).items():
-            for origin, found in groups:
-                if origin == result.origin and name not in found:
-                    found[name] = result
-                    break
-            else:
-                groups.append((result.origin, {name: result}))
-    return groups
+            _, found = groups.setdefault((folder, str(result.origin)), (result.origin, {}))
+            found[name] = result
+    return list(groups.values())

@@ -1,7 +1,8 @@
 """Every Triton configuration compiles for every chip, without a GPU, and one alone spills registers.
 
 Triton compiles for a chip that is not there only in a process without its interpreter, so each chip
-is checked by running this file. By hand it prints what the compiler reports:
+is checked by running this file. By hand it prints what the compiler reports, with the instructions
+of the innermost loops; the one over keys multiplies most:
 
     python tests/kernels/test_ahead_of_time.py sm_90
 """
@@ -95,7 +96,7 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
 
 # Bytes a thread, by chip and head size. Sliding layers on SM100 take 68 instructions a key with 128 rows a tile,
 # what they spill outside the loop among them, and 108 with 64, which spill nothing; on SM80 it is variants for
-# images that spill, and smaller tiles take half as many again (benchmarks/gpu/compiled.py).
+# images that spill, and smaller tiles take half as many again.
 SPILLS = {("sm_80", 256): 40, ("sm_80", 512): 40, ("sm_100", 256): 64}
 
 
@@ -113,11 +114,23 @@ def check(chip: str, cases: list[Case]) -> list[dict]:
 def test_ahead_of_time(chip):
     """The model's layers compile for a chip within its registers, shared memory and baselines."""
     triton = pytest.importorskip("triton")
+    lines = check(chip, MODEL_CASES)
     found = {
         f"{line['kernel']}, head size {line['head_dim']}": {name: line[name] for name in COMPILED}
-        for line in check(chip, MODEL_CASES)
+        for line in lines
     }
     baselines.check(f"attention, {chip}, Triton {triton.__version__}", found)
+    for line in lines:
+        if line["kernel"] == "canvas_attention_kernel":
+            assert programs_at_once(chip, line) == line["programs"], "what splits are counted by"
+
+
+def programs_at_once(chip: str, line: dict) -> int:
+    """Programs that fit a multiprocessor, which keeps a kilobyte for each and hands out registers in eights."""
+    threads = 32 * line["num_warps"]
+    registers = -(-line["registers"] // 8) * 8
+    shared_memory = (SHARED_MEMORY[chip] + 1024) // (line["shared_memory"] + 1024)
+    return min(65536 // (registers * threads), shared_memory)
 
 
 @pytest.mark.slow
@@ -128,12 +141,17 @@ def test_ahead_of_time_all(chip):
 
 
 def main(chip: str, cases: str | None = None) -> None:
+    from attention_kernels.canvas_attention.triton.configs import tuned_config
+
     architecture = chip.removeprefix("sm_")
     capability = int(architecture[:-1]), int(architecture[-1])
     selected = [Case(**case) for case in json.loads(cases)] if cases else ALL_CASES
     for case in selected:
         for launch in recorded_launches(case, capability):
-            report = {"chip": chip, **compile_for(chip, *launch), **asdict(case)}
+            dtypes = getattr(torch, case.query_dtype), getattr(torch, case.cache_dtype)
+            programs = tuned_config(case.head_dim, *dtypes, capability).programs
+            report = compile_for(chip, *launch, loops=cases is None)
+            report |= {"chip": chip, "programs": programs, **asdict(case)}
             print(json.dumps(report), flush=True)
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.specs import diffusion_gemma_spec
-from vllm_diffusion.canvas.cuda_graphs import Capture
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
@@ -33,7 +32,6 @@ class StepShape:
         softcap: Cap of the logits; ``None`` without one.
         dtype: Name of the weights' dtype in torch.
         is_self_conditioned: True if steps leave soft embeddings.
-        compiler: Backend of ``torch.compile``; ``None`` for none.
     """
 
     spec: CanvasSpec = field(default_factory=lambda: diffusion_gemma_spec(256), repr=False)
@@ -43,7 +41,6 @@ class StepShape:
     softcap: float | None = 30.0
     dtype: str = "bfloat16"
     is_self_conditioned: bool = True
-    compiler: str | None = None
 
 
 class StepServer:
@@ -82,7 +79,7 @@ class StepServer:
             num_shards=1,
             shard_size=shape.vocab,
         )
-        self.pass_rows = PassRows(self.slots, shape.slots * spec.length, shape.compiler)
+        self.pass_rows = PassRows(self.slots, shape.slots * spec.length, None)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=self.device)
@@ -100,7 +97,7 @@ class StepServer:
             ),
             logprobs_mode="raw_logprobs",
         )
-        step = CanvasStep(self.slots, compile_backend=shape.compiler)
+        step = CanvasStep(self.slots, compile_backend=None)
         self.sampler = DiffusionSampler(stock, self.pass_rows, step, head, self._store, 20)
         self.pass_rows.of_slots.seed.copy_(torch.arange(shape.slots) + 40)
 
@@ -139,23 +136,9 @@ class StepServer:
             )
         )
 
-    def inputs(self, canvases: int) -> tuple[Tensor, ...]:
-        """Random hidden rows for ``sampler.graphs.plain_step``, of the pass that :meth:`begin` laid out."""
-        return (self.random(canvases * self.slots.canvas_length, self.shape.hidden),)
-
     def state(self) -> dict[str, Tensor]:
         """Everything that a step may write, copied."""
         slots = vars(self.slots)
         found = {name: value for name, value in slots.items() if isinstance(value, Tensor)}
         found |= self.slots.rule_memory | {"soft embeddings": self.soft_embeds}
         return {name: value.clone() for name, value in found.items()}
-
-    def capture(self, capture: Capture, canvases: int) -> None:
-        """Capture graphs as serving does, for so many canvases and for one; on the current stream."""
-        hidden = torch.zeros(
-            canvases * self.slots.canvas_length,
-            self.shape.hidden,
-            dtype=self._dtype,
-            device=self.device,
-        )
-        self.sampler.capture(capture, range(canvases, 0, -max(1, canvases - 1)), hidden)

@@ -1,4 +1,4 @@
-"""The campaign: bounded, resumed, never mixed, and rehearsed from its list to its report."""
+"""The campaign: bounded, never mixed, and nothing that was measured is lost."""
 
 from __future__ import annotations
 
@@ -8,345 +8,178 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import campaign
 import machine
 import pytest
-import records
-import report
 import results
-from experiments import ALL_MINUTES, EXPERIMENTS, MOST_MINUTES, Experiment
-from results import MixedRunsError, Origin, Result
+from campaign import EXPERIMENTS, Experiment
+from figures import FIGURES
 
-ROOT = Path(__file__).resolve().parents[3]
-CPU = {"gpu": None, "driver": None, "torch": "2.14.0", "triton": "3.8.0", "vllm": None}
-CPU["why_no_gpu"] = "Found no NVIDIA driver on your system"
-H200 = CPU | {"gpu": "NVIDIA H200", "driver": "580.1", "capability": "9.0", "memory_gib": 139.8}
-H200 |= {"vllm": "0.33.0"}
+H200 = {"gpu": "NVIDIA H200", "driver": "580.1", "vllm": "0.33.0", "torch": "2.14.0"}
+H200 |= {"triton": "3.8.0", "capability": "9.0", "memory_gib": 139.8}
+COMMIT = "c" * 40
+# A server in a session of its own, which no signal to the experiment reaches.
+SERVER = (
+    "import subprocess; p = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
+    "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(100)'], start_new_session=True); "
+    "open({!r}, 'w').write(str(p.pid)); "
+)
 
 
-def origin(facts: dict[str, Any] = CPU, **changes: Any) -> Origin:
-    return replace(Origin("c" * 40, "s" * 16, True, facts), **changes)
+class Line(Experiment):
+    """An experiment that runs its script, a line of Python; ``data`` is the file of its rows."""
+
+    def command(self, data: str, out: str) -> list[str]:
+        prepared = f"import sys, os, time, json; data = open(sys.argv[1], 'a'); {self.script}"
+        return [sys.executable, "-c", prepared, data]
 
 
-def script(name: str, code: str, **changes: Any) -> Experiment:
-    """An experiment that runs a line of Python; ``data`` is the file of its rows."""
-    prepared = f"import sys, os, time, json; data = open(sys.argv[1], 'a'); {code}"
-
-    class Line(Experiment):
-        def command(self, toy: bool, data: str, out: str) -> list[str]:
-            return [sys.executable, "-c", prepared, data]
-
-    return Line(name, "whether", "", "", 0.0, 1.0, **changes)
+def line(name: str, code: str, limit: float = 1.0, **changes: float) -> Line:
+    return Line(name, "whether", code, changes.pop("expected", 0.0), limit, **changes)
 
 
 def row(value: int) -> str:
-    return f"data.write(json.dumps(dict(table='t', value={value})) + chr(10)); data.flush()"
+    return f"data.write(json.dumps({{'table': 't', 'value': {value}}}) + chr(10)); data.flush()"
 
 
-def run_all(
-    folder: Path, experiments: list[Experiment], seconds: float = 60.0, **options: Any
-) -> dict[str, Result]:
-    started = campaign.Campaign(
-        folder,
-        options.pop("origin", origin()),
-        dict(os.environ),
-        time.monotonic() + seconds,
-        **options,
-    )
-    return {result.experiment: result for result in started.run(experiments)}
+def run(folder: Path, *experiments: Line, facts: dict = H200, options: tuple = ()) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "describe", None)
+        patch.setattr(machine, "described", lambda environment: facts)
+        patch.setattr(campaign, "EXPERIMENTS", experiments or EXPERIMENTS)
+        return campaign.main(["run", "--out", str(folder), "--commit", COMMIT, *options])
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def is_running(pid_file: Path) -> bool:
+    return Path("/proc", pid_file.read_text()).exists()
 
 
 def test_a_broken_step_does_not_keep_the_next_from_running(tmp_path):
     """One that fails, one that is killed and one that hangs, between two that work."""
-    found = run_all(
-        tmp_path,
-        [
-            script("first", row(1)),
-            script("fails", f"{row(2)}; sys.exit('no such kernel')"),
-            script("dies", "os.kill(os.getpid(), 9)"),
-            replace(script("hangs", f"{row(3)}; time.sleep(60)"), limit=1 / 60),
-            script("last", row(4)),
-        ],
+    steps = (
+        line("first", row(1)),
+        line("fails", f"{row(2)}; sys.exit('no such kernel')"),
+        line("dies", "os.kill(os.getpid(), 9)"),
+        line("hangs", f"{row(3)}; time.sleep(60)", limit=1 / 60),
+        line("last", row(4)),
     )
-    states = {name: result.state for name, result in found.items()}
-    assert list(states.values()) == ["done", "failed", "failed", "timed out", "done"]
+    assert run(tmp_path, *steps) == 1
+    found = results.read(tmp_path)
+    states = [found[step.name].state for step in steps]
+    assert states == ["done", "failed", "failed", "cut", "done"]
     assert found["fails"].reason == "exit status 1: no such kernel"
     assert found["hangs"].reason == "stopped after 1 seconds"
-    # What was measured before the end counts.
-    values = [[r["value"] for r in result.rows] for result in found.values()]
-    assert values == [[1], [2], [], [3], [4]]
-    assert results.read(tmp_path) == found
+    rows = [[one["value"] for one in found[step.name].rows] for step in steps]
+    assert rows == [[1], [2], [], [3], [4]]
 
 
-def test_nothing_of_a_stopped_experiment_is_left(tmp_path):
-    """A server in a session of its own, which no signal to the experiment reaches."""
-    pid_file = tmp_path / "pid"
-    code = (
-        "import subprocess; p = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
-        "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(100)'], start_new_session=True); "
-        f"open({str(pid_file)!r}, 'w').write(str(p.pid)); "
-    )
-    stopped = replace(script("stopped", code + "time.sleep(100)"), limit=2 / 60)
-    found = run_all(tmp_path / "results", [stopped])
-    assert found["stopped"].state == "timed out"
-    assert not is_running(int(pid_file.read_text()))
-    # One that ends by itself and leaves its server behind, too.
-    run_all(tmp_path / "results", [script("left", code)])
-    assert not is_running(int(pid_file.read_text()))
-
-
-def test_what_others_started_stays(tmp_path):
-    """A process that this one had before is not an experiment's."""
+@pytest.mark.parametrize("then", ["time.sleep(100)", ""], ids=["stopped", "left behind"])
+def test_nothing_of_an_experiment_is_left(tmp_path, then):
+    """What this process had before is not the experiment's."""
+    pid = tmp_path / "pid"
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
-        run_all(tmp_path, [script("short", "pass")])
+        run(tmp_path / "results", line("serves", SERVER.format(str(pid)) + then, limit=2 / 60))
+        assert not is_running(pid)
         assert bystander.poll() is None
         bystander.communicate(b"\n")
 
 
-def test_an_interrupted_run_goes_on(tmp_path):
-    """What is settled is not repeated; what was interrupted, cut or not run is."""
+def test_a_run_goes_on(tmp_path, capsys):
+    """What has a result is not repeated unless it is named; what cannot run is named with the reason."""
     marks = tmp_path / "marks"
-    mark = f"open({str(marks)!r}, 'a').write"
     steps = [
-        script("done", f"{mark}('d')"),
-        script("failed", f"{mark}('f'); sys.exit(1)"),
-        script("interrupted", f"{mark}('i')"),
-        script("late", f"{mark}('l')"),
+        line(name, f"open({str(marks)!r}, 'a').write({name!r})") for name in ("kernels", "pass")
     ]
-    folder = tmp_path / "results"
-    first = run_all(folder, steps[:2])
-    begun = replace(first["done"], experiment="interrupted", state="running", reason="interrupted")
-    results.write(folder, begun)
-    slow = [steps[0], steps[1], replace(steps[2], expected=9.0), steps[3]]
-    found = run_all(folder, slow)
-    assert found["interrupted"].state == "not run"
-    assert "minutes were left of --minutes" in found["interrupted"].reason
-    assert marks.read_text() == "dfl"
-    run_all(folder, steps)
-    assert marks.read_text() == "dfli"
-    run_all(folder, steps, again=["failed"])
-    assert marks.read_text() == "dflif"
-    # So is what got less time than it may take.
-    long = script("long", f"{row(1)}; time.sleep(30)")
-    assert run_all(folder, [long], seconds=2.0)["long"].state == "cut"
-    assert run_all(folder, [script("long", row(2))])["long"].state == "done"
+    large, late = line("large", "", memory_gib=200), line("late", "", expected=99.0)
+    run(tmp_path / "out", steps[0], large, late)
+    said = capsys.readouterr().out
+    assert "the GPU has 139.8 GiB, and this needs 200" in said
+    assert "minutes are left, and it takes some 99" in said
+    run(tmp_path / "out", *steps)
+    assert marks.read_text() == "kernelspass"
+    run(tmp_path / "out", *steps, options=("--only", "kernels"))
+    assert marks.read_text() == "kernelspasskernels"
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"commit": "d" * 40}, "commit is 'cccc"),
-        ({"sources": "t" * 16}, "sources is"),
-        ({"toy": False}, "toy is True there and False here"),
-        ({"machine": H200}, "gpu is None there and 'NVIDIA H200' here"),
-    ],
-    ids=["commit", "changed files", "size", "machine"],
-)
-def test_another_run_is_never_mixed_in(tmp_path, changes, named):
-    """Refused where it would be added, and apart where both are reported."""
-    ours, theirs = origin(), origin(**changes)
-    run_all(tmp_path / "one", [script("probe", row(1))], origin=ours)
-    with pytest.raises(MixedRunsError, match=named):
-        results.check_origin(tmp_path / "one", theirs)
-    results.check_origin(tmp_path / "one", ours)
-    run_all(tmp_path / "two", [script("kernels", row(2))], origin=theirs)
-    # Copied into one folder by hand.
-    (tmp_path / "two" / "kernels.json").rename(tmp_path / "one" / "kernels.json")
-    groups = results.read_all([tmp_path / "one"])
-    assert sorted(list(found) for _, found in groups) == [["kernels"], ["probe"]]
+def test_another_run_is_never_mixed_in(tmp_path, capsys):
+    """Refused before anything runs, and apart where somebody copied both into one folder."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(one, line("first", row(1))) == 0
+    other = H200 | {"gpu": "NVIDIA B200"}
+    for changed in ({"facts": other}, {"options": ("--commit", "d" * 40)}):
+        assert run(one, line("second", row(2)), **changed) == 2
+        assert "holds results of another run (NVIDIA H200" in capsys.readouterr().err
+    run(two, line("second", row(2)), facts=other)
+    (two / "second.json").rename(one / "second.json")
+    assert [list(found) for _, found in results.read_all([one])] == [["first"], ["second"]]
 
 
-def test_the_command_refuses_another_commit(tmp_path, capsys, monkeypatch):
-    """Before anything runs, in a sentence that names both and the remedy."""
-    monkeypatch.setattr(machine, "described", lambda environment: CPU)
-    for commit, status in (("a" * 40, 0), ("b" * 40, 2)):
-        options = ["run", "--toy", "--stub", "--only", "experts", "--out", str(tmp_path)]
-        assert campaign.main([*options, "--commit", commit]) == status
-    error = capsys.readouterr().err
-    assert "commit is 'aaaa" in error
-    assert "name another folder with --out" in error
+def test_what_a_start_refuses(tmp_path, capsys, monkeypatch):
+    """No GPU, no vLLM, and files that no commit describes."""
+    for facts, said in (({"gpu": None}, "finds no GPU"), ({"vllm": None}, "vLLM is not installed")):
+        printed = subprocess.CompletedProcess([], 0, json.dumps(H200 | facts))
+        monkeypatch.setattr(subprocess, "run", lambda *_, printed=printed, **__: printed)
+        assert campaign.main(["run"]) == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(machine, "described", lambda environment: H200)
+    monkeypatch.setattr(machine, "commit", lambda: None)
+    assert campaign.main(["run", "--out", str(tmp_path)]) == 2
+    assert "Name it with --commit" in capsys.readouterr().err
+    (tmp_path / "kernels.json").write_text('{"state": 3')
+    assert campaign.main(["report", str(tmp_path)]) == 2
+    assert "kernels.json is no result of the campaign" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_result(tmp_path):
-    (tmp_path / "probe.json").write_text('{"state": 3')
-    with pytest.raises(ValueError, match=r"probe\.json is no result of the campaign"):
-        results.read(tmp_path)
-
-
-OLD_DRIVER = {"driver": "450.80", "why_no_gpu": "The NVIDIA driver on your system is too old"}
-
-
-@pytest.mark.parametrize(
-    ("needs", "facts", "toy", "reason"),
-    [
-        ({}, CPU, False, "Found no NVIDIA driver on your system (no NVIDIA driver answers)"),
-        ({}, CPU | OLD_DRIVER, False, "too old (driver 450.80)"),
-        ({"on_gpu_alone": True}, CPU, True, "Found no NVIDIA driver"),
-        ({"memory_gib": 200}, H200, False, "NVIDIA H200 has 139.8 GiB, and this needs 200"),
-        ({}, H200 | {"capability": "7.5"}, False, "capability 7.5, and this needs 8.0"),
-        ({"vllm": True}, CPU, True, "vLLM is not installed"),
-        ({"vllm": True, "memory_gib": 100}, H200, False, None),
-        ({"memory_gib": 100}, CPU, True, None),
-    ],
-)
-def test_what_is_missing_is_named(needs, facts, toy, reason):
-    lacks = script("x", "", **needs).lacks(facts, toy)
-    assert lacks is None if reason is None else reason in lacks
-
-
-def test_vllm_finds_the_entry_points_of_a_bare_checkout(tmp_path):
-    """As of an installed package."""
-    folder = machine._entry_points(tmp_path)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_campaign_keeps_its_rows(tmp_path, sent):
+    """As of a machine that is taken back: the report has what was measured until then."""
+    pid, out = tmp_path / "pid", tmp_path / "out"
     code = (
-        "import importlib.metadata as m, json\n"
-        "found = m.Distribution.discover(name='vllm-diffusion', path=[%r])\n"
-        "print(json.dumps(sorted(e.group + e.name for d in found for e in d.entry_points)))\n"
+        "import sys, pathlib\n"
+        "*sys.path[:0], out, body = sys.argv[1:]\n"
+        "import test_campaign as tests\n"
+        "sys.exit(tests.run(pathlib.Path(out), tests.line('kernels', body)))\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code % str(folder)], capture_output=True, text=True, check=True
-    ).stdout
-    names = json.loads(printed)
+    body = f"{row(1)}; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    paths = [str(Path(file).parent) for file in (campaign.__file__, __file__)]
+    command = [sys.executable, "-c", code, *paths, str(out), body]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        while not (pid.is_file() and pid.read_text()):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        process.send_signal(sent)
+        if sent == signal.SIGTERM:
+            assert b"what was measured is kept" in process.stderr.read()
+    assert process.returncode == (130 if sent == signal.SIGTERM else -sent)
+    assert is_running(pid) == (sent == signal.SIGKILL)
+    if sent == signal.SIGKILL:
+        os.kill(int(pid.read_text()), sent)
+    result = results.read(out)["kernels"]
+    assert (result.state, result.reason) == ("cut", "the campaign was ended")
+    assert result.rows == [{"table": "t", "value": 1}]
+
+
+def test_vllm_finds_the_entry_points_of_a_bare_checkout(tmp_path, monkeypatch):
+    """As of an installed package."""
+    monkeypatch.setattr(machine, "_version", lambda package: None)
+    paths = machine.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+    code = (
+        "import importlib.metadata as m\n"
+        "found = m.Distribution.discover(name='vllm-diffusion', path=[%r])\n"
+        "print(*(e.group + e.name for d in found for e in d.entry_points))\n"
+    )
+    command = [sys.executable, "-c", code % paths[2]]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "vllm.general_pluginsvllm_diffusion" in names
     assert "vllm.platform_pluginsvllm_diffusion_cpu" in names
 
 
 def test_the_list():
-    """Bounded one by one and in all; every script is there, every figure's experiment too."""
-    names = [experiment.name for experiment in EXPERIMENTS]
-    assert len(set(names)) == len(names)
-    assert all(e.expected <= e.limit <= MOST_MINUTES for e in EXPERIMENTS)
-    assert sum(e.expected for e in EXPERIMENTS) <= ALL_MINUTES
-    for experiment in EXPERIMENTS:
-        for toy in (False, True):
-            assert (ROOT / experiment.command(toy, "data", "out")[1]).is_file()
-    wanted = {name for figure in report.FIGURES for name in figure.experiments.split()}
-    assert wanted <= set(names)
-
-
-def test_rows_that_were_cut_off(tmp_path):
-    """A line that a kill left half written is no row."""
-    path = tmp_path / "rows.jsonl"
-    file = records.Rows(path)
-    file.add("t", value=1)
-    with path.open("a") as opened:
-        opened.write('{"table": "t", "val')
-    assert records.read(path) == [{"table": "t", "value": 1}]
-
-
-def test_an_interrupt_ends_the_experiment_with_the_campaign(tmp_path):
-    """SIGTERM, as of a machine that is taken back: nothing runs on, and the rest is resumed."""
-    pid_file, out = tmp_path / "pid", tmp_path / "results"
-    body = (
-        "import os, pathlib, time; "
-        f"pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(100)"
-    )
-    code = (
-        "import sys\n"
-        f"sys.path[:0] = [{str(ROOT / 'benchmarks/gpu')!r}]\n"
-        "import campaign, experiments\n"
-        f"words = [sys.executable, '-c', {body!r}]\n"
-        "experiments.Experiment.command = lambda *_: words\n"
-        f"sys.exit(campaign.main(['run', '--toy', '--stub', '--out', {str(out)!r}]))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    while not (pid_file.is_file() and pid_file.read_text()):
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert b"the same command goes on from here" in error
-    assert not is_running(int(pid_file.read_text()))
-    assert results.read(out)["kernels"].state == "running"
-
-
-# Experiments that need neither a GPU nor an engine at toy size.
-MEASURED = [e for e in EXPERIMENTS if not e.vllm]
-
-
-def test_scripts_at_toy_size(tmp_path):
-    """Each runs to its end without vLLM and writes rows, those of checks all right."""
-    # In one process, which imports torch once.
-    code = (
-        "import json, runpy, sys\n"
-        "for words in json.loads(sys.argv[1]):\n"
-        "    sys.argv = words\n"
-        "    print(*words)\n"
-        "    try:\n"
-        "        runpy.run_path(words[0], run_name='__main__')\n"
-        "    except SystemExit as ended:\n"
-        "        assert not ended.code, words\n"
-    )
-    # The other form of the sampler's script is as slow, and has no more ways through it.
-    some = [e for e in MEASURED if e.name != "sampler"]
-    data = {experiment.name: tmp_path / experiment.name for experiment in some}
-    commands = [e.command(True, str(data[e.name]), str(tmp_path))[1:] for e in some]
-    environment = machine.environment(CPU, True, tmp_path)
-    environment["PYTHONPATH"] += f"{os.pathsep}{machine.HERE}"
-    subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)], cwd=ROOT, env=environment, check=True
-    )
-    for name, path in data.items():
-        rows = records.read(path)
-        assert rows, name
-        assert {row.get("state", "right") for row in rows} == {"right"}
-
-
-def test_rehearsal(tmp_path, capsys, monkeypatch):
-    """From the list to the report, without vLLM."""
-    monkeypatch.setattr(machine, "described", lambda environment: CPU)
-    lacking = [e.name for e in EXPERIMENTS if e not in MEASURED]
-    options = ["run", "--toy", "--stub", "--out", str(tmp_path), "--only", *lacking]
-    assert campaign.main(options) == 0
-    capsys.readouterr()
-    assert campaign.main(["report", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    found = results.read(tmp_path)
-    assert {name: result.state for name, result in found.items()} == dict.fromkeys(
-        lacking, "not run"
-    )
-    for result in found.values():
-        assert result.reason
-        assert result.origin.commit == machine.commit()
-        assert result.origin.machine == CPU
-        # As anybody can type it.
-        assert result.command.startswith("python benchmarks/")
-        assert str(tmp_path) not in result.command
-    # Nothing of it is an answer.
-    assert said.count("| open |") == len(report.FIGURES)
-    assert "A rehearsal" in said
-    assert "| serving-ours | not run | 0.0 | vLLM is not installed |" in said
-    assert "| kernels | not run |  | nobody asked for it |" in said
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.timeout(1500)
-def test_rehearsal_that_serves(tmp_path):
-    """All of it with vLLM, as a user runs it; only what times a kernel of GPUs is left out."""
-    # As after `git clone`: nothing of the tests' environment.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/campaign.py"), "run", "--toy"]
-    ran = subprocess.run([*command, "--out", str(tmp_path)], env=environment, check=False)
-    found = results.read(tmp_path)
-    assert ran.returncode == 0, {name: result.log for name, result in found.items()}
-    states = {name: result.state for name, result in found.items()}
-    assert states == {e.name: "not run" if e.name == "experts" else "done" for e in EXPERIMENTS}
-    serving = [row for name, result in found.items() if "serving" in name for row in result.rows]
-    assert {row["side"] for row in serving} == {"ours", "stock", "tuned"}
-    assert all(row["tokens_a_second"] > 0 for row in serving)
+    """Every script is there, each is bounded, and every figure has its experiment."""
+    assert all(one.expected <= one.limit <= 8 for one in EXPERIMENTS)
+    for one in EXPERIMENTS:
+        assert (machine.ROOT / one.command("data", "out")[1]).is_file()
+    named = {name for figure in FIGURES for name in figure.experiments.split()}
+    assert named <= {one.name for one in EXPERIMENTS}

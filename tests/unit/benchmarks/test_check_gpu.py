@@ -16,7 +16,7 @@ def fail() -> str:
 def test_rows_of_the_probe_stay(tmp_path, monkeypatch):
     """Kernels that cannot be listed leave what was found before, each on a line of its own."""
 
-    def kernels(toy: bool) -> check_gpu.Checks:
+    def kernels() -> check_gpu.Checks:
         raise ValueError("no kernels")
 
     path = tmp_path / "rows.jsonl"

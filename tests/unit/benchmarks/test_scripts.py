@@ -1,0 +1,72 @@
+"""The campaign's scripts, each to its end at small size on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import records
+
+ROOT = records.ROOT
+KERNELS = (
+    "gpu/check_gpu.py",
+    "bench_canvas_attention.py --requests 1 --contexts 20 --phases denoise --peers unsplit split-2 keys-16",
+    "bench_sampler.py --canvases 1 --hidden 16 --repeats 1 --settled 0 1",
+)
+TINY = "bench_serve.py --concurrency 1 --prompts 2 --model vllm_diffusion/checkpoints"
+SERVED = (
+    "gpu/answers.py --prompts 2",
+    "bench_serve.py --sides ours stock --together --concurrency 1 --prompts 2 --steps 4",
+    "bench_serve.py --sides tuned autoregressive linear_spec --concurrency 1 --prompts 2 --steps 4",
+    f"{TINY}/tiny_sdar --sides ours --steps 2",
+    "bench_formats.py --formats fp8-dynamic nvfp4-weights --no-autoregressive --shape tiny --prompts 1 --steps 4",
+)
+# All in one process, which imports torch once.
+CODE = """
+import json, runpy, sys
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, words
+"""
+
+
+def rows_of(tmp_path, scripts):
+    data = [tmp_path / f"{i}.jsonl" for i in range(len(scripts))]
+    words = [
+        [f"benchmarks/{path}", "--data", str(file), *options]
+        for (path, *options), file in zip(map(str.split, scripts), data, strict=True)
+    ]
+    paths = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+    }
+    command = [sys.executable, "-c", CODE, json.dumps(words)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return [records.read(file) for file in data]
+
+
+@pytest.mark.engine
+def test_scripts_of_kernels(tmp_path):
+    """Each writes rows, those of checks all right."""
+    for rows in rows_of(tmp_path, KERNELS):
+        assert rows
+        assert {row.get("state", "right") for row in rows} == {"right"}
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("script", SERVED)
+def test_scripts_that_serve(tmp_path, script):
+    """Each answers at some speed."""
+    (rows,) = rows_of(tmp_path, [script])
+    assert rows
+    assert all(row.get("tokens_a_second", 1) > 0 for row in rows)
