@@ -18,18 +18,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import SHIPPED, copy_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.quantized import block_checkpoint, example, quantized_checkpoint
+from tests.support.vllm_configs import configure
 
 pytestmark = pytest.mark.engine
 # vLLM serves the method fp8 in these alone.
 OPTIONS: dict[str, dict[str, Any]] = {"compressed-tensors": {}, "fp8": {"dtype": "bfloat16"}}
-
-
-def configure(checkpoint: Path, **options: Any) -> Any:
-    """What ``vllm serve`` resolves before it loads anything."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    defaults: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}
-    return EngineArgs(model=str(checkpoint), **(defaults | options)).create_engine_config()
 
 
 def answers(checkpoint: Path, **options: Any) -> list[list[int]]:

@@ -57,11 +57,10 @@ def computing_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]
         yield running
 
 
-def test_operators(tmp_path):
-    """Torch's operators give the CPU's values, also in a graph that is replayed with other inputs."""
+def test_a_replay_computes(tmp_path):
+    """Of its inputs as they are by then."""
     with NullGpu(tmp_path, imports="torch") as running:
-        found = running.run("tests.null_gpu.operator_cases:compare").checked()
-    assert found == {"eager": [], "graph": [], "graph, other inputs": []}
+        assert running.run("tests.null_gpu.operator_cases:replayed").checked() == [12.0, 36.0]
 
 
 @pytest.mark.slow

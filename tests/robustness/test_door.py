@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
 from tests.support.specs import SETTINGS, diffusion_gemma_spec
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas
@@ -72,12 +72,13 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
 
     # As it arrives.
     options = json.loads(json.dumps(options))
-    config = SimpleNamespace(additional_config={"diffusion": options}, diffusion_config=None)
+    config = vllm_config()
+    config.additional_config, config.diffusion_config = {"diffusion": options}, None
     published = Published({"max_denoising_steps": 48, **SETTINGS}, "generation_config.json")
     rule = EntropyBound()
     refused = None
     try:
-        max_steps, values = denoising_settings(config, rule, published)  # type: ignore[arg-type]
+        max_steps, values = denoising_settings(config, rule, published)
     except ValueError as error:
         refused = str(error)
     if refused is not None:

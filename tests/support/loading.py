@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from tests.support.vllm_configs import configure
+
 
 @contextmanager
 def one_rank() -> Iterator[None]:
@@ -43,13 +45,11 @@ def load(folder: Path, **options: Any) -> nn.Module:
         options: Arguments of ``EngineArgs``; ``max_model_len`` is 256 if not given.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    arguments: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True} | options
-    config = EngineArgs(model=str(folder), **arguments).create_engine_config()
+    config = configure(folder, **options)
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         model = initialize_model(vllm_config=config)
         get_model_loader(config.load_config).load_weights(model, config.model_config)

@@ -77,7 +77,7 @@ def _refusal(params: Any, config: Any) -> str | None:
     if isinstance(params.structured_outputs, dict):
         params.structured_outputs = StructuredOutputsParams(**params.structured_outputs)
     try:
-        validate(params, config.model_config, config.structured_outputs_config)
+        validate(params, config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from types import SimpleNamespace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion import metrics
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
 from vllm_diffusion.metrics import (
     CanvasTotals,
     DiffusionRequestMetrics,
@@ -71,18 +74,15 @@ def test_request() -> None:
 def test_kept_tokens_of_canvases(verifies: bool) -> None:
     """Where canvases are drafts, what each keeps behind its certain first token is counted by position."""
     name = f"verifies {verifies}"
-    layout = SimpleNamespace(verifies=verifies)
-    model_config = SimpleNamespace(
-        served_model_name=name, canvas_spec=SimpleNamespace(layout=layout)
-    )
-    config: Any = SimpleNamespace(model_config=model_config, speculative_config=None)
+    config = vllm_config(served_model_name=name)
+    layout = (VerifiedDraft if verifies else FreeCanvas)(8)
+    config.model_config.canvas_spec = replace(config.model_config.canvas_spec, layout=layout)
     stat_logger = DiffusionStatLogger(config)
     counters = PassCounters()
     for kept in (3, 1, 2):
         counters.observe("a", RowCounts(0, 8, 8, 0), 1)
         counters.observe("a", RowCounts(8, 0, 8, kept), 1)
-    stats = SimpleNamespace(spec_decoding_stats=counters.attach(None, 8))
-    stat_logger.record(stats, None)
+    stat_logger.record(SchedulerStats(spec_decoding_stats=counters.attach(None, 8)), None)
 
     def count(metric: str, **labels: str) -> float | None:
         labels |= {"model_name": name, "engine": "0"}
@@ -97,12 +97,11 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
 def test_drafts_of_other_models() -> None:
     """There the list that carries our numbers counts drafts by position: nothing of ours is counted."""
     instruments()
-    model_config = SimpleNamespace(is_diffusion=False, served_model_name="other")
-    config: Any = SimpleNamespace(model_config=model_config, speculative_config=None)
+    config = vllm_config(shipped_checkpoint("qwen3"), served_model_name="other")
     stats = SpecDecodingStats.new(15)
     stats.observe_draft(num_draft_tokens=15, num_accepted_tokens=3)
     assert len(stats.num_draft_tokens_per_pos) > len(fields(PassTotals))
-    DiffusionStatLogger(config).record(SimpleNamespace(spec_decoding_stats=stats), None)
+    DiffusionStatLogger(config).record(SchedulerStats(spec_decoding_stats=stats), None)
     labels = {
         sample.labels.get("model_name")
         for metric in REGISTRY.collect()
@@ -112,11 +111,13 @@ def test_drafts_of_other_models() -> None:
     assert "other" not in labels
 
 
-def drafted(method: str = "dflash", **changes: Any) -> Any:
-    spec = SimpleNamespace(method=method, model="a/draft")
-    model = SimpleNamespace(served_model_name=f"target {method}")
-    given = {"model_config": model, "speculative_config": spec, "diffusion_config": None}
-    return SimpleNamespace(**(given | changes))
+def drafted(method: str | None) -> Any:
+    draft = {"model": str(shipped_draft())} if method == "dflash" else {}
+    return vllm_config(
+        shipped_checkpoint("qwen3"),
+        served_model_name=f"target {method}",
+        speculative_config=method and {"method": method, "num_speculative_tokens": 7, **draft},
+    )
 
 
 def observe(stat_logger: DiffusionStatLogger, verifications: int, kept: int) -> None:
@@ -124,7 +125,7 @@ def observe(stat_logger: DiffusionStatLogger, verifications: int, kept: int) -> 
     stats = SpecDecodingStats.new(8)
     for number in range(verifications):
         stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=int(number < kept))
-    stat_logger.record(SimpleNamespace(spec_decoding_stats=stats), None)
+    stat_logger.record(SchedulerStats(spec_decoding_stats=stats), None)
 
 
 def keeps_nothing(method: str) -> float | None:
@@ -136,13 +137,13 @@ def test_draft_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning after 200 verifications that kept less than 2 %, and a metric that later ones change."""
     warnings: list[str] = []
     monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: warnings.append(text % args))
-    served = DiffusionStatLogger(drafted())
+    served = DiffusionStatLogger(drafted("dflash"))
     observe(served, 199, 31)
     assert (keeps_nothing("dflash"), warnings) == (None, [])
     observe(served, 1, 0)
     assert keeps_nothing("dflash") == 1
     (warning,) = warnings
-    assert "The draft a/draft only costs time: 200 verifications kept 31 of its 1600" in warning
+    assert f"{shipped_draft()} only costs time: 200 verifications kept 31 of its 1600" in warning
     assert all(cause in warning for cause in ("template", "layers", "fc", "another target"))
     observe(served, 200, 32)
     assert keeps_nothing("dflash") == 0
@@ -154,5 +155,5 @@ def test_drafts_that_may_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is looked up in the text keeps nothing where nothing repeats; without a draft nothing is counted."""
     monkeypatch.setattr(metrics.logger, "warning", lambda *args: pytest.fail(str(args)))
     observe(DiffusionStatLogger(drafted("ngram")), 300, 0)
-    observe(DiffusionStatLogger(drafted(speculative_config=None)), 300, 0)
-    assert keeps_nothing("ngram") is None
+    observe(DiffusionStatLogger(drafted(None)), 300, 0)
+    assert keeps_nothing("ngram") is keeps_nothing("None") is None

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,26 +20,14 @@ from tests.support.families.cases import CASES
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.model import TinyModel
 from tests.support.loading import load, one_rank
+from tests.support.refused import refusal, refusal_of_row, refused_rows
 from tests.support.specs import masked_spec
+from tests.support.vllm_configs import configure, vllm_config
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 
 pytestmark = pytest.mark.engine
-
-
-def refusal(folder: Path, **options: Any) -> str:
-    """What start-up says."""
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
-        configured(folder, **options)
-    return str(raised.value)
-
-
-def configured(folder: Path, **options: Any) -> Any:
-    """vLLM's configuration, which nothing refuses."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = {"max_model_len": 256, "enforce_eager": True} | options
-    return EngineArgs(model=str(folder), **arguments).create_engine_config()
 
 
 def changed(folder: Path, **values: Any) -> Path:
@@ -55,121 +42,37 @@ def setting(**settings: Any) -> dict[str, Any]:
     return {"additional_config": {"diffusion": settings}}
 
 
-SDAR_32 = partial(tiny.sdar, block_length=32)
-NO_BLOCKS = replace(tiny.sdar, block_length_key=None)
-LINEAR_SPEC, CAUSAL = {"rule": "linear_spec"}, {"rule": "autoregressive"}
+LINEAR_SPEC = {"rule": "linear_spec"}
 NO_CACHE = "no cache of them is exact"
-DREAM_BLOCKS = "DreamReasoner-8B ... block_size=32 ... SDAR-8B-Chat"
-NO_CAUSAL = (
-    "rule='autoregressive' is not known for this model; leave it out or set it to \"reveal\"."
-)
-ONE_OF = 'rule=\'linear\' ... "reveal" or "linear_spec" or "autoregressive"'
-NEMOTRON = "nemotron_labs_diffusion"
-NEW = {"architectures": ["NewForCausalLM"]}
-IS_NEW = "model_type={!r} with architectures=['NewForCausalLM'] ... {}"
-
-# A model, values of its config.json, and what the refusal says.
-OF_CONFIG: list[tuple[Any, dict[str, Any], str]] = [
-    (tiny.sdar, {"mask_token_id": 999}, "mask_token_id=999 ... vocab_size=320"),
-    (tiny.sdar, {"mask_token_id": -1}, "mask_token_id=-1 ... vocab_size=320"),
-    (tiny.sdar, {"mask_token_id": "4"}, "mask_token_id='4' ... vocab_size=320"),
-    (tiny.sdar, {"mask_token_id": True}, "mask_token_id=True ... vocab_size=320"),
-    (tiny.sdar, {"block_size": 0}, "block_size=0 in config.json"),
-    (tiny.sdar, {"block_size": -4}, "block_size=-4 in config.json"),
-    (tiny.sdar, {"block_size": "4"}, "block_size='4' in config.json"),
-    (tiny.sdar, {"block_size": 2.5}, "block_size=2.5 in config.json"),
-    (tiny.sdar, {"block_size": True}, "block_size=True in config.json"),
-    (llada2_2, {"expert_capacity": 3}, "expert_capacity=3 ... num_experts_per_tok=4"),
-    (llada2_2, {"expert_capacity": 17}, "expert_capacity=17 ... num_experts=16"),
-    (llada2_2, {"expert_capacity": "8"}, "expert_capacity='8'"),
-    (llada2_2, {"delete_token_id": None}, "delete_token_id=None ... vocab_size=320"),
-    (llada2_2, {"delete_token_id": 320}, "delete_token_id=320 ... vocab_size=320"),
-    (llada2_2, {"split_token_id": "319"}, "split_token_id='319'"),
-    (llada2_2, {"split_token_id": True}, "split_token_id=True"),
-    (llada2_2, {"num_experts_per_tok": "4"}, "num_experts_per_tok='4' in config.json"),
-    (tiny.nemotron, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters."),
-    # Families of which no code is here are known by name, and DreamReasoner-8B by its blocks.
-    (NO_BLOCKS, {"architectures": ["DreamModel"], "model_type": "Dream"}, NO_CACHE),
-    (NO_BLOCKS, {"architectures": ["LLaDAModelLM"], "model_type": "llada"}, NO_CACHE),
-    (SDAR_32, {"architectures": ["DreamForCausalLM"], "model_type": "Dream"}, DREAM_BLOCKS),
-    (SDAR_32, {"architectures": ["DreamModel"], "model_type": "Dream"}, DREAM_BLOCKS),
-    # An architecture that only shares a family's ``model_type``, with what would serve it.
-    (tiny.sdar, NEW, IS_NEW.format("sdar", "SDARForCausalLM alone is served")),
-    (tiny.sdar, NEW, IS_NEW.format("sdar", '{"architectures": ["SDARForCausalLM"]}')),
-    (tiny.nemotron, NEW, IS_NEW.format(NEMOTRON, "NemotronLabsDiffusionModel alone is served")),
-    (
-        tiny.sdar,
-        NEW | {"model_type": "llada"},
-        IS_NEW.format("llada", "of which none is served ... docs/use/families.md"),
-    ),
-]
-# A model, settings of ours, and what the refusal says.
-OF_SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
-    (SDAR_32, {"rule": "entropy_bound"}, "rule='entropy_bound' ... \"reveal\""),
-    (tiny.sdar, CAUSAL, NO_CAUSAL),
-    (SDAR_32, {"reveal_threshold": 1.5}, "reveal_threshold=1.5 must be a number of at least 0"),
-    (
-        SDAR_32,
-        {"strategy": "random"},
-        "strategy='random' must be one of dynamic, static, sequential",
-    ),
-    (SDAR_32, {"entropy_bound": 0.1}, "entropy_bound is not known ... reveal_threshold"),
-    (SDAR_32, {"preset": "fast"}, "preset='fast' is not known ... this model has none"),
-    (SDAR_32, {"max_denoising_steps": 0}, "max_denoising_steps=0"),
-    (llada2, {"rule": "levenshtein"}, 'rule="levenshtein" ... has no expert_capacity'),
-    (llada2_2, {"rule": "reveal_and_edit"}, "rule='reveal_and_edit' ... deletes and splits"),
-    (llada2_2, {"rule": "reveal"}, "rule='reveal' ... deletes and splits"),
-    (tiny.nemotron, LINEAR_SPEC | {"max_denoising_steps": 4}, "max_denoising_steps=4 ... one step"),
-    (tiny.nemotron, LINEAR_SPEC | {"reveal_threshold": 0.5}, "reveal_threshold is not known"),
-    (tiny.nemotron, CAUSAL | {"reveal_threshold": 0.5}, "reveal_threshold does not go"),
-    (tiny.nemotron, {"rule": "linear"}, ONE_OF),
-]
-# A model, options of vLLM's, and what the refusal says.
-OF_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
-    (
-        tiny.sdar,
-        {"enable_expert_parallel": True},
-        "--enable-expert-parallel divides experts, and this model has none",
-    ),
-    (
-        SDAR_32,
-        {"max_model_len": 250},
-        "max_model_len=250 ... blocks of 32 ... --max-model-len to 224",
-    ),
-    (SDAR_32, {"block_size": 16}, "--block-size 16 ... blocks of 32 ... set it to 32"),
-    (llada2_2, {"diffusion_config": {"canvas_length": 64}}, "canvas_length=64 must be 32"),
-    (
-        tiny.nemotron,
-        setting(**CAUSAL) | {"diffusion_config": {"canvas_length": 8}},
-        "--diffusion-config",
-    ),
-]
-REFUSED = [(make, values, {}, words) for make, values, words in OF_CONFIG]
-REFUSED += [(make, {}, setting(**settings), words) for make, settings, words in OF_SETTINGS]
-REFUSED += [(make, {}, options, words) for make, options, words in OF_OPTIONS]
+# Of the table.
+MODELS: dict[str, Callable[[], TinyModel]] = {
+    "sdar": tiny.sdar,
+    "sdar_32": partial(tiny.sdar, block_length=32),
+    "no_blocks": replace(tiny.sdar, block_length_key=None),
+    "llada2": llada2,
+    "llada2_2": llada2_2,
+    "nemotron": tiny.nemotron,
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "values", "options", "words"), [pytest.param(*row, id=row[3]) for row in REFUSED]
-)
-def test_refused(
-    make: Callable[[], TinyModel],
-    values: dict[str, Any],
-    options: dict[str, Any],
-    words: str,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("row", refused_rows(__file__))
+def test_refused(row: dict[str, Any], tmp_path: Path) -> None:
     """A checkpoint's file, an option of vLLM's or a setting is named, with the remedy."""
-    message = refusal(changed(make().save(tmp_path), **values), **options)
-    for part in words.split(" ... "):
-        assert part in message
-    assert (NO_CACHE in message) == (NO_CACHE in words)
+    folder = changed(MODELS[row["model"]]().save(tmp_path), **row.get("config", {}))
+    message = refusal_of_row(row, folder)
+    assert (NO_CACHE in message) == (NO_CACHE in row["says"])
+
+
+def test_token_that_is_null(tmp_path: Path) -> None:
+    message = refusal(changed(llada2_2().save(tmp_path), delete_token_id=None))
+    assert "delete_token_id=None" in message
+    assert "vocab_size=320" in message
 
 
 def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     """Rule and published settings, whatever the folder is called."""
     folder = llada2_2().save(tmp_path / "LLaDA2.1-renamed")
-    spec = configured(folder).model_config.canvas_spec
+    spec = configure(folder).model_config.canvas_spec
     assert isinstance(spec.rule, Levenshtein)
     assert (spec.rule.delete_token_id, spec.rule.split_token_id) == (DELETE_ID, SPLIT_ID)
     assert spec.max_denoising_steps == 1000
@@ -207,7 +110,7 @@ def test_draft_lora_settings(values: dict[str, Any], words: str, tmp_path: Path)
     message = refusal(folder, **setting(**LINEAR_SPEC))
     for part in [*words.split(" ... "), "remove it to draft with the plain weights"]:
         assert part in message
-    configured(folder)
+    configure(folder)
 
 
 def test_draft_lora_tensors(tmp_path: Path) -> None:
@@ -239,7 +142,7 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
     path.unlink()
     # Without the folder the plain weights draft.
     (folder / "linear_spec_lora" / "adapter_config.json").unlink()
-    assert configured(folder, **setting(**LINEAR_SPEC)).model_config.draft_lora is None
+    assert configure(folder, **setting(**LINEAR_SPEC)).model_config.draft_lora is None
 
 
 def test_unknown_architectures_of_others(tmp_path: Path) -> None:
@@ -270,7 +173,7 @@ def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None
     assert sign in message
     assert "I-DLM" in message
     assert """--hf-overrides '{"architectures": ["Qwen3ForCausalLM"]}'""" in message
-    config = configured(tmp_path, **options, **AS_CAUSAL)
+    config = configure(tmp_path, **options, **AS_CAUSAL)
     assert config.model_config.architecture == "Qwen3ForCausalLM"
     assert not config.model_config.is_diffusion
 
@@ -278,7 +181,7 @@ def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None
 def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     """Served where the operator says that it is one."""
     changed(tiny.sdar().save(tmp_path), block_size=6, use_regular_causal=False)
-    config = configured(tmp_path, max_model_len=252, **setting(rule="reveal"))
+    config = configure(tmp_path, max_model_len=252, **setting(rule="reveal"))
     assert config.model_config.canvas_spec.length == 6
 
 
@@ -336,7 +239,8 @@ def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> Non
     from vllm_diffusion.requests import validation
 
     def validate(params: Any) -> None:
-        model_config = SimpleNamespace(canvas_spec=spec, get_vocab_size=lambda: 320)
+        model_config = vllm_config(shipped_checkpoint("sdar")).model_config
+        model_config.canvas_spec = spec
         validation.validate_sampling_params(params, model_config)
         validation.validate_diffusion_arguments(params, spec, 320)
 
@@ -386,7 +290,7 @@ def test_what_a_request_gets(
     """One line says where a request that sets nothing differs from the published loop, and the remedy."""
     model = getattr(tiny, family)()
     model.generation_config |= generation
-    configured(model.save(tmp_path), **options)
+    configure(model.save(tmp_path), **options)
     lines = [line for line in start_log.messages if "A request that sets nothing gets" in line]
     assert len(lines) == bool(words)
     assert all(word in lines[0] for word in words)
@@ -410,7 +314,7 @@ def test_llada2_says_its_rule(
 ) -> None:
     """A line says which version's loop runs, and how to have the other; 2.2's is a warning."""
     is_2_2 = "2.2" in name
-    configured((llada2_2 if is_2_2 else llada2)().save(tmp_path / name), **options)
+    configure((llada2_2 if is_2_2 else llada2)().save(tmp_path / name), **options)
     (record,) = [each for each in start_log.records if each.message.startswith("rule=")]
     assert record.levelname == ("WARNING" if is_2_2 else "INFO")
     for word in words:

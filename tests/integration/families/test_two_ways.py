@@ -22,6 +22,7 @@ from tests.support.frames import EVERY_FIELD, Watched
 from tests.support.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
 from tests.support.generate import tokens_of_batch
 from tests.support.oracle import Oracle
+from tests.support.vllm_configs import configure
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
@@ -236,38 +237,7 @@ def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) 
     assert found == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
 
 
-def configure(**settings: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(SHIPPED), max_model_len=256, additional_config={"diffusion": settings}
-    ).create_engine_config()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (DRAFTS | {"draft_length": 33}, ["draft_length=33", "at most 32"]),
-        (DRAFTS | {"draft_length": 0}, ["draft_length=0", "at least 1"]),
-        (DRAFTS | {"draft_steps": 0}, ["draft_steps=0", "at least 1"]),
-        (DRAFTS | {"draft_steps": True}, ["draft_steps=True"]),
-        (DRAFTS | {"max_denoising_steps": 4}, ["max_denoising_steps=4", "draft_steps"]),
-        (DRAFTS | {"t_min": 0.4}, ["t_min"]),
-        ({"draft_length": 8}, ["draft_length", "linear_spec"]),
-        (AUTOREGRESSIVE | {"draft_steps": 1}, ["draft_steps", "autoregressive"]),
-        (AUTOREGRESSIVE | {"entropy_bound": 0.1}, ["entropy_bound", "autoregressive"]),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit(settings: dict[str, Any], words: list[str]) -> None:
-    """One line that names the field."""
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
-        configure(**settings)
-    message = str(raised.value)
-    assert all(word in message for word in words), message
-
-
 def test_default_drafts() -> None:
     """They fit into the checkpoint's canvas, and take one step."""
-    spec = configure(**DRAFTS).model_config.canvas_spec
+    spec = configure(SHIPPED, additional_config={"diffusion": DRAFTS}).model_config.canvas_spec
     assert (spec.length, spec.max_denoising_steps) == (16, 1)

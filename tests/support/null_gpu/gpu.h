@@ -116,7 +116,6 @@ void null_gpu_unmap(void* pointer, size_t size);
 // 0 device, 1 pinned, 2 pageable, 3 none.
 int null_gpu_place(const void* pointer);
 void* null_gpu_function(const char* name);
-int null_gpu_chosen_image(const void* container);
 int null_gpu_launch(void* function, void* stream, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                     unsigned block_y, unsigned block_z, size_t shared_memory);
 // For tests, through ctypes.

@@ -119,7 +119,6 @@ void* null_gpu_function(const char* name) {
   NULL_GPU_LOCK;
   return make_function(name, device_chip());
 }
-int null_gpu_chosen_image(const void* container) { return chosen_image(container); }
 int null_gpu_launch(void* function, void* stream, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                     unsigned block_y, unsigned block_z, size_t shared_memory) {
   return launch(function, dim3(grid_x, grid_y, grid_z), dim3(block_x, block_y, block_z), shared_memory,

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -18,6 +19,7 @@ from attention_kernels.canvas_attention import (
     canvas_attention,
     plan_canvas_attention,
 )
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
 from vllm_diffusion.attention.cache_writes import (
     reshape_and_cache_flash,
@@ -29,7 +31,6 @@ from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadataBuilder,
     bind_canvas,
 )
-from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.startup.attention import choose_attention, register_attention
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 from vllm_diffusion.startup.plugin_settings import PluginSettings
@@ -86,13 +87,16 @@ def test_vllm_refuses_it_for_what_it_cannot_do(changes):
     assert len(reasons_against(**changes)) == 1
 
 
+def configured(attention="auto", may_hold_images=False):
+    config = vllm_config()
+    config.additional_config = {"diffusion": {"attention": attention}}
+    config.model_config.is_mm_prefix_lm = may_hold_images
+    return config
+
+
 def graph_support(may_hold_images, attention="auto", decided=None):
-    config = SimpleNamespace(
-        additional_config={"diffusion": {"attention": attention}},
-        model_config=SimpleNamespace(is_mm_prefix_lm=may_hold_images),
-    )
-    if decided is not None:
-        config.model_config.kernel_choices = decided
+    config = configured(attention, may_hold_images)
+    config.model_config.kernel_choices = decided
     return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
 
 
@@ -116,12 +120,7 @@ def test_graphs_of_what_the_self_check_decided():
 def make_impl(
     kv_cache_dtype="auto", attention="auto", head_size=HEAD_SIZE, window=None, has_images=False
 ):
-    config = SimpleNamespace(
-        additional_config={"diffusion": {"attention": attention}},
-        model_config=SimpleNamespace(is_mm_prefix_lm=has_images),
-    )
-    current = "vllm_diffusion.attention.backend.get_current_vllm_config"
-    with mock.patch(current, return_value=config):
+    with set_current_vllm_config(configured(attention, has_images)):
         return CanvasAttentionImpl(
             NUM_HEADS,
             head_size,
@@ -223,11 +222,8 @@ def on_a_gpu(monkeypatch):
 
 
 def choose(backend=None, attention="auto"):
-    chosen = AttentionBackendEnum[backend] if backend else None
-    config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=chosen),
-        additional_config={"diffusion": {"attention": attention}},
-    )
+    config = configured(attention)
+    config.attention_config.backend = AttentionBackendEnum[backend] if backend else None
     register_attention()
     choose_attention(config)
     return config.attention_config.backend.name
@@ -449,15 +445,8 @@ def test_every_variant_that_serving_launches_is_compiled_at_the_start(has_images
         impl = make_impl(attention="triton", head_size=head_size, window=window)
         cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size)
         layers[name] = SimpleNamespace(impl=impl, kv_cache=cache)
-    config = SimpleNamespace(
-        additional_config={},
-        model_config=SimpleNamespace(
-            is_mm_prefix_lm=has_images,
-            dtype=torch.float32,
-            canvas_spec=SimpleNamespace(layout=FreeCanvas(32)),
-        ),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-    )
+    config = configured(may_hold_images=has_images)
+    config.compilation_config.static_forward_context = layers
     found = set()
 
     def record(kernel, grid):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.graphs import emulated_capture
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
 from vllm_diffusion.startup.capture_sizes import (
     MAX_CANVASES,
@@ -33,7 +32,7 @@ def test_every_pass_of_whole_canvases_has_a_size(canvas, seqs, budget):
 @pytest.mark.parametrize(
     ("sizes", "largest", "on_cpu", "expected"),
     [
-        (None, None, False, [256, 512, 768, 1024]),
+        (None, None, False, [32, 64, 96, 128]),
         ([8, 16], None, False, [8, 16]),
         (None, 2048, False, None),
         (None, None, True, None),
@@ -42,17 +41,14 @@ def test_every_pass_of_whole_canvases_has_a_size(canvas, seqs, budget):
 )
 def test_choose_capture_sizes(monkeypatch, sizes, largest, on_cpu, expected):
     """What the operator says is left alone."""
-    from vllm import platforms
+    from vllm.platforms import current_platform
 
-    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
-    compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=largest)
-    choose_capture_sizes(
-        SimpleNamespace(
-            compilation_config=compilation,
-            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8192),
-            diffusion_config=SimpleNamespace(canvas_length=256),
-        )
-    )
+    config = vllm_config(max_num_seqs=2)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    compilation = config.compilation_config
+    compilation.cudagraph_capture_sizes = sizes
+    compilation.max_cudagraph_capture_size = largest
+    choose_capture_sizes(config)
     assert compilation.cudagraph_capture_sizes == expected
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from attention_kernels.checks import Checked
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.kernel_choice import on_ranks, process
 from vllm_diffusion.kernel_choice.cases import TILE, KernelCase, Served, attention_order, few_tiles
 from vllm_diffusion.kernel_choice.child import outcome_of
@@ -136,23 +138,20 @@ GPUS = ["H200", "H200", "L4", "L4"]
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A server's configuration on two kinds of GPU."""
+    config = vllm_config(additional_config={"diffusion": {"self_check": "auto"}})
     monkeypatch.setattr(on_ranks, "gpu_name", lambda device: GPUS[device])
     platform = SimpleNamespace(
         is_cuda=lambda: True, logical_device_id_to_visible_device_id=lambda device: device
     )
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
-    monkeypatch.setattr(on_ranks, "kernel_choices", lambda config: KernelChoices())
-    monkeypatch.setattr(
-        on_ranks, "plugin_settings", lambda config: SimpleNamespace(self_check="auto")
-    )
     monkeypatch.setattr(on_ranks.Served, "of", lambda config, choices: None)
-    return SimpleNamespace(parallel_config=SimpleNamespace(get_local_gpu_index=lambda rank: rank))
+    return config
 
 
 def test_a_refusal_is_left_for_the_command(
-    ranks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It started this process, and learns no more than that it has ended."""
 
@@ -160,15 +159,13 @@ def test_a_refusal_is_left_for_the_command(
         raise NothingRightError("nothing is right")
 
     monkeypatch.setattr(on_ranks, "checked_choices", check)
-    ranks.model_config = SimpleNamespace(refusal_path=tmp_path / "folder" / "refusal")
+    ranks.model_config.refusal_path = tmp_path / "folder" / "refusal"
     with pytest.raises(NothingRightError):
         on_ranks.decide(ranks, 0)
     assert (tmp_path / "folder" / "refusal").read_text() == "nothing is right"
 
 
-def test_the_first_rank_of_a_kind_decides(
-    ranks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_of_a_kind_decides(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others check nothing, and take what the first found."""
     found = {
         "H200": KernelChoices(statistics="reference"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.families.cases import CASES, checkpoint_of
+from tests.support.vllm_configs import configure
 from vllm_diffusion.kernel_choice.cases import Served, few_tiles
 from vllm_diffusion.startup.kernel_choices import kernel_choices
 
@@ -14,9 +14,7 @@ from vllm_diffusion.startup.kernel_choices import kernel_choices
 def test_the_kernels_of_a_family(family, tmp_path):
     """Layers and vocabulary are those of the checkpoint."""
     folder, options = checkpoint_of(family, tmp_path)
-    config = EngineArgs(
-        str(folder), max_model_len=256, max_num_seqs=3, **options
-    ).create_engine_config()
+    config = configure(folder, max_num_seqs=3, **options)
     served = Served.of(config, kernel_choices(config))
     assert served.vocab == few_tiles(config.model_config.get_vocab_size())
     assert served.kinds

@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.specs import SETTINGS, diffusion_gemma_spec
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.rule import MAX_STEPS
 from vllm_diffusion.requests.arguments import (
@@ -34,9 +35,10 @@ def parse(args: dict[str, Any]) -> Any:
 
 
 def configure(section: dict[str, Any]) -> tuple[int, Any]:
-    config = SimpleNamespace(additional_config={"diffusion": section}, diffusion_config=None)
+    config = vllm_config()
+    config.additional_config, config.diffusion_config = {"diffusion": section}, None
     published = Published({"max_denoising_steps": 48, **SETTINGS, "t_min": 1e-4}, "a file")
-    return denoising_settings(config, EntropyBound(), published)  # type: ignore[arg-type]
+    return denoising_settings(config, EntropyBound(), published)
 
 
 @pytest.mark.parametrize("name", EntropyBound.settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,21 +9,30 @@ from transformers import AutoTokenizer
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.specs import diffusion_gemma_spec
+from tests.support.vllm_configs import vllm_config
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("bias", [float("nan"), float("inf")])
-def test_bias_that_is_no_number(bias: float) -> None:
-    """Refused by its name, where no protocol clamps it."""
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 must be between"),
+        ({"logit_bias": {5: float("inf")}}, "logit_bias of token 5 must be between"),
+        ({"trace_decode_token_ids": [5]}, "trace_decode_token_ids is not supported"),
+    ],
+    ids=str,
+)
+def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
+    """Refused by their name, where no protocol clamps them or leaves them out."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
     from vllm_diffusion.requests.validation import validate_sampling_params
 
-    params = SamplingParams(logit_bias={5: bias})
-    with pytest.raises(VLLMValidationError, match="logit_bias of token 5 must be between"):
-        validate_sampling_params(params, SimpleNamespace())
+    with pytest.raises(VLLMValidationError, match=message):
+        validate_sampling_params(SamplingParams(**fields), vllm_config().model_config)
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
@@ -36,7 +44,7 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
 
     from vllm_diffusion.requests.validation import validate_sampling_params
 
-    model_config = SimpleNamespace(canvas_spec=diffusion_gemma_spec(32), get_vocab_size=lambda: 316)
+    model_config = vllm_config().model_config
     with pytest.raises(VLLMValidationError, match=f"{field} must be a mapping") as raised:
         validate_sampling_params(SamplingParams(extra_args={field: value}), model_config)
     assert raised.value.parameter == field
@@ -63,24 +71,20 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
     from vllm_diffusion.requests import validation
 
     validation.install()
-    model: Any = SimpleNamespace(
-        is_diffusion=True,
-        get_vocab_size=lambda: 262_144,
-        max_logprobs=-1,
-        return_sampling_mask=False,
-        enable_trace_replay=False,
-        canvas_spec=diffusion_gemma_spec(256),
-    )
+    config = vllm_config(max_logprobs=-1, max_num_seqs=num_slots)
+    config.model_config.canvas_spec = diffusion_gemma_spec(256)
+    config.model_config.model_arch_config.vocab_size = 262_144
     with pytest.raises(VLLMValidationError, match=f"may be at most {most} on") as raised:
-        validate(SamplingParams(logprobs=logprobs), model, max_num_seqs=num_slots)
+        validate(SamplingParams(logprobs=logprobs), config)
     assert raised.value.parameter == "logprobs"
-    validate(SamplingParams(logprobs=most), model, max_num_seqs=num_slots)
+    validate(SamplingParams(logprobs=most), config)
     assert num_slots * 256 * (1 + most) * 12 <= validation.MOST_LOGPROBS_BYTES
 
 
 def test_tools_with_a_back_end_that_knows_no_tags() -> None:
     """Refused with the back end that they need."""
     from vllm import SamplingParams
+    from vllm.config import StructuredOutputsConfig
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -91,8 +95,8 @@ def test_tools_with_a_back_end_that_knows_no_tags() -> None:
     with pytest.raises(VLLMValidationError, match="back end xgrammar"):
         _validate_constraint(
             params,
-            SimpleNamespace(is_diffusion=False),
-            SimpleNamespace(backend="guidance"),
+            vllm_config(shipped_checkpoint("qwen3")).model_config,
+            StructuredOutputsConfig(backend="guidance"),
             AutoTokenizer.from_pretrained(SHIPPED),
         )
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 
 
 def drawn(seed: int, engine: int = 0, backend: str | None = None) -> list[int]:
     """Seeds of an engine's first requests after a start."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(seed=seed),
-        parallel_config=SimpleNamespace(
-            data_parallel_index=engine, distributed_executor_backend=backend
-        ),
-    )
+    config = vllm_config(seed=seed)
+    config.parallel_config.data_parallel_index = engine
+    config.parallel_config.distributed_executor_backend = backend
     return source_of_seeds(config).integers(2**63, size=8).tolist()
 
 

@@ -9,11 +9,12 @@ import multiprocessing
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from unittest import mock
 
 import pytest
 
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.startup import engine_process
 
 
@@ -40,7 +41,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.usefixtures("command")
 def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed once, and not by a later process of the same number."""
-    config: Any = SimpleNamespace()
+    config = vllm_config().model_config
     assert last_line(capsys) == "a trace\n"
     engine_process.prepare_engine(config)
     engine_process.leave(config, "No kernel is right.")
@@ -65,7 +66,7 @@ def test_a_refusal_of_a_worker(
     """Whatever this package refuses while a worker starts is the command's last line, without a trace."""
     monkeypatch.setattr(traceback, "print_exc", traceback.print_exc)
     monkeypatch.setattr(multiprocessing, "parent_process", object)
-    config: Any = SimpleNamespace()
+    config = vllm_config().model_config
     engine_process.prepare_engine(config)
     with pytest.raises((ValueError, KeyError)), engine_process.leaving(config):
         exec(compile(raising, "<worker>", "exec"), {"__name__": "vllm_diffusion.weights"})
@@ -87,8 +88,9 @@ def test_a_server_that_ends_its_engine(engine_dead: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(logger, "filters", [])
     monkeypatch.setattr(async_llm.AsyncLLM, "shutdown", lambda self: None)
     engine_process.end_quietly()
-    client = SimpleNamespace(resources=SimpleNamespace(engine_dead=engine_dead))
-    async_llm.AsyncLLM.shutdown(SimpleNamespace(engine_core=client))  # type: ignore[arg-type]
+    engine = mock.Mock()
+    engine.engine_core.resources.engine_dead = engine_dead
+    async_llm.AsyncLLM.shutdown(engine)
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
     try:
@@ -107,7 +109,7 @@ def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Nobody would print what is left, so nothing is."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(engine_process, "_is_installed", False)
-    config: Any = SimpleNamespace()
+    config = vllm_config().model_config
     engine_process.prepare_engine(config)
     engine_process.leave(config, "No kernel is right.")
     assert not list(tmp_path.rglob("refusal-*"))
@@ -139,7 +141,7 @@ def test_refusal_of_a_worker_has_no_trace() -> None:
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
     try:
-        engine_process.leave(SimpleNamespace(), "This GPU computes wrongly.")
+        engine_process.leave(vllm_config().model_config, "This GPU computes wrongly.")
         for message in ("This GPU computes wrongly.", "something else"):
             try:
                 raise RuntimeError(message)

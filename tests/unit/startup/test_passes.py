@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.config import ParallelConfig
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
@@ -74,13 +73,11 @@ def test_choice(monkeypatch, is_cpu, weights, max_steps, given, chosen):
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
     monkeypatch.setattr(pass_order, "checkpoint_bytes", lambda model: 2 * weights)
-    config = SimpleNamespace(
-        additional_config={},
-        scheduler_config=SimpleNamespace(async_scheduling=given),
-        model_config=SimpleNamespace(model="a", canvas_spec=diffusion_gemma_spec(256, max_steps)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-    )
-    pass_order.choose_order(config)  # type: ignore[arg-type]
+    config = vllm_config()
+    config.scheduler_config.async_scheduling = given
+    config.model_config.canvas_spec = diffusion_gemma_spec(256, max_steps)
+    config.parallel_config.tensor_parallel_size = 2
+    pass_order.choose_order(config)
     assert config.scheduler_config.async_scheduling is chosen
 
 
@@ -116,15 +113,14 @@ OURS = "builtins.dict"
 )
 def test_worker_class(given: str, chosen: str) -> None:
     """Ours where the operator names none; a class that derives from ours stays."""
-    config: Any = SimpleNamespace(worker_cls=given)
+    config = ParallelConfig(worker_cls=given)
     choose_worker(config, OURS)
     assert config.worker_cls == chosen
 
 
 def test_another_class() -> None:
     """Its model runner would sample logits: refused, with what to derive it from."""
-    config: Any = SimpleNamespace(worker_cls="builtins.list")
     with pytest.raises(
         ValueError, match="--worker-cls builtins.list .* derive it from builtins.dict"
     ):
-        choose_worker(config, OURS)
+        choose_worker(ParallelConfig(worker_cls="builtins.list"), OURS)

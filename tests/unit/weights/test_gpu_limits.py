@@ -16,6 +16,7 @@ import vllm.transformers_utils.config
 from vllm.platforms.interface import DeviceCapability
 
 from tests.support.checkpoints import write_headers
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.weights.check import check_capability, check_room, weight_bytes
 
 pytestmark = pytest.mark.engine
@@ -55,19 +56,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def _configuration(folder: Path, parallel: dict[str, Any]) -> Any:
-    ranks = {
-        "tensor_parallel_size": 1,
-        "data_parallel_size": 1,
-        "enable_expert_parallel": False,
-    }
-    return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(folder), revision=None, dtype=torch.bfloat16),
-        parallel_config=SimpleNamespace(**(ranks | parallel)),
-        cache_config=SimpleNamespace(gpu_memory_utilization=0.92, kv_cache_memory_bytes=None),
-        offload_config=SimpleNamespace(
-            uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
-        ),
-    )
+    config = vllm_config()
+    config.model_config.model, config.model_config.dtype = str(folder), torch.bfloat16
+    config.cache_config.kv_cache_memory_bytes = None
+    vars(config.parallel_config).update(parallel)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_a_model_of_the_hub(monkeypatch):
         "get_safetensors_params_metadata",
         lambda model, revision: next(answers),
     )
-    model = SimpleNamespace(model="somebody/on-the-hub", revision=None, dtype=torch.bfloat16)
+    model = _configuration(Path("somebody/on-the-hub"), {}).model_config
     assert weight_bytes(model) == 18
     assert weight_bytes(model) == 0
 

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.startup.checkpoint_file import choose_weight_files
 from vllm_diffusion.weights.adapters.worker import Adaptable
 from vllm_diffusion.weights.weight_files import INDEX, check_weight_files, weight_files
@@ -30,17 +30,13 @@ def folder_of(folder: Path, files: list[str], index: list[str] | None = None) ->
 
 def read_by_vllm(folder: Path) -> list[str]:
     """Names of the files whose tensors vLLM's loader hands to a diffusion model, after start-up's choice."""
-    from vllm.config import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    load_config = LoadConfig(use_tqdm_on_load=False)
-    vllm_config = SimpleNamespace(
-        load_config=load_config, model_config=SimpleNamespace(model=str(folder)), lora_config=None
-    )
-    choose_weight_files(vllm_config)
-    loader = DefaultModelLoader(load_config)
-    model_config = SimpleNamespace(model=str(folder), revision=None)
-    names = [name for name, _ in loader.get_all_weights(model_config, Adaptable())]
+    config = vllm_config(use_tqdm_on_load=False)
+    config.model_config.model = str(folder)
+    choose_weight_files(config)
+    loader = DefaultModelLoader(config.load_config)
+    names = [name for name, _ in loader.get_all_weights(config.model_config, Adaptable())]
     return sorted(name.removeprefix("base_model.model.") for name in names)
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.lora.request import LoRARequest
 
+from tests.support.vllm_configs import vllm_config
+from vllm_diffusion.live.http import CheckedModels
 from vllm_diffusion.weights.adapters import early_checks
 from vllm_diffusion.weights.adapters.early_checks import _checked_before_queueing
 
@@ -27,26 +32,22 @@ class Rules:
 
 
 def served(num_servers: int = 1, rules: Any = None, at_start: tuple[str, ...] = ()) -> Any:
-    parallel = SimpleNamespace(_api_process_count=num_servers)
-    return SimpleNamespace(
-        model_config=SimpleNamespace(adapter_rules=rules),
-        engine_client=SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel)),
-        static_lora_modules=[SimpleNamespace(name=name) for name in at_start],
-    )
+    config = vllm_config()
+    config.model_config.adapter_rules = rules
+    config.parallel_config._api_process_count = num_servers
+    models = CheckedModels.__new__(CheckedModels)
+    models.model_config = config.model_config
+    models.engine_client = mock.Mock(vllm_config=config)
+    models.static_lora_modules = [LoRAModulePath(name, "good") for name in at_start]
+    return models
 
 
 def load(models: Any, path: str, *, stock: Any = None) -> Any:
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-
-    from vllm_diffusion.live.http import CheckedModels
-
-    checked = CheckedModels.__new__(CheckedModels)
-    vars(checked).update(vars(models))
-    request = SimpleNamespace(lora_name="poet", lora_path=path)
+    request = LoadLoRAAdapterRequest(lora_name="poet", lora_path=path)
     with mock.patch.object(
         OpenAIServingModels, "_check_load_lora_adapter_request", mock.AsyncMock(return_value=stock)
     ):
-        return asyncio.run(checked._check_load_lora_adapter_request(request))
+        return asyncio.run(models._check_load_lora_adapter_request(request))
 
 
 def test_loading() -> None:
@@ -83,9 +84,9 @@ def test_queueing() -> None:
     seen: list[Any] = []
     check = _checked_before_queueing.make(lambda self, request: seen.append(request))
     check(served(rules=Rules()), None)
-    check(served(rules=Rules()), SimpleNamespace(lora_name="poet", lora_path="good"))
-    check(served(), SimpleNamespace(lora_name="poet", lora_path="bad"))
+    check(served(rules=Rules()), LoRARequest("poet", 1, "good"))
+    check(served(), LoRARequest("poet", 1, "bad"))
     with pytest.raises(VLLMValidationError, match="model 'poet': LoRA adapter bad") as raised:
-        check(served(rules=Rules()), SimpleNamespace(lora_name="poet", lora_path="bad"))
+        check(served(rules=Rules()), LoRARequest("poet", 1, "bad"))
     assert raised.value.parameter == "model"
     assert len(seen) == 4

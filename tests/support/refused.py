@@ -1,0 +1,40 @@
+"""Tables of what start-up refuses, ``refused.toml`` beside the tests of it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from tests.support.vllm_configs import configure
+
+
+def refused_rows(test: str) -> list[Any]:
+    """The rows of the table beside a test's file, as parameters."""
+    table = tomllib.loads(Path(test).with_name("refused.toml").read_text("utf-8"))
+    return [pytest.param(row, id=row["says"]) for row in table["refused"]]
+
+
+def refusal(checkpoint: Path, **options: Any) -> str:
+    """The message with which the configuration is refused."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        configure(checkpoint, **options)
+    error = raised.value
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error)
+    (only,) = error.errors()
+    return str(only["msg"]).removeprefix("Value error, ")
+
+
+def refusal_of_row(row: dict[str, Any], checkpoint: Path) -> str:
+    """The message with which a row's options and settings are refused; it holds what the row says."""
+    options = row.get("options", {})
+    if "settings" in row:
+        options = options | {"additional_config": {"diffusion": row["settings"]}}
+    message = refusal(checkpoint, **options)
+    for part in row["says"].split(" ... "):
+        assert part in message
+    return message

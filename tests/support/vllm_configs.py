@@ -1,0 +1,33 @@
+"""Configurations of vLLM, resolved as a server resolves them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+
+_resolved: dict[str, Any] = {}
+
+
+def configure(checkpoint: Path, **arguments: Any) -> Any:
+    """What ``vllm serve`` resolves before it loads anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}
+    return EngineArgs(model=str(checkpoint), **(defaults | arguments)).create_engine_config()
+
+
+def vllm_config(checkpoint: Path | None = None, **arguments: Any) -> Any:
+    """A configuration that a test may change: a copy of what is resolved once for equal arguments.
+
+    Args:
+        checkpoint: Folder of a checkpoint; the shipped tiny DiffusionGemma by default.
+        arguments: Of vLLM's ``EngineArgs``.
+    """
+    folder = checkpoint or shipped_checkpoint()
+    key = repr((folder, sorted(arguments.items())))
+    if key not in _resolved:
+        _resolved[key] = configure(folder, **arguments)
+    return copy.deepcopy(_resolved[key])
