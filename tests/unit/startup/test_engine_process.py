@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import logging
 import multiprocessing
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -23,7 +23,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This process as a command of vLLM, whose exceptions are printed as a trace."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a trace", file=sys.stderr))
-    monkeypatch.setitem(sys.modules, engine_process._COMMAND, ModuleType("cli_args"))
+    importlib.import_module(engine_process._COMMAND)
     monkeypatch.setattr(engine_process, "_is_installed", False)
     engine_process.install()
     # CuTe's DSL does so when it is imported.

@@ -208,7 +208,7 @@ def test_compare(kinds: tuple[str, str], bench: Bench) -> None:
     [
         (0, (), "holds no exchange"),
         (1, (), "none of the 2 recorded exchanges is a prompt that is held out"),
-        (200, ("--num-prompts", "0"), "--num-prompts: 0 must be an integer of at least 1"),
+        (200, ("--num-prompts", "0"), "--num-prompts: '0' must be an integer of at least 1"),
         (200, (), "--draft old: its config.json cannot be read"),
     ],
 )
