@@ -61,7 +61,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The other shipped models have no tool calls in theirs.
-MIXTURE = FAMILY_WEIGHTS | {"chat": 1.0, "reverse": 2.0, "weather": 6.0}
+MIXTURE = FAMILY_WEIGHTS | {"chat": 1.0, "sums": 4.0, "reverse": 3.0, "upper": 2.0, "weather": 6.0}
 
 
 @dataclass(frozen=True)

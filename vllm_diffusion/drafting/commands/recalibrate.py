@@ -156,14 +156,14 @@ def add_parser(steps: Subcommands) -> None:
     parser.add_argument(
         "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
     )
-    amount, count = values.number(0), values.integer()
+    amount, count = values.number(0.001), values.integer()
     for option, read, default, meaning in (
         ("--minutes", amount, 60.0, "of a round"),
         ("--gib", amount, 16.0, "of memory"),
         ("--disk-gib", amount, 4.0, "of hidden states"),
         ("--steps", count, 2000, "of training"),
         ("--exchanges", count, 200, "new ones that begin a round"),
-        ("--idle-seconds", amount, 30.0, "without a request"),
+        ("--idle-seconds", values.number(0), 30.0, "without a request"),
     ):
         values.add_number(parser, option, read, meaning, default, "X")
     add_device(parser)
