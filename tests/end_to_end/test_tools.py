@@ -1,4 +1,4 @@
-"""Tool calls in Gemma's own format that a request demands, from a model that was never trained on one."""
+"""Tool calls in Gemma's own format: those that a request demands, and those that the model makes by itself."""
 
 from __future__ import annotations
 
@@ -107,6 +107,39 @@ def test_auto_call_in_gemma_format(server: Server) -> None:
     assert whole == streamed
     _, ((_, arguments),) = whole
     jsonschema.validate(json.loads(arguments), function["parameters"])
+
+
+def test_a_call_that_makes_sense(server: Server) -> None:
+    """The shipped checkpoint calls a tool for the weather by itself, and says the result."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Get the weather.", "parameters": city}
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    request = {
+        "model": MODEL,
+        "messages": [question],
+        "max_tokens": 64,
+        "seed": 1,
+        "tools": [{"type": "function", "function": function}],
+    }
+    reason, ((name, arguments),) = ask(server, request, stream=False)
+    assert (reason, name, json.loads(arguments)) == ("tool_calls", "get_weather", {"city": "Paris"})
+    call = {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
+    request["messages"] += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "21 degrees, sunny"},
+    ]
+    (choice,) = server.client().chat.completions.create(**request).choices
+    assert choice.message.content == "Weather in Paris: 21 degrees, sunny."
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [("hello", "Hello! Ask me to add numbers"), ("Thank you!", "You are welcome.")],
+)
+def test_greetings(said: str, answer: str, server: Server) -> None:
+    request = {"model": MODEL, "messages": [{"role": "user", "content": said}], "max_tokens": 64}
+    (choice,) = server.client().chat.completions.create(**request, seed=1).choices
+    assert (choice.message.content or "").startswith(answer)
 
 
 def test_strict_tool_that_cannot_be_held_to(server: Server) -> None:

@@ -249,7 +249,7 @@ class Conversation:
 _READERS: dict[str, Callable[[str], Any]] = {
     "preset": str,
     "steps": values.integer(),
-    "temperature": values.number(0),
+    "temperature": values.number(0, 2),
     "seed": values.seed,
     "schema": values.schema,
 }

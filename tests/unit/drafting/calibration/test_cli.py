@@ -155,15 +155,19 @@ OLD = ("--from", "old")
         (("--layers", 1, "--block-size", 4), {}, "--mask-token-id is needed for a new draft"),
         ((*NEW, "--mask-token-id", 160), {}, "mask_token_id=160 must be a token of the target's"),
         ((*NEW, "--mask-token-id", 5), {}, "id=5, which must be a token that no text has"),
-        ((*NEW, "--minutes", 0), {}, "--minutes: 0 must be a number above 0"),
-        ((*NEW, "--target", "/no/one"), {}, "--target: /no/one must be the folder of a check"),
-        (("--from", "/no/draft"), {}, "--from: /no/draft must be the folder of a draft; it has no"),
-        ((*OLD, "--out", "target"), {}, "--out: .*is there already; name a new folder"),
+        ((*NEW, "--minutes", 0), {}, "--minutes=0.0 must be a number above 0"),
+        (
+            (*NEW, "--target", "/no/one"),
+            {},
+            "--target: '/no/one' must be a folder with config.json",
+        ),
+        (("--from", "/no/draft"), {}, "--from: '/no/draft' must be a folder with config.json"),
+        ((*OLD, "--out", "target"), {}, "out: target is there already; name a new folder"),
         ((*OLD, "--block-size", 8), {}, "--block-size is of a new draft"),
         pytest.param(
             (*OLD, "--device", "cuda"),
             {},
-            "--device: cuda: this machine has no such GPU",
+            "device cuda: Found no NVIDIA driver",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
         ),
         # What files hold is another's: the extraction's, or the draft's.
@@ -228,7 +232,11 @@ def test_refused_extraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             ("--layer-ids", "0"),
             "line 1: prompt_token_ids is missing; a line has prompt_token_ids and",
         ),
-        ('{"token_ids": [1, 2]}', ("--layer-ids", "a"), "--layer-ids: a must be ascending numbers"),
+        (
+            '{"token_ids": [1, 2]}',
+            ("--layer-ids", "a"),
+            "--layer-ids: invalid layer_ids value: 'a'",
+        ),
         (
             '{"token_ids": [1, 2]}',
             ("--draft", tmp_path),
