@@ -7,7 +7,7 @@
 A recording has three parts. *Requests*: those of a campaign (``requests.py``) at servers of
 DiffusionGemma and SDAR in both orders of passes: status, refused field, message, answer with its
 token ids, and how many passes and denoising steps each group of them took. *Commands*: usage of each
-command, and how it refuses values. *Refusals*: every message that a test expects to be raised. The
+command. *Refusals*: every message that a test expects to be raised. The
 comparison prints what differs side by side; paths, ports and seconds are left out.
 """
 
@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
-import io
 import json
 import os
 import re
@@ -38,9 +37,7 @@ from rich.table import Table
 from tests.robustness.campaign import describe
 from tests.robustness.client import Outcome, answers, events, send
 from tests.robustness.requests import CHAT, COMPLETIONS, Request, Served, draw_request
-from tests.support.commands import status_of
 from tests.support.server import PARSERS, Server, start_server, stop_server
-from tests.unit.test_cli_values import cases, commands, good_values, hostile_lines
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.main import build_parser
 
@@ -200,21 +197,19 @@ def record_requests(num_requests: int, folder: Path) -> dict[str, list[dict[str,
     return found
 
 
-def record_commands(folder: Path) -> dict[str, Any]:
-    """Usage of each command; exit status and message of each value that one refuses."""
-    good = good_values(folder)
-    found: dict[str, Any] = {}
-    for path, parser in commands(build_parser()):
-        found[" ".join((*path, "--help"))] = [0, parser.format_help()]
-    for case in track(cases(), "commands"):
-        path, name, hostile = case.values
-        for words in hostile_lines(path, name, hostile, good):
-            printed = io.StringIO()
-            with contextlib.redirect_stderr(printed):
-                status = status_of(*path, *words)
-            line = without_variables(" ".join((*path, *words)))
-            found[line] = [status, without_variables(printed.getvalue())]
-    return found
+def usages(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
+    """Every command that runs something, and its usage."""
+    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not nested:
+        yield name, parser.format_help()
+    for action in nested:
+        for own, below in action.choices.items():
+            yield from usages(below, f"{name} {own}")
+
+
+def record_commands() -> dict[str, str]:
+    """Usage of each command; what command lines are refused for is a table of `test_cli_values.py`."""
+    return dict(usages(build_parser(), "vllm-diffusion"))
 
 
 class RaisedMessages:
@@ -295,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--write FILE, or --compare BEFORE AFTER")
     makers = {
         "requests": lambda folder: record_requests(chosen.requests, folder),
-        "commands": record_commands,
+        "commands": lambda folder: record_commands(),
         "refusals": lambda folder: record_refusals(),
     }
     recording: dict[str, Any] = {}
