@@ -115,8 +115,10 @@ class Campaign:
             last = (tail.strip().splitlines() or ["it printed nothing"])[-1]
             state, reason = "failed", f"exit status {status}: {last[:300]}"
         seconds = round(time.monotonic() - start, 1)
+        # What is done has said everything in its rows.
+        log_end = "" if state == "done" else tail
         ended = replace(
-            begun, state=state, reason=reason, seconds=seconds, rows=records.read(data), log=tail
+            begun, state=state, reason=reason, seconds=seconds, rows=records.read(data), log=log_end
         )
         results.write(self.folder, ended)
         data.unlink(missing_ok=True)

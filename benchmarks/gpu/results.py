@@ -45,7 +45,7 @@ class Result:
         started: Date and time, UTC.
         seconds: How long it took with its start.
         rows: What it measured, each with its ``table``.
-        log: The end of what it printed.
+        log: The end of what it printed, where it did not end well.
     """
 
     experiment: str
