@@ -109,3 +109,18 @@ def test_methods_of_vllm() -> None:
     known = {*get_args(SpeculativeMethod)} - {"extract_hidden_states", "custom_class"}
     assert [contenders.draft_method(method) for method in known] == [*known]
     assert {*contenders.METHODS} - {contenders.ADAPTIVE} <= known
+
+
+def test_paths_of_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the sign in ``--out=~/draft``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert values.path("~/a") == values.folder("~/a") == values.new_file("~/a") == tmp_path / "a"
+    assert values.draft("~") == tmp_path
+    assert values.model("~") == str(tmp_path)
+    assert values.file("~/config.json") == tmp_path / "config.json"
+
+
+def test_a_schema_too_deep_to_read() -> None:
+    with pytest.raises(values.Refusal, match="must be a JSON schema"):
+        values.schema('{"a":' * 20_000)

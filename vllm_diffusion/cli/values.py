@@ -102,17 +102,23 @@ def model(value: str) -> str:
     is_path = value[:1] in ("", "/", ".", "~") or value.count("/") > 1 or os.path.isdir(value)
     if is_path and "://" not in value:
         # Mistral's own format has the other one.
-        folder_with("config.json", "params.json")(value)
+        return str(folder_with("config.json", "params.json")(value))
     return value
+
+
+def path(value: str) -> Path:
+    """Read a path, ``~`` too, which a shell leaves in ``--out=~/draft``."""
+    return Path(os.path.expanduser(value))
 
 
 def folder_with(*names: str) -> Callable[[str], Path]:
     """Make a reader of folders that hold one of some files."""
 
     def read(value: str) -> Path:
-        if not any(os.path.isfile(os.path.join(value, name)) for name in names):
+        found = path(value)
+        if not any(os.path.isfile(found / name) for name in names):
             raise Refusal(f"{value!r} must be a folder with {' or '.join(names)}.")
-        return Path(value)
+        return found
 
     return read
 
@@ -123,27 +129,28 @@ samples, draft = folder_with("extraction.json"), folder_with("config.json")
 
 def file(value: str) -> Path:
     """Read the path of a file that is there."""
-    if not os.path.isfile(value):
+    found = path(value)
+    if not os.path.isfile(found):
         raise Refusal(f"{value!r} must be a file.")
-    return Path(value)
+    return found
 
 
 def folder(value: str) -> Path:
     """Read the path of a folder that can be written, there or not."""
-    path = Path(value)
-    nearest = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    found = path(value)
+    nearest = next(each for each in (found, *found.absolute().parents) if os.path.exists(each))
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise Refusal(f"{value!r} must be a folder that can be written.")
-    return path
+    return found
 
 
 def new_file(value: str) -> Path:
     """Read the path of a file that can be written, there or not, in a folder that is there."""
-    path = Path(value)
-    place = path if os.path.exists(path) else path.absolute().parent
-    if path.is_dir() or not os.access(place, os.W_OK):
+    found = path(value)
+    place = found if os.path.exists(found) else found.absolute().parent
+    if found.is_dir() or not os.access(place, os.W_OK):
         raise Refusal(f"{value!r} must be a file that can be written, in a folder that is there.")
-    return path
+    return found
 
 
 def layer_ids(value: str) -> list[int]:
@@ -155,8 +162,8 @@ def schema(value: str) -> dict[str, Any]:
     """Read a JSON schema, or the file that holds one."""
     try:
         is_schema = value.lstrip().startswith("{")
-        read: dict[str, Any] = json.loads(value if is_schema else Path(value).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        read: dict[str, Any] = json.loads(value if is_schema else path(value).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise Refusal(f"it must be a JSON schema, or a file that holds one: {error}.") from None
     return read
 

@@ -59,7 +59,7 @@ def _add_record(steps: Subcommands) -> None:
         description="Show what is recorded in a folder, and print the command of a server that records "
         "there. Servers record nothing unless they are told to.",
     )
-    parser.add_argument("folder", type=Path, help="of the recording")
+    parser.add_argument("folder", type=values.folder, help="of the recording")
     values.add_number(parser, "--max-mib", values.integer(), "of the printed command", 64)
     parser.add_argument("--clear", action="store_true", help="delete what is recorded")
     parser.set_defaults(run=record)
@@ -187,7 +187,7 @@ def _add_extract(steps: Subcommands) -> None:
 
 def _add_recording(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recording", type=Path, help="a folder of a server, or a file of JSON lines"
+        "recording", type=values.path, help="a folder of a server, or a file of JSON lines"
     )
 
 

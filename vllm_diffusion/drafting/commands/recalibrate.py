@@ -152,7 +152,9 @@ def add_parser(steps: Subcommands) -> None:
     )
     add_server(parser)
     parser.add_argument("--target", type=values.model, required=True, help="what the server serves")
-    parser.add_argument("--recording", type=Path, required=True, help="where the server records")
+    parser.add_argument(
+        "--recording", type=values.path, required=True, help="where the server records"
+    )
     parser.add_argument(
         "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
     )

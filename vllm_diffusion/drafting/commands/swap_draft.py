@@ -68,7 +68,7 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Have a server that runs take another draft. Without a draft, say which one is served.",
     )
     parser.add_argument(
-        "draft", nargs="?", type=Path, help="folder of the new draft, for the server"
+        "draft", nargs="?", type=values.path, help="folder of the new draft, for the server"
     )
     add_server(parser)
     add_gone(parser, "--roll-back", "swap to the folder of the old draft.")
