@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.test_parity import LOGIT_TOLERANCE, denoising
-from tests.support.checkpoints import copy_checkpoint, random_checkpoint, randomize
+from tests.support.checkpoints import SHIPPED, copy_checkpoint, random_checkpoint, randomize
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 
@@ -199,3 +199,29 @@ def test_image_prompt_of_an_autoregressive_model(tmp_path, make, marker):
             assert error <= LOGIT_TOLERANCE, f"log-probabilities differ by {error:.2e}"
     finally:
         engine.close()
+
+
+# Refused before the picture is processed, after it, and within a stream.
+REFUSED: list[dict[str, Any]] = [
+    {"top_p": 2},
+    {"vllm_xargs": {"diffusion_max_steps": 0}},
+    {"vllm_xargs": {"diffusion_max_steps": 0}, "stream": True},
+]
+
+
+@pytest.mark.slow
+def test_picture_of_a_refused_request(tmp_path: Path) -> None:
+    """It is asked with again, and answered: the engine is not taken to have it already."""
+    from tests.robustness.requests import image_message
+    from tests.robustness.requests import picture as data_url
+    from tests.support.server import start_server
+
+    options = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
+    with start_server(SHIPPED, tmp_path / "server.log", *options) as server:
+        for shade, fields in enumerate(REFUSED):
+            chat = {"messages": image_message(data_url(shade=shade)), "max_tokens": 4}
+            refused = server.post("/v1/chat/completions", {**chat, **fields})
+            assert "must be" in refused.text
+            assert "choices" not in refused.text
+            answered = server.post("/v1/chat/completions", chat)
+            assert answered.status_code == 200, f"after {fields}: {answered.text}"

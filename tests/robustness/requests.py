@@ -194,7 +194,8 @@ def picture(width: int = 24, height: int = 24, shade: int = 90, form: str = "PNG
     return f"data:image/{form.lower()};base64,{data}"
 
 
-def _image_message(url: str) -> list[dict[str, Any]]:
+def image_message(url: str) -> list[dict[str, Any]]:
+    """A user's question about an image."""
     parts = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "What is in the picture?"},
@@ -205,7 +206,7 @@ def _image_message(url: str) -> list[dict[str, Any]]:
 def _prompt(served: Served, rng: random.Random) -> Posted:
     """Where to, and the prompt's fields."""
     if served.images and rng.random() < 0.1:
-        return CHAT, {"messages": _image_message(picture(shade=30 * rng.randrange(8)))}
+        return CHAT, {"messages": image_message(picture(shade=30 * rng.randrange(8)))}
     if rng.random() < 0.3:
         token_id = functools.partial(_token_id, served)
         return COMPLETIONS, {"prompt": _list(rng, 1, served.max_model_len // 2, token_id)}
@@ -485,7 +486,7 @@ def _bad_image(served: Served, rng: random.Random) -> Posted:
             "data:image/png;base64," + "A" * 40_000,
         ]
     )
-    return CHAT, {"messages": _image_message(url), "max_tokens": 4}
+    return CHAT, {"messages": image_message(url), "max_tokens": 4}
 
 
 def _anything(rng: random.Random) -> Any:

@@ -5,6 +5,39 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.engine.input_processor import InputProcessor
+
+
+class Processor(InputProcessor):
+    """vLLM's input processor of a model without a tokenizer, which keeps what it was told to forget.
+
+    Attributes:
+        forgotten: Hashes of pictures that are no longer to be taken for the engine's.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.diffusion_config = None
+        self.lora_config = None
+        self.scheduler_config = vllm_config.scheduler_config
+        self.speculative_config = None
+        self.structured_outputs_config = vllm_config.structured_outputs_config
+        self.supports_mm_inputs = False
+        self.skip_prompt_length_check = False
+        self.generation_config_fields: dict[str, Any] = {}
+        self.forgotten: list[str] = []
+        self.renderer: Any = SimpleNamespace(
+            tokenizer=None,
+            get_eos_token_id=lambda: None,
+            validate_token_ids=lambda *arguments, **options: None,
+            queue_mm_cache_invalidations=self.forgotten.extend,
+        )
+        self.validate_logits_processors_params = lambda params: None
+
+    def resolve_watermarking(self, params: Any) -> bool:
+        return False
+
 
 def validate(params: Any, vllm_config: Any) -> None:
     """Check sampling parameters as vLLM's input processor does for a model without a tokenizer.
@@ -12,17 +45,5 @@ def validate(params: Any, vllm_config: Any) -> None:
     Raises:
         ValueError: If the request is refused.
     """
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    processor: Any = SimpleNamespace(
-        vllm_config=vllm_config,
-        model_config=vllm_config.model_config,
-        diffusion_config=None,
-        scheduler_config=vllm_config.scheduler_config,
-        speculative_config=None,
-        structured_outputs_config=vllm_config.structured_outputs_config,
-        tokenizer=None,
-        validate_logits_processors_params=lambda params: None,
-        resolve_watermarking=lambda params: False,
-    )
-    InputProcessor._validate_params(processor, params, ("generate",))
+    prompt: Any = {"type": "token", "prompt_token_ids": [1]}
+    Processor(vllm_config).process_inputs("request", prompt, params, ("generate",))

@@ -38,7 +38,7 @@ def tables() -> dict[str, Any]:
         "platform": _name(type(current_platform)),
         "model": models.get(ARCHITECTURE),
         "config_hook": hooks.get(ARCHITECTURE),
-        "validation": [_name(InputProcessor._validate_params)],
+        "validation": [_name(InputProcessor.process_inputs)],
         "other_models": {name: value for name, value in models.items() if name not in OURS},
         "other_config_hooks": {name: value for name, value in hooks.items() if name not in OURS},
     }

@@ -11,6 +11,7 @@ import pytest
 
 from vllm_diffusion import metrics, plugin
 from vllm_diffusion.drafting.check import ARCHITECTURE as DRAFT
+from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES, REFUSED
 from vllm_diffusion.hooks import upstream
@@ -30,7 +31,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(models_config, "MODELS_CONFIG_MAP", dict(models_config.MODELS_CONFIG_MAP))
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    monkeypatch.setattr(InputProcessor, "_validate_params", InputProcessor._validate_params)
+    monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)
     monkeypatch.setattr(DiffusionGemmaEngineConfig, "registration_failure", None)
     return monkeypatch
 
@@ -47,7 +48,7 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
         assert MODELS_CONFIG_MAP[ARCHITECTURE] is DiffusionGemmaEngineConfig
         entry = ModelRegistry.models[ARCHITECTURE]
         assert entry.module_name == "vllm_diffusion.families.diffusion_gemma.model"
-        checks.add(InputProcessor._validate_params)
+        checks.add(InputProcessor.process_inputs)
         assert DiffusionGemmaEngineConfig.registration_failure is None
     assert [check.__module__ for check in checks] == [validation.__name__]
 
@@ -78,6 +79,7 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
 
     def others() -> tuple[dict[str, Any], dict[str, Any]]:
         ours = {family.architecture for family in (*FAMILIES, *REFUSED)} | {DRAFT}
+        ours |= {prefix + name for prefix in ("", "DFlash") for name in NEMO_ARCHITECTURES}
         return (
             {name: value for name, value in MODELS_CONFIG_MAP.items() if name not in ours},
             {name: value for name, value in ModelRegistry.models.items() if name not in ours},
@@ -94,7 +96,7 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
         "vllm.model_executor.models.config.MODELS_CONFIG_MAP",
         "vllm.model_executor.models.config",
         "vllm.model_executor.models",
-        "vllm.v1.engine.input_processor.InputProcessor._validate_params",
+        "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
     ],
 )
 def test_register_never_raises(
@@ -116,10 +118,10 @@ def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
     """What could not be registered is said when a diffusion checkpoint is configured."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    tables.delattr("vllm.v1.engine.input_processor.InputProcessor._validate_params")
+    tables.delattr("vllm.v1.engine.input_processor.InputProcessor.process_inputs")
     plugin.register()
     tables.setattr(upstream, "problem", lambda: None)
-    with pytest.raises(ValueError, match="could not register.*_validate_params.*pip install"):
+    with pytest.raises(ValueError, match="could not register.*process_inputs.*pip install"):
         MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
 
 

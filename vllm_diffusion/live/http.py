@@ -39,7 +39,23 @@ _WHERE_TRACES_ARE = (
 )
 
 
-class ChatWithFrames(OpenAIServingChat):
+class _ParametersFirst(OpenAIServingChat):
+    """Chats whose sampling parameters are checked before their pictures are processed.
+
+    vLLM keeps a picture that it has processed as one that the engine has, also where the request is
+    refused before it is sent, and the next request with the picture would be an error.
+    """
+
+    async def render_chat_request(self, request: Any) -> Any:
+        self._check_parameters(request)
+        return await super().render_chat_request(request)
+
+    def _check_parameters(self, chat: Any) -> None:
+        most = chat.max_completion_tokens or chat.max_tokens
+        chat.to_sampling_params(most, self.default_sampling_params)
+
+
+class ChatWithFrames(_ParametersFirst):
     """``/v1/chat/completions``: frames in its streams, step maps and traces in its whole answers."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
@@ -128,15 +144,17 @@ class CompletionsWithFrames(OpenAIServingCompletion):
         return response
 
 
-class ChatBatchWithoutFrames(OpenAIServingChatBatch):
+class ChatBatchWithoutFrames(_ParametersFirst, OpenAIServingChatBatch):
     """``/v1/chat/completions/batch``, which cannot send frames."""
 
     async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         _refuse_frames(request)
+        for messages in request.messages:
+            self._check_parameters(request.to_chat_completion_request(messages))
         return await super().create_batch_chat_completion(request, raw_request)
 
 
-class MessagesWithoutFrames(AnthropicServingMessages):
+class MessagesWithoutFrames(_ParametersFirst, AnthropicServingMessages):
     """``/v1/messages``, which cannot send frames; ``thinking`` turns thinking on."""
 
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
@@ -159,6 +177,8 @@ class ResponsesWithoutFrames(OpenAIServingResponses):
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         _refuse_frames(request)
+        # As for chats, before pictures are processed.
+        request.to_sampling_params(self.model_config.max_model_len, self.default_sampling_params)
         response = await super().create_responses(request, raw_request)
         # Where a stream has begun, a refusal comes too late for its status.
         return ending_with_refusal(response) if isinstance(response, AsyncGenerator) else response

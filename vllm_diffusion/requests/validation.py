@@ -43,30 +43,54 @@ def install() -> None:
 
 
 @replaces_call(
-    "vllm.v1.engine.input_processor:InputProcessor._validate_params",
-    reason="Stock refuses temperature, seed, min_p and every constraint, which our sampler honours.",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    reason="Stock refuses temperature, seed, min_p and every constraint, which our sampler honours, and "
+    "believes pictures of a refused request to be with the engine.",
     until="A model's configuration may name the sampling parameters that its sampler honours.",
 )
-def _checking_canvases(stock: Any, self: Any, params: Any, supported_tasks: Any) -> Any:
-    """Run vLLM's checks, with ours in place of those that only diffusion models have."""
+def _checking_canvases(
+    stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Make an engine's request, with our checks in place of those that only diffusion models have."""
     from vllm.sampling_params import SamplingParams
 
     model_config = self.model_config
     if not model_config.is_diffusion or not isinstance(params, SamplingParams):
-        return stock(self, params, supported_tasks)
+        return stock(self, request_id, prompt, params, *args, **kwargs)
     unaware = copy.copy(self)
     unaware.model_config = _NotDiffusion(model_config)
-    # Constraints are checked below.
+    # Constraints are checked by check_params.
     unaware.structured_outputs_config = None
-    # First, so that ours read numbers and token ids of the vocabulary.
-    params.verify(unaware.model_config, self.speculative_config, None, self.tokenizer)
-    validate_sampling_params(params, model_config)
-    check_logprobs(params, model_config, self.scheduler_config.max_num_seqs)
-    if params.structured_outputs is not None:
-        _validate_constraint(
-            params, unaware.model_config, self.structured_outputs_config, self.tokenizer
+    try:
+        check_params(params, self)
+        return stock(unaware, request_id, prompt, params, *args, **kwargs)
+    except Exception:
+        # The next request with the same picture would leave it out, as one that the engine has.
+        hashes = prompt.get("mm_hashes", {}) if isinstance(prompt, Mapping) else {}
+        self.renderer.queue_mm_cache_invalidations(
+            [mm_hash for of_kind in hashes.values() for mm_hash in of_kind]
         )
-    return stock(unaware, params, supported_tasks)
+        raise
+
+
+def check_params(params: Any, processor: Any) -> None:
+    """Run vLLM's checks of what a request asks for, and ours of what its canvases can give.
+
+    Args:
+        params: The request's ``SamplingParams``.
+        processor: vLLM's ``InputProcessor`` of a diffusion model.
+
+    Raises:
+        VLLMValidationError: Naming the field; the server answers 400.
+    """
+    model_config, tokenizer = processor.model_config, processor.tokenizer
+    unaware = _NotDiffusion(model_config)
+    # First, so that ours read numbers and token ids of the vocabulary.
+    params.verify(unaware, processor.speculative_config, None, tokenizer)
+    validate_sampling_params(params, model_config)
+    check_logprobs(params, model_config, processor.scheduler_config.max_num_seqs)
+    if params.structured_outputs is not None:
+        _validate_constraint(params, unaware, processor.structured_outputs_config, tokenizer)
 
 
 def _validate_constraint(

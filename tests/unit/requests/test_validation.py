@@ -81,6 +81,33 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
     assert num_slots * 256 * (1 + most) * 12 <= validation.MOST_LOGPROBS_BYTES
 
 
+def test_pictures_of_a_refused_request_are_sent_again() -> None:
+    """The engine never got them, and the next request must not leave them out."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from tests.support.admission import Processor
+    from vllm_diffusion.requests import validation
+
+    validation.install()
+    config = vllm_config(max_model_len=64)
+    config.model_config.canvas_spec = diffusion_gemma_spec(4)
+    hashes = {"image": ["a", "b"], "video": ["c"]}
+    prompt: Any = {"type": "token", "prompt_token_ids": [1], "mm_hashes": hashes}
+    for refused in (
+        {"params": SamplingParams(extra_args={"diffusion_max_steps": 0})},
+        {"params": SamplingParams(), "prompt": {**prompt, "prompt_token_ids": [1] * 65}},
+    ):
+        processor = Processor(config)
+        request = {"prompt": prompt, "supported_tasks": ("generate",), **refused}
+        with pytest.raises(VLLMValidationError):
+            processor.process_inputs("request", **request)
+        assert processor.forgotten == ["a", "b", "c"]
+    processor = Processor(config)
+    processor.process_inputs("request", prompt, SamplingParams(), ("generate",))
+    assert processor.forgotten == []
+
+
 def test_tools_with_a_back_end_that_knows_no_tags() -> None:
     """Refused with the back end that they need."""
     from vllm import SamplingParams
