@@ -22,6 +22,8 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion.startup.plan import spec_of
+
 logger = init_logger(f"vllm.{__name__}")
 # A draft that keeps less than this share of its tokens, in so many verifications, only costs time.
 LEAST_KEPT, VERIFICATIONS = 0.02, 200
@@ -323,12 +325,13 @@ class DiffusionStatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config
         # Another scheduler than ours has none of these counts.
-        self._is_diffusion = hasattr(model_config, "canvas_spec")
+        spec = spec_of(model_config)
+        self._is_diffusion = spec is not None
         self._labels = (model_config.served_model_name, str(engine_index))
         self._kept = _kept_tokens(vllm_config, self._labels)
-        if self._is_diffusion:
+        if spec is not None:
             self._counters, self._histograms = instruments()
-            self._verifies = model_config.canvas_spec.layout.verifies
+            self._verifies = spec.layout.verifies
 
     def record(
         self,

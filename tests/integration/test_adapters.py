@@ -502,7 +502,7 @@ def test_start(tmp_path, options, sentence):
 )
 def test_experts(options, reason):
     """Where a CPU adapts them."""
-    rules = configure(f"--enable-lora {options}").model_config.adapter_rules
+    rules = configure(f"--enable-lora {options}").model_config.diffusion.adapters
     assert reason in rules.no_experts
     assert bool(reason) == bool(rules.no_experts)
     assert "model.encoder.language_model.layers.3.experts.base_layer" in rules.modules

@@ -99,7 +99,7 @@ def test_generation_config_without_key(
 ) -> None:
     """A missing key has the published value, and a line says so."""
     config = configure(copy_checkpoint(tmp_path, generation_config={key: None}))
-    spec = config.model_config.canvas_spec
+    spec = config.model_config.diffusion.spec
     values = {"max_denoising_steps": spec.max_denoising_steps, **spec.settings}
     assert values[key] == PUBLISHED[key]
     (line,) = [line for line in start_log.messages if "published values" in line]
@@ -146,13 +146,15 @@ def test_generation_config_file(content: str, words: list[str], tmp_path: Path) 
 @pytest.mark.parametrize("sampler", [None, {"_cls_name": "EntropyBoundSamplerConfig"}, {}], ids=str)
 def test_generation_config_sampler_without_its_setting(sampler: Any, tmp_path: Path) -> None:
     config = configure(copy_checkpoint(tmp_path, generation_config={"sampler_config": sampler}))
-    assert config.model_config.canvas_spec.settings["entropy_bound"] == PUBLISHED["entropy_bound"]
+    assert (
+        config.model_config.diffusion.spec.settings["entropy_bound"] == PUBLISHED["entropy_bound"]
+    )
 
 
 def test_no_generation_config(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
     """A checkpoint without the file is served as published; all that is missing is in one line."""
     (copy_checkpoint(tmp_path) / "generation_config.json").unlink()
-    spec = configure(tmp_path).model_config.canvas_spec
+    spec = configure(tmp_path).model_config.diffusion.spec
     assert {"max_denoising_steps": spec.max_denoising_steps, **spec.settings} == PUBLISHED
     (line,) = [line for line in start_log.messages if "published values" in line]
     assert all(key in line for key in PUBLISHED)
@@ -180,7 +182,9 @@ def test_start_up_options_stand_for_missing_keys(tmp_path: Path) -> None:
         "stability_threshold": 1,
     }
     (copy_checkpoint(tmp_path) / "generation_config.json").unlink()
-    spec = configure(tmp_path, additional_config={"diffusion": settings}).model_config.canvas_spec
+    spec = configure(
+        tmp_path, additional_config={"diffusion": settings}
+    ).model_config.diffusion.spec
     assert spec.max_denoising_steps == 4
 
 

@@ -102,7 +102,7 @@ def test_adapter_beside_the_weights(
     (line,) = [line for line in start_log.messages if "without it" in line]
     assert f"--enable-lora --lora-modules NAME={folder}" in line
     start_log.clear()
-    rules = configure(folder, enable_lora=True).model_config.adapter_rules
+    rules = configure(folder, enable_lora=True).model_config.diffusion.adapters
     assert not [line for line in start_log.messages if "without it" in line]
     rules.check(str(folder))
     assert answers(folder) == expected

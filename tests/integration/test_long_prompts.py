@@ -42,7 +42,7 @@ class Scheduled:
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=config.model_config.dtype
         )
         cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], attention)])
-        self.canvas: int = config.model_config.canvas_spec.length
+        self.canvas: int = config.model_config.diffusion.spec.length
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=cache,

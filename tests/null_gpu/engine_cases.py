@@ -193,7 +193,9 @@ def runner_of(llm: Any) -> Any:
 
 def verifies(llm: Any) -> bool:
     """Whether what is served drafts, and verifies its drafts."""
-    spec = getattr(runner_of(llm).vllm_config.model_config, "canvas_spec", None)
+    from vllm_diffusion.startup.plan import spec_of
+
+    spec = spec_of(runner_of(llm).vllm_config.model_config)
     return spec is not None and spec.layout.verifies
 
 
@@ -201,13 +203,13 @@ def kernels_of(config: Any) -> dict[str, Any]:
     """Kinds of the attention layers, as they are and as the self-check takes them; and what serves."""
     from vllm_diffusion.attention.backend import CanvasAttentionImpl
     from vllm_diffusion.kernel_choice.cases import Served
-    from vllm_diffusion.startup.kernel_choices import kernel_choices
+    from vllm_diffusion.startup.plan import plan_of, spec_of
 
     layers = attention_layers(config.compilation_config)
     ours = [layer for layer in layers if isinstance(layer, CanvasAttentionImpl)]
-    if not hasattr(config.model_config, "canvas_spec"):
+    if spec_of(config.model_config) is None:
         return {}
-    choices = kernel_choices(config)
+    choices = plan_of(config).kernels
     return {
         "kinds": sorted({layer.kind[0].name for layer in ours}),
         "checked_kinds": sorted(kind.name for kind in Served.of(config, choices).kinds),

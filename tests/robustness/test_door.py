@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
 from tests.support.specs import SETTINGS, diffusion_gemma_spec
-from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.requests.arguments import parse_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 pytestmark = pytest.mark.engine
 
@@ -72,13 +72,13 @@ def test_numbers_of_a_server(options: dict[str, Any]) -> None:
 
     # As it arrives.
     options = json.loads(json.dumps(options))
-    config = vllm_config()
-    config.additional_config, config.diffusion_config = {"diffusion": options}, None
     published = Published({"max_denoising_steps": 48, **SETTINGS}, "generation_config.json")
     rule = EntropyBound()
     refused = None
     try:
-        max_steps, values = denoising_settings(config, rule, published)
+        max_steps, values = denoising_settings(
+            plugin_settings({"diffusion": options}), None, rule, published
+        )
     except ValueError as error:
         refused = str(error)
     if refused is not None:

@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.live.page.plugin import LiveCanvasPage
+from vllm_diffusion.startup.plan import DiffusionPlan
 
 KEY = "the key of the stub"
 CANVAS_LENGTH, STEPS = 32, 6
@@ -51,7 +52,7 @@ def engine_client(spec: Any, **model: Any) -> Any:
         **model, try_get_generation_config=lambda: {"eos_token_id": [1, 2]}
     )
     if spec is not None:
-        model_config.canvas_spec = spec
+        model_config.diffusion = DiffusionPlan(spec=spec)
     names = {0: "<pad>", 1: "<eos>", 2: "<turn|>"}
     tokenizer = SimpleNamespace(eos_token_id=1, decode=lambda ids: names[ids[0]])
     return SimpleNamespace(

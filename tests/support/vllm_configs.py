@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,13 @@ def vllm_config(checkpoint: Path | None = None, **arguments: Any) -> Any:
     if key not in _resolved:
         _resolved[key] = configure(folder, **arguments)
     return copy.deepcopy(_resolved[key])
+
+
+def replan(config: Any, **changes: Any) -> None:
+    """Change the plan that a configuration carries.
+
+    Args:
+        config: vLLM's ``VllmConfig`` of a diffusion model.
+        changes: Fields of ``DiffusionPlan``.
+    """
+    config.model_config.diffusion = replace(config.model_config.diffusion, **changes)

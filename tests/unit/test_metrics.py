@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from tests.support.vllm_configs import vllm_config
+from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion import metrics
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
@@ -76,7 +76,7 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
     name = f"verifies {verifies}"
     config = vllm_config(served_model_name=name)
     layout = (VerifiedDraft if verifies else FreeCanvas)(8)
-    config.model_config.canvas_spec = replace(config.model_config.canvas_spec, layout=layout)
+    replan(config, spec=replace(config.model_config.diffusion.spec, layout=layout))
     stat_logger = DiffusionStatLogger(config)
     counters = PassCounters()
     for kept in (3, 1, 2):

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.canvas_attention import Planned, Sequences, WindowAnchor
 from vllm_diffusion.attention.warm_up import ATTENTION_VARIANTS
-from vllm_diffusion.startup.kernel_choices import kernel_choices
+from vllm_diffusion.startup.plan import plan_of, spec_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         them, so where there may be images only batches without prompts are captured. No graph holds the
         reference, which reads the batch on the host.
         """
-        if kernel_choices(vllm_config).attention == "reference":
+        if plan_of(vllm_config).kernels.attention == "reference":
             return AttentionCGSupport.NEVER
         if vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH
@@ -125,7 +125,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Our model states say which rows are causal themselves (bind_canvas).
-        self._is_bound = getattr(vllm_config.model_config, "canvas_spec", None) is not None
+        self._is_bound = spec_of(vllm_config.model_config) is not None
         ATTENTION_VARIANTS.register_warmup(layer_names, vllm_config)
 
     def build(

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
-from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plan import plan_of
 
 
 class AttentionVariants(VllmJitKernel[Any]):
@@ -25,13 +25,13 @@ class AttentionVariants(VllmJitKernel[Any]):
     def compile(self, compile_key: Any) -> None:
         """Launch each variant on a sequence without rows."""
         layer, config = compile_key.layer, compile_key.config
-        spec = getattr(config.model_config, "canvas_spec", None)
+        plan = plan_of(config)
         has_images = config.model_config.is_mm_prefix_lm
         spans = [False, True] if has_images else [False]
-        if spec is not None:
-            spans = list(spec.layout.warmed_spans(has_images))
+        if plan.spec is not None:
+            spans = list(plan.spec.layout.warmed_spans(has_images))
         # vLLM's own classes say one flag a sequence, whose window follows the row.
-        anchor = "query" if spec is None else plugin_settings(config).window_anchor
+        anchor = "query" if plan.spec is None else plan.settings.window_anchor
         layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)
 
 

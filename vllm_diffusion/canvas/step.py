@@ -102,7 +102,7 @@ class CanvasStep:
         slots: CanvasSlots,
         *,
         converge_at_end: bool = False,
-        emits_when_done: bool = True,
+        commits: bool = False,
         compile_backend: str | None,
     ) -> None:
         """Bind the step to a server's state.
@@ -110,14 +110,13 @@ class CanvasStep:
         Args:
             slots: The state, updated in place.
             converge_at_end: Judge a canvas by its positions up to its first end token.
-            emits_when_done: A canvas is emitted in the step that converges, and the scheduler has it
-                encoded as it does known tokens.
+            commits: A canvas is emitted by a commit (:class:`PassOrder`), and not by the step that converges.
             compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
         """
         self._slots = slots
         self._spec = slots.spec
         self._converge_at_end = slots.spec.converges_at_end(converge_at_end)
-        self._emits_when_done = emits_when_done
+        self._commits = commits
         self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = compiled(
             self._advance, compile_backend
         )
@@ -208,7 +207,7 @@ class CanvasStep:
         self, done: Tensor, committed: Tensor, decision: StepDecision
     ) -> tuple[Tensor, Tensor]:
         """Two bool tensors [R]: canvases that this pass emits, and those whose KV is final."""
-        if self._emits_when_done:
+        if not self._commits:
             return done, torch.zeros_like(done)
         finished = committed
         if decision.has_final_kv is not None:

@@ -18,7 +18,7 @@ from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess,
 from vllm_diffusion.kernel_choice.record import facts_of
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, choose
 from vllm_diffusion.startup import machine
-from vllm_diffusion.startup.kernel_choices import kernel_choices
+from vllm_diffusion.startup.plan import plan_of, spec_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +36,7 @@ def served_models(model: str) -> Iterator[tuple[str, Served]]:
         model: As for ``vllm serve``; empty for none.
     """
     config = diffusion_config(model or str(shipped_checkpoint()))
-    yield config.model_config.architecture, Served.of(config, kernel_choices(config))
+    yield config.model_config.architecture, Served.of(config, plan_of(config).kernels)
     if not model:
         yield "DiffusionGemma-26B's shape", published_26b()
 
@@ -50,7 +50,7 @@ def diffusion_config(model: str) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(model=model).create_engine_config()
-    if not hasattr(config.model_config, "canvas_spec"):
+    if spec_of(config.model_config) is None:
         raise ValueError(f"{model} is no diffusion model of this package's; name another.")
     return config
 

@@ -21,7 +21,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.machine import kv_cache_bytes
-from vllm_diffusion.startup.pass_order import choose_worker
+from vllm_diffusion.startup.plan import spec_of
+from vllm_diffusion.startup.worker_class import choose_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -156,8 +157,8 @@ class DiffusionCpuPlatform(CpuPlatform):
 
         # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers theirs.
         parallel_config.assigned_physical_gpu_ids = None
-        if hasattr(model_config, "canvas_spec"):
-            choose_worker(parallel_config, _WORKER)
+        if spec_of(model_config) is not None:
+            parallel_config.worker_cls = choose_worker(parallel_config.worker_cls, _WORKER)
         elif parallel_config.worker_cls == "auto":
             parallel_config.worker_cls = _WORKER
         if parallel_config.distributed_executor_backend == "ray":

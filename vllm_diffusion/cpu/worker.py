@@ -24,6 +24,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from vllm_diffusion.startup.engine_process import leaving
+from vllm_diffusion.startup.plan import plan_of, spec_of
 from vllm_diffusion.weights.new_weights import FiniteWeights
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -85,11 +86,11 @@ class DiffusionCpuWorker(FiniteWeights, CPUWorker):
         self.model_runner = self._make_model_runner()
 
     def load_model(self, **options: Any) -> None:
-        with leaving(self.model_config):
+        with leaving(plan_of(self.vllm_config).refusal_path):
             super().load_model(**options)
 
     def _make_model_runner(self) -> Any:
-        if hasattr(self.model_config, "canvas_spec"):
+        if spec_of(self.model_config) is not None:
             from vllm_diffusion.cpu.canvas_runner import CanvasCpuRunner
 
             return CanvasCpuRunner(self.vllm_config, self.device)

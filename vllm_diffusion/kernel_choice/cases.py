@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
-from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.plan import DiffusionPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,13 +102,13 @@ class Served:
     def of(vllm_config: VllmConfig, choices: KernelChoices) -> Served:
         """Describe what a configuration serves with some implementations."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
-        spec = model.canvas_spec
+        plan: DiffusionPlan = model.diffusion
+        spec = plan.spec
+        assert spec is not None
         ids_of_rank = -(-model.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size)
-        backend = vllm_config.attention_config.backend
-        is_ours = backend is not None and backend.name == "CUSTOM"
         has_spans = spec.layout.warmed_spans(model.is_mm_prefix_lm)
         return Served(
-            kinds=tuple(_layer_kinds(vllm_config)) if is_ours else (),
+            kinds=tuple(_layer_kinds(vllm_config)) if plan.own_attention else (),
             canvas_length=spec.length,
             vocab=few_tiles(ids_of_rank),
             # Only uniformly random canvases are conditioned on the step before.
@@ -117,7 +117,7 @@ class Served:
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=model.max_model_len,
             choices=choices,
-            anchor=plugin_settings(vllm_config).window_anchor,
+            anchor=plan.settings.window_anchor,
             spans=tuple(spec.length if spans else 0 for spans in has_spans),
             block_size=cache.block_size or 16,
         )

@@ -11,8 +11,8 @@ import torch
 from vllm_diffusion.kernel_choice.cases import Served
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, checked_choices
 from vllm_diffusion.startup.engine_process import leave
-from vllm_diffusion.startup.kernel_choices import KernelChoices, kernel_choices
-from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.kernel_choices import KernelChoices
+from vllm_diffusion.startup.plan import plan_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,8 +51,8 @@ def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    choices = kernel_choices(vllm_config)
-    mode = plugin_settings(vllm_config).self_check
+    plan = plan_of(vllm_config)
+    choices, mode = plan.kernels, plan.settings.self_check
     if mode == "off" or not current_platform.is_cuda():
         return choices
     parallel = vllm_config.parallel_config
@@ -70,7 +70,7 @@ def decide(vllm_config: VllmConfig, local_rank: int) -> KernelChoices | None:
             forgets=mode == "always",
         )
     except NothingRightError as error:
-        leave(vllm_config.model_config, str(error))
+        leave(plan.refusal_path, str(error))
         raise
 
 

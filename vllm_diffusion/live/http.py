@@ -32,6 +32,7 @@ from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.requests.arguments import parse_shown
 from vllm_diffusion.requests.bounds import check_fields
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
+from vllm_diffusion.weights.adapters.early_checks import rules_of
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -201,7 +202,7 @@ class CheckedModels(OpenAIServingModels):
 
     async def _check_load_lora_adapter_request(self, request: Any) -> Any:
         refusal = await super()._check_load_lora_adapter_request(request)
-        rules: Any = getattr(self.model_config, "adapter_rules", None)
+        rules = rules_of(self.model_config)
         if refusal is not None or rules is None:
             return refusal
         at_start = {lora.name for lora in self.static_lora_modules or ()}

@@ -202,7 +202,7 @@ def validate_sampling_params(params: Any, model_config: Any) -> None:
                 "leave one of them out.",
                 getattr(params, field),
             )
-    spec: CanvasSpec = model_config.canvas_spec
+    spec: CanvasSpec = model_config.diffusion.spec
     for field, reason in spec.refused_fields().items():
         value = getattr(params, field)
         if value not in (None, [], _NEUTRAL.get(field)):
@@ -224,7 +224,7 @@ def check_logprobs(params: Any, model_config: Any, num_slots: int) -> None:
     num_top = params.logprobs or 0
     if num_top < 0:
         num_top = model_config.get_vocab_size()
-    width = model_config.canvas_spec.length
+    width = model_config.diffusion.spec.length
     # Beside the likeliest tokens there is the position's own.
     most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
     if num_top > most:

@@ -34,8 +34,7 @@ from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
 from vllm_diffusion.startup.compile_backends import compile_backend, launch_backend
-from vllm_diffusion.startup.kernel_choices import kernel_choices
-from vllm_diffusion.startup.plugin_settings import commits_in_place, fuses_encode, plugin_settings
+from vllm_diffusion.startup.plan import plan_of
 from vllm_diffusion.weights.formats import describe_kernels
 
 logger = init_logger(f"vllm.{__name__}")
@@ -60,18 +59,18 @@ class BlockDiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        self.settings = plugin_settings(vllm_config)
-        self.kernels = kernel_choices(vllm_config)
+        plan = plan_of(vllm_config)
+        self.kernels = plan.kernels
         self.vocab_size: int = self.model_config.get_vocab_size()
-        if not hasattr(self.model_config, "canvas_spec"):
+        if plan.spec is None:
             raise ValueError(
                 f"{type(model).__name__} has no start-up checks of vllm-diffusion, which choose its "
                 "scheduler: under another one it would be served wrongly. Register a "
                 "BlockDiffusionEngineConfig for its architecture (families/registry.py)."
             )
-        self.slots = CanvasSlots(
-            self.max_num_reqs, self.model_config.canvas_spec, self.vocab_size, device
-        )
+        self.settings = plan.settings
+        self.order = plan.order(vllm_config.scheduler_config.async_scheduling)
+        self.slots = CanvasSlots(self.max_num_reqs, plan.spec, self.vocab_size, device)
         self.spec = self.slots.spec
         self.canvas_length = self.spec.length
         self._slot_of_request: dict[str, int] = {}
@@ -118,7 +117,7 @@ class BlockDiffusionModelState(ModelState):
         step = CanvasStep(
             self.slots,
             converge_at_end=self.settings.converge_at_end,
-            emits_when_done=not commits_in_place(self.vllm_config),
+            commits=self.order.commits,
             compile_backend=compile_backend(self.vllm_config),
         )
         ours = DiffusionSampler(
@@ -214,7 +213,7 @@ class BlockDiffusionModelState(ModelState):
         }
         scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
         order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
-        encode = "fused with the next canvas" if fuses_encode(self.vllm_config) else "separate"
+        encode = "fused with the next canvas" if self.order.encode_with_step else "separate"
         logger.info_once(
             "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s "
             "(%s, encode %s)",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_diffusion.kernel_choice.on_ranks import agree, decide
 from vllm_diffusion.startup.engine_process import leaving
+from vllm_diffusion.startup.plan import plan_of
 from vllm_diffusion.weights.new_weights import FiniteWeights
 
 
@@ -17,15 +19,16 @@ class CanvasWorker(FiniteWeights, Worker):
     def init_device(self) -> None:
         # Changed by vLLM's into the index of the GPU.
         local_rank = self.local_rank
-        with leaving(self.model_config):
+        plan = plan_of(self.vllm_config)
+        with leaving(plan.refusal_path):
             # Over before vLLM measures what memory is free.
             own = decide(self.vllm_config, local_rank)
             super().init_device()
             choices = agree(self.vllm_config, local_rank, own)
-        self.model_config.kernel_choices = choices
+        self.model_config.diffusion = replace(plan, kernels=choices)
 
     def load_model(self, **options: Any) -> None:
-        with leaving(self.model_config):
+        with leaving(plan_of(self.vllm_config).refusal_path):
             super().load_model(**options)
 
     def _make_model_runner(self) -> Any:

@@ -21,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.messages import CanvasView
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import ScheduledRequest
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
@@ -32,7 +31,7 @@ from vllm_diffusion.scheduling.grammars import CanvasGrammars
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.engine_process import end_with_threads
-from vllm_diffusion.startup.plugin_settings import fuses_encode, fuses_prompt
+from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.weights.adapters.rows import AdapterLoad
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
@@ -44,6 +43,7 @@ class CanvasScheduling(Scheduler):
 
     Attributes:
         spec: Description of canvases.
+        order: What the passes of a canvas do.
         constraints: Canvases with a grammar, bad words or a thinking budget.
         prompt_logprobs: Log-probabilities of prompts that wait for a token.
         stuck: Feature that ends requests without progress.
@@ -55,11 +55,10 @@ class CanvasScheduling(Scheduler):
         super().__init__(*args, **kwargs)
         # The engine holds this object too.
         CanvasGrammars.of(self.structured_output_manager)
-        spec: CanvasSpec = self.vllm_config.model_config.canvas_spec
-        self.spec = spec
-        # What is encoded in the pass of the next step: a finished canvas; the end of a prompt.
-        self._fuses_encode = fuses_encode(self.vllm_config)
-        self._fuses_prompt = fuses_prompt(self.vllm_config)
+        plan: DiffusionPlan = self.vllm_config.model_config.diffusion
+        assert plan.spec is not None
+        self.spec = spec = plan.spec
+        self.order = plan.order(self.is_async)
         # Rows that the next pass has left, and canvas rows beyond the granted ones, by request.
         self._num_rows_left = 0
         self._num_added: dict[str, int] = {}
@@ -160,8 +159,8 @@ class CanvasScheduling(Scheduler):
             canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
             narrows_later=request.num_output_placeholders > 0,
-            shares_prompt=self._fuses_prompt and not may_be_repeated,
-            shares_encode=self._fuses_encode,
+            shares_prompt=self.order.prompt_with_step and not may_be_repeated,
+            shares_encode=self.order.encode_with_step,
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -218,8 +217,11 @@ class CanvasScheduling(Scheduler):
             is_stale = request.num_stale_output_tokens > 0
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
-            is_encoded = num_emitted and self.spec.emits_by_encoding(self.is_async)
-            if is_encoded and not arguments_of(request.sampling_params).read_only:
+            if (
+                num_emitted
+                and self.order.commit_encodes
+                and not arguments_of(request.sampling_params).read_only
+            ):
                 num_denoised = 0
             yield ReturnedPart(
                 request,
@@ -239,12 +241,12 @@ class CanvasScheduling(Scheduler):
         """
         # The step that emitted them ran canvas rows, so none of them is encoded yet.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
-        commits_in_place = self.spec.commits_in_place(self.is_async)
-        if commits_in_place and not is_stale:
+        commits = self.order.commits
+        if commits and not is_stale:
             # Given tokens at the start of the canvas are computed too, but not emitted.
             request.num_computed_tokens += self.spec.num_given(request.num_tokens)
         result = super()._update_request_with_output(request, new_token_ids, is_stale)
-        if not (commits_in_place or is_stale):
+        if not (commits or is_stale):
             request.num_computed_tokens = num_encoded
         return result
 

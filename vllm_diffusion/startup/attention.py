@@ -6,10 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.startup.options import refusal
-from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -28,8 +27,12 @@ def register_attention() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
 
 
-def choose_attention(vllm_config: VllmConfig) -> None:
+def choose_attention(chosen: AttentionBackendEnum | None, setting: str) -> AttentionBackendEnum:
     """Choose our back end unless the operator asks for another that can serve a canvas.
+
+    Args:
+        chosen: ``--attention-backend``.
+        setting: The setting ``attention``.
 
     Raises:
         ValueError: If the back end asked for cannot, if it contradicts the setting ``attention``, or
@@ -42,8 +45,7 @@ def choose_attention(vllm_config: VllmConfig) -> None:
     if not current_platform.is_cpu():
         # The back ends of vLLM that take a causal flag per sequence.
         able += [AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN]
-    # Set before vLLM's own choice for Gemma 4, which leaves a back end that is set alone.
-    chosen = vllm_config.attention_config.backend or AttentionBackendEnum.CUSTOM
+    chosen = chosen or AttentionBackendEnum.CUSTOM
     if chosen not in able:
         raise ValueError(
             refusal(
@@ -61,7 +63,7 @@ def choose_attention(vllm_config: VllmConfig) -> None:
                 "of VLLM_PLUGINS."
             )
     else:
-        if plugin_settings(vllm_config).attention != "auto":
+        if setting != "auto":
             raise ValueError(
                 f"--attention-backend {chosen.name} runs vLLM's own kernels, which the setting "
                 "attention does not reach; leave one of the two unset."
@@ -72,8 +74,7 @@ def choose_attention(vllm_config: VllmConfig) -> None:
             "image tokens attend causally.",
             chosen.name,
         )
-    vllm_config.attention_config.backend = chosen
-    if plugin_settings(vllm_config).attention == "cute":
+    if setting == "cute":
         from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS
 
         # Of a GPU that FlashAttention-4 has kernels for, layers without one run Triton.
@@ -83,3 +84,4 @@ def choose_attention(vllm_config: VllmConfig) -> None:
                 'The setting attention="cute" needs a GPU of compute capability 9.x or 10.x; set '
                 'attention to "triton", or leave it out.'
             )
+    return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, SchedulerConfig
 
 
 # Beyond this many canvases a launch costs nothing beside the work it starts.
@@ -40,23 +40,25 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
     return [n * canvas_length for n in counts if n * canvas_length <= max_num_batched_tokens]
 
 
-def choose_capture_sizes(vllm_config: VllmConfig) -> None:
-    """Have vLLM capture whole canvases, where the operator says nothing of sizes.
+def choose_capture_sizes(
+    compilation: CompilationConfig, scheduler: SchedulerConfig, canvas_length: int
+) -> list[int] | None:
+    """Return the rows of passes that vLLM captures: whole canvases, where the operator names no sizes.
 
     By itself it stops at 512 rows (1,024 on SM100), which is two canvases of 256.
+
+    Args:
+        compilation: Configuration with the operator's sizes.
+        scheduler: Configuration with the limits of a pass.
+        canvas_length: Rows of a canvas.
     """
     from vllm.platforms import current_platform
 
-    compilation = vllm_config.compilation_config
+    sizes: list[int] | None = compilation.cudagraph_capture_sizes
     if (
         current_platform.is_cpu()
-        or compilation.cudagraph_capture_sizes is not None
+        or sizes is not None
         or compilation.max_cudagraph_capture_size is not None
     ):
-        return
-    scheduler = vllm_config.scheduler_config
-    compilation.cudagraph_capture_sizes = capture_sizes(
-        vllm_config.diffusion_config.canvas_length,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-    )
+        return sizes
+    return capture_sizes(canvas_length, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.decoding.rule import MAX_STEPS, Choice, DecodingRule, Setting
-from vllm_diffusion.startup.plugin_settings import OPTION, SETTINGS, plugin_settings
+from vllm_diffusion.startup.plugin_settings import OPTION, SETTINGS, PluginSettings
 from vllm_diffusion.weights.regular_files import json_object
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig
 
     from vllm_diffusion.decoding.layouts import CanvasLayout
 
@@ -59,7 +59,7 @@ class Published:
 
 
 def denoising_settings(
-    vllm_config: VllmConfig, rule: DecodingRule, published: Published
+    chosen: PluginSettings, max_steps: int | None, rule: DecodingRule, published: Published
 ) -> tuple[int, dict[str, float | str]]:
     """Resolve the step cap and the rule's settings.
 
@@ -67,14 +67,14 @@ def denoising_settings(
     settings.
 
     Args:
-        vllm_config: Configuration of the server.
+        chosen: The operator's settings.
+        max_steps: The cap in ``--diffusion-config``; ``None`` without one.
         rule: Decoding rule.
         published: Settings published with the checkpoint.
 
     Raises:
         ValueError: Naming the unknown, missing or malformed setting, and how to set it.
     """
-    chosen = plugin_settings(vllm_config)
     _check_names(chosen.of_rule, chosen.preset, rule)
     for name, reason in rule.refused_settings.items():
         if (value := getattr(chosen, name)) is not None:
@@ -84,8 +84,8 @@ def denoising_settings(
     steps: Any = chosen.max_denoising_steps
     if "max_denoising_steps" in rule.refused_settings:
         steps = chosen.draft_steps or 1
-    if steps is None and vllm_config.diffusion_config:
-        steps = vllm_config.diffusion_config.max_denoising_steps
+    if steps is None:
+        steps = max_steps
     preset = {} if chosen.preset is None else rule.presets[chosen.preset]
     published.check_present(
         [
@@ -112,34 +112,32 @@ def denoising_settings(
     return int(_checked("max_denoising_steps", steps, MAX_STEPS, "--diffusion-config")), values
 
 
-def choose_draft_length(
-    vllm_config: VllmConfig, layout: type[CanvasLayout] | None, default: int | None
-) -> None:
-    """Make canvases as long as drafts, where they are drafts.
+def canvas_length(
+    chosen: PluginSettings, most: int, layout: type[CanvasLayout] | None, default: int | None
+) -> int:
+    """Return the length of canvases: that of drafts, where they are drafts.
 
     Args:
-        vllm_config: Configuration with the canvas length of the checkpoint or the operator.
+        chosen: The operator's settings.
+        most: Canvas length of the checkpoint or the operator.
         layout: Layout of the chosen rule's canvases; ``None`` for the family's own.
         default: Positions of a draft if the operator sets none; ``None`` for the whole canvas.
 
     Raises:
         ValueError: Naming a setting of drafts that does not fit.
     """
-    chosen, diffusion_config = plugin_settings(vllm_config), vllm_config.diffusion_config
-    assert diffusion_config is not None
-    most = diffusion_config.canvas_length
     if layout is None or not layout.verifies:
         for name in ("draft_length", "draft_steps"):
             if getattr(chosen, name) is not None:
                 raise ValueError(
                     f'{OPTION}: {name} is of drafts, which rule="linear_spec" makes; leave it out.'
                 )
-        return
+        return most
     if (length := chosen.draft_length) is not None and length > most:
         raise ValueError(
             f"{OPTION}: draft_length={length} must be at most {most}, the positions of a canvas; lower it."
         )
-    diffusion_config.canvas_length = length or min(default or most, most)
+    return length or min(default or most, most)
 
 
 def _check_names(of_rule: Mapping[str, Any], preset: str | None, rule: DecodingRule) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,29 +18,34 @@ from vllm_diffusion.decoding.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process
+from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_scheduling
 from vllm_diffusion.startup.attention import choose_attention
 from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
-from vllm_diffusion.startup.checkpoint_file import choose_weight_files
 from vllm_diffusion.startup.denoising_settings import (
     Published,
-    choose_draft_length,
+    canvas_length,
     denoising_settings,
     generation_config,
 )
 from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
-from vllm_diffusion.startup.machine import is_vllm_cpu_build
+from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
 from vllm_diffusion.startup.options import check_options
-from vllm_diffusion.startup.pass_limits import choose_media, set_max_num_seqs
-from vllm_diffusion.startup.pass_order import choose_scheduler, choose_worker
-from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
+from vllm_diffusion.startup.pass_limits import choose_media, default_max_num_seqs
+from vllm_diffusion.startup.plan import DiffusionPlan, plan_of
+from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings, plugin_settings
 from vllm_diffusion.startup.published_runs import log_differences
-from vllm_diffusion.weights.adapters.early_checks import choose_adapter_rules
+from vllm_diffusion.startup.worker_class import choose_worker
+from vllm_diffusion.weights.adapters.early_checks import adapter_rules
 from vllm_diffusion.weights.check import check_capability, check_platform, check_room
 from vllm_diffusion.weights.tensor_rules import TensorRules
-from vllm_diffusion.weights.weight_files import check_regular_files, check_weight_files
+from vllm_diffusion.weights.weight_files import (
+    check_regular_files,
+    check_weight_files,
+    choose_weight_files,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import CacheConfig, DiffusionConfig, ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -48,6 +53,7 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 _KERNEL_BLOCK = 16
 # Value of the setting ``rule`` with which vLLM serves the checkpoint as an ordinary causal model.
 AUTOREGRESSIVE = "autoregressive"
+SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 # Of a GPU; the CPU platform has its own.
 WORKER = "vllm_diffusion.runner.worker.CanvasWorker"
 
@@ -125,8 +131,16 @@ class BlockDiffusionEngineConfig:
         """Apply what vLLM chooses for the architecture whose weights the autoregressive mode runs."""
 
     @classmethod
-    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
-        """Make the description of canvases, with the settings of requests that set none."""
+    def canvas_spec(
+        cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
+    ) -> CanvasSpec:
+        """Make the description of canvases, with the settings of requests that set none.
+
+        Args:
+            model_config: Configuration of the checkpoint.
+            settings: The operator's.
+            canvases: Length of a canvas, and the step cap that the operator sets, if any.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -137,19 +151,18 @@ class BlockDiffusionEngineConfig:
     # Derived from the family's values.
 
     @classmethod
-    def chosen_rule(cls, vllm_config: VllmConfig) -> str:
+    def chosen_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> str:
         """Return the name of the rule that the operator sets, or of the checkpoint's own."""
-        chosen = plugin_settings(vllm_config).rule
-        return cls.default_rule(vllm_config.model_config) if chosen is None else chosen
+        return settings.rule or cls.default_rule(model_config)
 
     @classmethod
-    def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
+    def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:
         """Return the rule that the operator sets, or the checkpoint's own.
 
         Raises:
             ValueError: If the family does not have it.
         """
-        chosen = cls.chosen_rule(vllm_config)
+        chosen = cls.chosen_rule(model_config, settings)
         if chosen not in cls.rules:
             names = " or ".join(f'"{name}"' for name in cls.rule_names())
             raise ValueError(
@@ -171,62 +184,93 @@ class BlockDiffusionEngineConfig:
         Raises:
             ValueError: Naming what is wrong, and the remedy.
         """
-        from vllm import envs
-        from vllm.platforms import current_platform
-
-        # First, since what vLLM is depends on the platform.
-        if envs.VLLM_TARGET_DEVICE == "cpu" and not is_vllm_cpu_build():
-            # With it vLLM loads no plugin's platform.
-            raise ValueError(
-                "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
-                "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
-                "serves where there is no GPU."
-            )
-        _check_upstream(cls.registration_failure)
-        check_regular_files(Path(vllm_config.model_config.model))
+        _check_installation(cls.registration_failure)
+        model_config = vllm_config.model_config
+        check_regular_files(Path(model_config.model))
         cls.guard_server()
         await_engine_at_shutdown()
         if cls.is_in_vllm:
             logger.info(
                 "%s: vllm-diffusion's class runs; vLLM brings one of the same name, which "
                 "VLLM_DIFFUSION_DISABLE=1 has run in its place.",
-                vllm_config.model_config.architecture,
+                model_config.architecture,
             )
-        if plugin_settings(vllm_config).rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
+        plan = plan_of(vllm_config)
+        plan = replace(plan, settings=plugin_settings(vllm_config.additional_config))
+        if plan.settings.rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             cls.apply_autoregressive_defaults(vllm_config)
-            _check_weights(vllm_config)
-            choose_adapter_rules(vllm_config, cls.tensor_rules())
-            return
-        check_capability()
-        cls.check_model(vllm_config.model_config)
-        choose_attention(vllm_config)
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        cls.apply_stock_defaults(vllm_config)
-        rule = cls.published_rule(vllm_config)
-        choose_draft_length(vllm_config, rule.layout, rule.draft_length)
-        set_max_num_seqs(vllm_config, max_num_seqs)
-        # The configuration carries it to the API process, the scheduler and the workers.
-        spec = vllm_config.model_config.canvas_spec = cls.canvas_spec(vllm_config)
-        _check_mask(vllm_config.model_config, spec)
-        _check_blocks(vllm_config, spec)
-        backend, own = (
-            vllm_config.attention_config.backend.name,
-            plugin_settings(vllm_config).attention,
-        )
-        if (problem := spec.layout.attention_problem(backend, own)) is not None:
-            raise ValueError(problem)
-        check_options(vllm_config)
-        choose_media(vllm_config)
+        else:
+            check_capability()
+            cls.check_model(model_config)
+            plan = cls._plan_canvases(plan, vllm_config)
         _check_weights(vllm_config)
-        check_room(vllm_config)
-        choose_adapter_rules(vllm_config, cls.tensor_rules())
-        choose_scheduler(vllm_config)
+        model_config.diffusion = replace(
+            plan,
+            adapters=adapter_rules(vllm_config, cls.tensor_rules()),
+            refusal_path=engine_process.refusal_path() or plan.refusal_path,
+        )
+
+    @classmethod
+    def _plan_canvases(cls, plan: DiffusionPlan, vllm_config: VllmConfig) -> DiffusionPlan:
+        """Decide how canvases are served, and write into the configuration what vLLM has fields for.
+
+        Args:
+            plan: Plan with the operator's settings and limits.
+            vllm_config: Configuration, changed in place.
+
+        Raises:
+            ValueError: Naming what is wrong, and the remedy.
+        """
+        from vllm.platforms import current_platform
+
+        model_config, settings = vllm_config.model_config, plan.settings
+        scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+        # Set before vLLM's own choice for Gemma 4, which leaves a back end that is set alone.
+        attention = vllm_config.attention_config
+        attention.backend = choose_attention(attention.backend, settings.attention)
+        # vLLM's choices for DiffusionGemma lower it.
+        max_num_seqs = scheduler.max_num_seqs
+        cls.apply_stock_defaults(vllm_config)
+
+        canvases = vllm_config.diffusion_config
+        assert canvases is not None
+        rule = cls.published_rule(model_config, settings)
+        length = canvas_length(settings, canvases.canvas_length, rule.layout, rule.draft_length)
+        canvases.canvas_length = length
+        spec = cls.canvas_spec(model_config, settings, canvases)
+        _check_spec(spec, model_config, attention.backend.name, settings.attention)
+        _set_block_size(vllm_config.cache_config, spec.layout.alignment)
+        cls._check_skipping(settings)
+        plan = replace(
+            plan,
+            spec=spec,
+            own_attention=attention.backend.name == "CUSTOM",
+            kernels=settings.kernels,
+        )
+
+        scheduler.max_num_seqs = (
+            max_num_seqs
+            if plan.given.max_num_seqs
+            else default_max_num_seqs(scheduler, max_num_seqs, length)
+        )
+        check_options(vllm_config)
+        is_set = plan.given.max_num_batched_tokens
+        choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
+        # An image's rows attend to one another in both directions, so they must be in one pass.
+        scheduler.disable_chunked_mm_input = True
+        scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
+        if scheduler.async_scheduling is None:
+            scheduler.async_scheduling = choose_async_scheduling(
+                min(TYPICAL_STEPS, spec.max_denoising_steps),
+                # The encode of a canvas takes a pass of its own in the asynchronous order.
+                extra=int(plan.order(is_async=False).encode_with_step),
+                bytes_of_rank=checkpoint_bytes(model_config.model) / parallel.tensor_parallel_size,
+            )
         if not current_platform.is_cpu():
-            choose_worker(vllm_config.parallel_config, WORKER)
-        choose_capture_sizes(vllm_config)
-        cls._check_skipping(vllm_config)
-        engine_process.prepare_engine(vllm_config.model_config)
+            parallel.worker_cls = choose_worker(parallel.worker_cls, WORKER)
+        compilation = vllm_config.compilation_config
+        compilation.cudagraph_capture_sizes = choose_capture_sizes(compilation, scheduler, length)
         if (most := limit_answers()) is not None:
             logger.info(
                 "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "
@@ -234,13 +278,14 @@ class BlockDiffusionEngineConfig:
                 most,
             )
         cls.install_api()
+        return plan
 
     @classmethod
-    def _check_skipping(cls, vllm_config: VllmConfig) -> None:
+    def _check_skipping(cls, settings: PluginSettings) -> None:
         """Refuse ``skip_unlikely`` where it has no effect, or would break batch invariance."""
         from vllm import envs
 
-        if not plugin_settings(vllm_config).skip_unlikely:
+        if not settings.skip_unlikely:
             return
         if not cls.is_self_conditioned:
             raise ValueError(
@@ -286,22 +331,25 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
             )
 
     @classmethod
-    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
-        model_config = vllm_config.model_config
+    def canvas_spec(
+        cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
+    ) -> CanvasSpec:
         mask = getattr(model_config.hf_config, "mask_token_id", None)
         if mask is None:
             mask = cls.mask_token_id
-        published = cls.published_rule(vllm_config)
+        published = cls.published_rule(model_config, settings)
         rule = published.rule(mask)
-        length = vllm_config.diffusion_config.canvas_length
+        length = canvases.canvas_length
         # A checkpoint's own file may have other values, under the same names.
         generation, source = generation_config(model_config)
         values = {"max_denoising_steps": length, **published.settings}
         values |= {name: value for name, value in generation.items() if name in values}
-        max_steps, settings = denoising_settings(vllm_config, rule, Published(values, source))
+        max_steps, of_rule = denoising_settings(
+            settings, canvases.max_denoising_steps, rule, Published(values, source)
+        )
         layout = (published.layout or cls.layout)(length)
-        spec = CanvasSpec(layout, rule, max_steps, settings, mask_token_id=mask)
-        log_differences(vllm_config, spec, cls.chosen_rule(vllm_config))
+        spec = CanvasSpec(layout, rule, max_steps, of_rule, mask_token_id=mask)
+        log_differences(model_config, settings, spec, cls.chosen_rule(model_config, settings))
         return spec
 
 
@@ -336,14 +384,30 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
 
 def _check_weights(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
-    quantization = model_config.model_arch_config.quantization_config
-    check_platform(model_config.model, quantization)
     if vllm_config.load_config.load_format != "dummy":
         check_weight_files(model_config.model)
         choose_weight_files(vllm_config)
+    check_platform(model_config.model, model_config.model_arch_config.quantization_config)
+    if model_config.is_diffusion:
+        check_room(vllm_config)
 
 
-def _check_upstream(failure: Exception | None) -> None:
+def _check_installation(failure: Exception | None) -> None:
+    """Refuse a vLLM that this package does not serve with.
+
+    Args:
+        failure: Error of the registration with vLLM, if it failed.
+    """
+    from vllm import envs
+
+    # First, since what vLLM is depends on the platform.
+    if envs.VLLM_TARGET_DEVICE == "cpu" and not is_vllm_cpu_build():
+        # With it vLLM loads no plugin's platform.
+        raise ValueError(
+            "VLLM_TARGET_DEVICE=cpu selects vLLM's compiled CPU platform, which the installed vLLM "
+            "was built without; unset VLLM_TARGET_DEVICE, and the CPU platform of vllm-diffusion "
+            "serves where there is no GPU."
+        )
     problem = upstream.problem()
     if problem is None and failure is not None:
         problem = (
@@ -355,33 +419,43 @@ def _check_upstream(failure: Exception | None) -> None:
         raise ValueError(problem)
 
 
-def _check_mask(model_config: ModelConfig, spec: CanvasSpec) -> None:
+def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: str) -> None:
+    """Refuse canvases that the checkpoint, its length or the attention does not go with.
+
+    Args:
+        spec: Description of canvases.
+        model_config: Configuration of the checkpoint.
+        backend: vLLM's name of the attention back end.
+        own: The setting ``attention``.
+    """
     mask, vocab_size = spec.mask_token_id, model_config.get_vocab_size()
     if mask is not None and not (type(mask) is int and 0 <= mask < vocab_size):
         raise ValueError(
             f"mask_token_id={mask!r} of the checkpoint must be an integer of at least 0 and below "
             f"vocab_size={vocab_size}; correct it in config.json."
         )
-
-
-def _check_blocks(vllm_config: VllmConfig, spec: CanvasSpec) -> None:
-    """Check that the model length and blocks of the cache are whole blocks if canvases are blocks."""
-    if spec.layout.alignment == 1:
-        return
-    length, max_model_len = spec.layout.alignment, vllm_config.model_config.max_model_len
+    length, max_model_len = spec.layout.alignment, model_config.max_model_len
     if max_model_len % length:
         raise ValueError(
             f"max_model_len={max_model_len} is no whole number of this model's blocks of {length}; "
             f"set --max-model-len to {max_model_len // length * length}."
         )
-    cache_config = vllm_config.cache_config
-    if cache_config.user_specified_block_size and cache_config.block_size % length:
+    if (problem := spec.layout.attention_problem(backend, own)) is not None:
+        raise ValueError(problem)
+
+
+def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:
+    """Make blocks of the cache whole blocks of the model, where canvases are blocks."""
+    if alignment == 1:
+        return
+    whole = math.lcm(alignment, _KERNEL_BLOCK)
+    if not cache_config.user_specified_block_size:
+        cache_config.block_size = whole
+        cache_config.user_specified_block_size = True
+    elif cache_config.block_size % alignment:
         # A block of the cache that ends within one of the model's would be found by another prompt,
         # with keys and values that saw what stood behind it here.
         raise ValueError(
             f"--block-size {cache_config.block_size} is no multiple of this model's blocks of "
-            f"{length}; leave it unset or set it to {math.lcm(length, _KERNEL_BLOCK)}."
+            f"{alignment}; leave it unset or set it to {whole}."
         )
-    if not cache_config.user_specified_block_size:
-        cache_config.block_size = math.lcm(length, _KERNEL_BLOCK)
-        cache_config.user_specified_block_size = True

@@ -18,12 +18,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -148,24 +145,29 @@ def refusal_in(error: BaseException) -> str | None:
     return None
 
 
-def prepare_engine(model_config: ModelConfig) -> None:
-    """Name the file where processes of the engine leave a refusal, if this process would print it."""
-    if _is_installed:
-        model_config.refusal_path = path = _path()
-        # Another process had this one's number.
-        with contextlib.suppress(OSError):
-            path.unlink()
+def refusal_path() -> Path | None:
+    """Return the file where processes of the engine leave a refusal, if this process would print it."""
+    if not _is_installed:
+        return None
+    path = _path()
+    # Another process had this one's number.
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return path
 
 
-def leave(model_config: ModelConfig, refusal: str) -> None:
+def leave(path: Path | None, refusal: str) -> None:
     """Leave a refusal for the command that started this process of the engine, on the same machine.
 
     vLLM's log lines about the exception that follows have no trace then, nor what Python prints of a
     child process that ends with it.
+
+    Args:
+        path: The plan's ``refusal_path``.
+        refusal: Sentence for the operator.
     """
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(functools.partial(_without_trace, refusal))
-    path: Path | None = getattr(model_config, "refusal_path", None)
     if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,13 +182,17 @@ def _print_where_the_refusal_is(*args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def leaving(model_config: ModelConfig) -> Iterator[None]:
-    """Leave what this package refuses in the block, where a worker starts."""
+def leaving(path: Path | None) -> Iterator[None]:
+    """Leave what this package refuses in the block, where a worker starts.
+
+    Args:
+        path: The plan's ``refusal_path``.
+    """
     try:
         yield
     except Exception as error:
         if (refusal := refusal_in(error)) is not None:
-            leave(model_config, refusal)
+            leave(path, refusal)
         raise
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.startup.plugin_settings import plugin_settings
-
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from attention_kernels.canvas_attention import Impl as AttentionImpl
     from attention_kernels.vocab_statistics import Impl as StatisticsImpl
 
@@ -59,15 +55,3 @@ class KernelChoices:
 
 
 DEFAULT_KERNELS = KernelChoices()
-
-
-def kernel_choices(vllm_config: VllmConfig) -> KernelChoices:
-    """Return what the worker decided, or the operator's settings where nothing has decided yet."""
-    decided: KernelChoices | None = getattr(vllm_config.model_config, "kernel_choices", None)
-    if decided is not None:
-        return decided
-    settings = plugin_settings(vllm_config)
-    return KernelChoices(
-        attention=settings.attention,  # type: ignore[arg-type]
-        skip_unlikely=settings.skip_unlikely,
-    )

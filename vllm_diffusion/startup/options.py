@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.startup.pass_limits import note_given_limits
+from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 
 if TYPE_CHECKING:
@@ -152,7 +152,13 @@ def _looking(
                 raise ValueError(refusal(name))
     if disables_window:
         model_config = stock(self)
-    note_given_limits(self, model_config)
+    if model_config.is_diffusion:
+        # vLLM replaces None by a default before it asks this package about the model.
+        given = GivenLimits(
+            max_num_seqs=self.max_num_seqs is not None,
+            max_num_batched_tokens=self.max_num_batched_tokens is not None,
+        )
+        model_config.diffusion = DiffusionPlan(given=given)
     return model_config
 
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.config import ModelConfig, SchedulerConfig
 
 
 logger = logging.getLogger("vllm.vllm_diffusion")
@@ -44,38 +43,18 @@ def choose_max_num_seqs(canvases_per_pass: int, most: int) -> int:
     return max(1, min(most, max(running, min(FEWEST, canvases_per_pass))))
 
 
-def note_given_limits(arguments: EngineArgs, model_config: ModelConfig) -> None:
-    """Note on a diffusion model whether the operator set the requests and the tokens of a pass.
-
-    vLLM replaces ``None`` by a default before any hook that is given the whole configuration.
+def default_max_num_seqs(scheduler_config: SchedulerConfig, given: int, canvas_length: int) -> int:
+    """Return how many requests run at once if the operator sets no number, and log the reason.
 
     Args:
-        arguments: vLLM's arguments, without defaults yet.
-        model_config: Configuration of the model, changed in place.
+        scheduler_config: Configuration with the rows of a pass.
+        given: vLLM's default for other models.
+        canvas_length: Rows of a canvas.
     """
-    if model_config.is_diffusion:
-        model_config.max_num_seqs_is_set = arguments.max_num_seqs is not None
-        is_set = arguments.max_num_batched_tokens is not None
-        model_config.max_num_batched_tokens_is_set = is_set
-
-
-def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
-    """Set the default, and log the reason; an operator's number stays as it is.
-
-    Args:
-        vllm_config: Configuration, changed in place.
-        given: ``max_num_seqs`` before the stock hook lowered it.
-    """
-    scheduler_config = vllm_config.scheduler_config
-    scheduler_config.max_num_seqs = given
-    if getattr(vllm_config.model_config, "max_num_seqs_is_set", True):
-        return
     budget = scheduler_config.max_num_batched_tokens
-    canvas_length = vllm_config.diffusion_config.canvas_length
     canvases = budget // canvas_length
     # The scheduler must not run more than the runner has slots for.
     chosen = max(choose_max_num_seqs(canvases, given), scheduler_config.max_num_active_seqs or 0)
-    scheduler_config.max_num_seqs = chosen
     logger.info(
         "max_num_seqs=%d: max_num_batched_tokens=%d holds %d canvases of %d, of which prompts are left "
         "%d; --max-num-seqs sets another number.",
@@ -85,13 +64,19 @@ def set_max_num_seqs(vllm_config: VllmConfig, given: int) -> None:
         canvas_length,
         max(canvases - chosen, 0),
     )
+    return chosen
 
 
-def choose_media(vllm_config: VllmConfig) -> None:
+def choose_media(model_config: ModelConfig, budget: int, is_set: bool) -> None:
     """Offer no image or video that ``max_num_batched_tokens`` cannot hold; refuse a requested one.
 
     The rows of an image attend to one another in both directions, so they are computed in one pass.
     vLLM checks this only when its engine is up, and then names only one of the two options.
+
+    Args:
+        model_config: Configuration of the model, whose limits of items are changed in place.
+        budget: ``max_num_batched_tokens``.
+        is_set: True if the operator set it.
 
     Raises:
         ValueError: If ``--limit-mm-per-prompt`` asks for an item that does not fit, with the
@@ -100,17 +85,14 @@ def choose_media(vllm_config: VllmConfig) -> None:
     from vllm.config import MultiModalConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    model_config = vllm_config.model_config
     if not model_config.is_mm_prefix_lm:
         return
     info = MULTIMODAL_REGISTRY.create_processor(model_config).info
     counts = {kind: 1 for kind, most in info.allowed_mm_limits.items() if most > 0}
     lengths = info.get_mm_max_tokens_per_item(model_config.max_model_len, counts)
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
     too_long = {kind: lengths[kind] for kind in counts if lengths[kind] > budget}
     if not too_long:
         return
-    is_set = getattr(model_config, "max_num_batched_tokens_is_set", True)
     given = "" if is_set else " (unset, at most max_num_seqs * max_model_len)"
     multimodal = model_config.get_multimodal_config()
     requested = {

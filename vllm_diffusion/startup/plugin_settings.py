@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from vllm_diffusion.decoding.rule import MAX_STEPS
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-
+from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
 
@@ -76,6 +71,14 @@ class PluginSettings:
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be true or false.")
 
+    @property
+    def kernels(self) -> KernelChoices:
+        """Implementations that these settings ask for."""
+        return KernelChoices(
+            attention=self.attention,  # type: ignore[arg-type]
+            skip_unlikely=self.skip_unlikely,
+        )
+
 
 # Settings of earlier versions, and what is done now.
 _GONE = {
@@ -88,13 +91,15 @@ _GONE = {
 SETTINGS = tuple(each.name for each in fields(PluginSettings) if each.name != "of_rule")
 
 
-def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
-    """Parse and validate ``additional_config["diffusion"]``.
+def plugin_settings(additional: object) -> PluginSettings:
+    """Parse and validate ``additional["diffusion"]``.
+
+    Args:
+        additional: ``VllmConfig.additional_config``.
 
     Raises:
         ValueError: Naming the setting, what it got and what is allowed.
     """
-    additional = vllm_config.additional_config
     section = additional.get("diffusion", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(section, Mapping):
         raise ValueError(f"{OPTION}: diffusion must be a mapping; got {section!r}.")
@@ -107,34 +112,3 @@ def plugin_settings(vllm_config: VllmConfig) -> PluginSettings:
         return PluginSettings(**own, of_rule=of_rule)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {error}") from None
-
-
-def commits_in_place(vllm_config: VllmConfig) -> bool:
-    """Return true if a canvas is emitted by the pass that makes its keys and values final.
-
-    Otherwise it is emitted by the step that converges, and encoded like other known tokens.
-    """
-    spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    return spec.commits_in_place(vllm_config.scheduler_config.async_scheduling)
-
-
-def fuses_prompt(vllm_config: VllmConfig) -> bool:
-    """Return true if the end of a prompt and the first canvas's first step share a pass."""
-    spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    return spec.fuses_prompt() and not _parts_in_attention(vllm_config)
-
-
-def fuses_encode(vllm_config: VllmConfig) -> bool:
-    """Return true if a finished canvas and the next one share a pass."""
-    spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    is_async: bool = vllm_config.scheduler_config.async_scheduling
-    return spec.fuses_encode(is_async) and not _parts_in_attention(vllm_config)
-
-
-def _parts_in_attention(vllm_config: VllmConfig) -> bool:
-    """Return true if attention cannot take known tokens and their canvas in one pass.
-
-    Causal rows and a canvas in one sequence need more than the one flag of vLLM's own back ends.
-    """
-    backend = vllm_config.attention_config.backend
-    return backend is not None and backend.name != "CUSTOM"

@@ -11,12 +11,11 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.startup.plugin_settings import plugin_settings
-
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig
 
     from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+    from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 
 logger = logging.getLogger("vllm.vllm_diffusion")
@@ -81,12 +80,13 @@ def sampling_changes(
     return {name: (served[name], wanted[name]) for name in NEUTRAL if served[name] != wanted[name]}
 
 
-def log_differences(vllm_config: VllmConfig, spec: CanvasSpec, rule: str) -> None:
+def log_differences(
+    model_config: ModelConfig, chosen: PluginSettings, spec: CanvasSpec, rule: str
+) -> None:
     """Log in one line where requests that set nothing differ from the published loop.
 
     Settings of the operator are not mentioned.
     """
-    model_config, chosen = vllm_config.model_config, plugin_settings(vllm_config)
     run = published_loop(model_config.architecture, rule)
     if run is None:
         return

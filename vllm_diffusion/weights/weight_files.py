@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_diffusion.weights.regular_files import json_object, why_not_file, why_not_folder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 INDEX = "model.safetensors.index.json"
 # Mistral's own releases have their weights a second time, under other names.
@@ -192,6 +199,24 @@ def check_weight_files(model: str) -> None:
             f"{directory} holds pickled weights only ({pickled[0].name}), which are not served: loading "
             "them may run code that they bring. Convert them with: "
             f"{conversion_command(directory, pickled)}"
+        )
+
+
+def choose_weight_files(vllm_config: VllmConfig) -> None:
+    """Load the files that an index names, and warn of an adapter that is not loaded.
+
+    vLLM would load consolidated files before them, which Mistral's releases have under other names of tensors.
+    """
+    load_config, folder = vllm_config.load_config, Path(vllm_config.model_config.model)
+    if load_config.load_format == "auto" and (folder / INDEX).is_file():
+        load_config.load_format = "hf"
+    if (folder / ADAPTER).is_file() and vllm_config.lora_config is None:
+        module = shlex.quote(f"NAME={folder}")
+        logger.warning(
+            "%s is an adapter, and the model is served without it; with --enable-lora --lora-modules %s "
+            "requests for the model NAME are answered with it.",
+            folder / ADAPTER,
+            module,
         )
 
 

@@ -22,7 +22,7 @@ from tests.support.families.model import TinyModel
 from tests.support.loading import load, one_rank
 from tests.support.refused import refusal, refusal_of_row, refused_rows
 from tests.support.specs import masked_spec
-from tests.support.vllm_configs import configure, vllm_config
+from tests.support.vllm_configs import configure, replan, vllm_config
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
@@ -72,7 +72,7 @@ def test_token_that_is_null(tmp_path: Path) -> None:
 def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     """Rule and published settings, whatever the folder is called."""
     folder = llada2_2().save(tmp_path / "LLaDA2.1-renamed")
-    spec = configure(folder).model_config.canvas_spec
+    spec = configure(folder).model_config.diffusion.spec
     assert isinstance(spec.rule, Levenshtein)
     assert (spec.rule.delete_token_id, spec.rule.split_token_id) == (DELETE_ID, SPLIT_ID)
     assert spec.max_denoising_steps == 1000
@@ -113,7 +113,7 @@ def test_draft_lora_settings(values: dict[str, Any], words: str, tmp_path: Path)
     configure(folder)
 
 
-def test_draft_lora_tensors(tmp_path: Path) -> None:
+def test_draft_lora_tensors(tmp_path: Path, vllm_log: pytest.LogCaptureFixture) -> None:
     """Missing, unknown and misshapen ones are named, and a file that is none."""
     folder = tiny.nemotron().save(tmp_path)
     path = folder / "linear_spec_lora" / "adapter_model.safetensors"
@@ -142,7 +142,9 @@ def test_draft_lora_tensors(tmp_path: Path) -> None:
     path.unlink()
     # Without the folder the plain weights draft.
     (folder / "linear_spec_lora" / "adapter_config.json").unlink()
-    assert configure(folder, **setting(**LINEAR_SPEC)).model_config.draft_lora is None
+    vllm_log.set_level("INFO", "vllm")
+    configure(folder, **setting(**LINEAR_SPEC))
+    assert "so the plain weights draft" in vllm_log.text
 
 
 def test_unknown_architectures_of_others(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     """Served where the operator says that it is one."""
     changed(tiny.sdar().save(tmp_path), block_size=6, use_regular_causal=False)
     config = configure(tmp_path, max_model_len=252, **setting(rule="reveal"))
-    assert config.model_config.canvas_spec.length == 6
+    assert config.model_config.diffusion.spec.length == 6
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -239,9 +241,9 @@ def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> Non
     from vllm_diffusion.requests import validation
 
     def validate(params: Any) -> None:
-        model_config = vllm_config(shipped_checkpoint("sdar")).model_config
-        model_config.canvas_spec = spec
-        validation.validate_sampling_params(params, model_config)
+        config = vllm_config(shipped_checkpoint("sdar"))
+        replan(config, spec=spec)
+        validation.validate_sampling_params(params, config.model_config)
         validation.validate_diffusion_arguments(params, spec, 320)
 
     given = {"extra_args": {field: value}} if field.startswith("diffusion") else {field: value}

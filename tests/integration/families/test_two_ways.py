@@ -239,5 +239,5 @@ def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) 
 
 def test_default_drafts() -> None:
     """They fit into the checkpoint's canvas, and take one step."""
-    spec = configure(SHIPPED, additional_config={"diffusion": DRAFTS}).model_config.canvas_spec
+    spec = configure(SHIPPED, additional_config={"diffusion": DRAFTS}).model_config.diffusion.spec
     assert (spec.length, spec.max_denoising_steps) == (16, 1)

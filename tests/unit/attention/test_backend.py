@@ -19,7 +19,7 @@ from attention_kernels.canvas_attention import (
     canvas_attention,
     plan_canvas_attention,
 )
-from tests.support.vllm_configs import vllm_config
+from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
 from vllm_diffusion.attention.cache_writes import (
     reshape_and_cache_flash,
@@ -89,14 +89,15 @@ def test_vllm_refuses_it_for_what_it_cannot_do(changes):
 
 def configured(attention="auto", may_hold_images=False):
     config = vllm_config()
-    config.additional_config = {"diffusion": {"attention": attention}}
+    replan(config, kernels=KernelChoices(attention=attention))
     config.model_config.is_mm_prefix_lm = may_hold_images
     return config
 
 
 def graph_support(may_hold_images, attention="auto", decided=None):
     config = configured(attention, may_hold_images)
-    config.model_config.kernel_choices = decided
+    if decided is not None:
+        replan(config, kernels=decided)
     return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
 
 
@@ -225,8 +226,7 @@ def choose(backend=None, attention="auto"):
     config = configured(attention)
     config.attention_config.backend = AttentionBackendEnum[backend] if backend else None
     register_attention()
-    choose_attention(config)
-    return config.attention_config.backend.name
+    return choose_attention(config.attention_config.backend, attention).name
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -48,8 +48,7 @@ def test_choose_capture_sizes(monkeypatch, sizes, largest, on_cpu, expected):
     compilation = config.compilation_config
     compilation.cudagraph_capture_sizes = sizes
     compilation.max_cudagraph_capture_size = largest
-    choose_capture_sizes(config)
-    assert compilation.cudagraph_capture_sizes == expected
+    assert choose_capture_sizes(compilation, config.scheduler_config, 32) == expected
 
 
 def test_a_replay_reads_this_call_s_inputs():

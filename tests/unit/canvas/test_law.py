@@ -83,7 +83,7 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
     for slot in range(len(DRAWS)):
         slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
     slots.apply_staged_writes()
-    step = CanvasStep(slots, emits_when_done=False, compile_backend=None)
+    step = CanvasStep(slots, commits=True, compile_backend=None)
     zeros = torch.zeros(DRAWS.shape)
 
     def run(drawn: torch.Tensor, **changes: torch.Tensor) -> list[int]:

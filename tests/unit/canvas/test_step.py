@@ -106,7 +106,7 @@ def test_a_draft_and_its_verification(backend):
         slots.add_request(slot, NewRequest(RequestArguments()))
     slots.apply_staged_writes()
     torch._dynamo.reset()
-    step = CanvasStep(slots, emits_when_done=False, compile_backend=backend)
+    step = CanvasStep(slots, commits=True, compile_backend=backend)
     entropy = torch.zeros(2, CANVAS)
 
     def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_kernels.checks import Checked
-from tests.support.vllm_configs import vllm_config
+from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion.kernel_choice import on_ranks, process
 from vllm_diffusion.kernel_choice.cases import TILE, KernelCase, Served, attention_order, few_tiles
 from vllm_diffusion.kernel_choice.child import outcome_of
@@ -159,7 +159,7 @@ def test_a_refusal_is_left_for_the_command(
         raise NothingRightError("nothing is right")
 
     monkeypatch.setattr(on_ranks, "checked_choices", check)
-    ranks.model_config.refusal_path = tmp_path / "folder" / "refusal"
+    replan(ranks, refusal_path=tmp_path / "folder" / "refusal")
     with pytest.raises(NothingRightError):
         on_ranks.decide(ranks, 0)
     assert (tmp_path / "folder" / "refusal").read_text() == "nothing is right"

@@ -12,7 +12,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.specs import SETTINGS, diffusion_gemma_spec
-from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.rule import MAX_STEPS
 from vllm_diffusion.requests.arguments import (
@@ -25,7 +24,7 @@ from vllm_diffusion.requests.arguments import (
 )
 from vllm_diffusion.requests.validation import validate_diffusion_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
-from vllm_diffusion.startup.plugin_settings import PluginSettings
+from vllm_diffusion.startup.plugin_settings import PluginSettings, plugin_settings
 
 pytestmark = pytest.mark.engine
 
@@ -35,10 +34,10 @@ def parse(args: dict[str, Any]) -> Any:
 
 
 def configure(section: dict[str, Any]) -> tuple[int, Any]:
-    config = vllm_config()
-    config.additional_config, config.diffusion_config = {"diffusion": section}, None
     published = Published({"max_denoising_steps": 48, **SETTINGS, "t_min": 1e-4}, "a file")
-    return denoising_settings(config, EntropyBound(), published)
+    return denoising_settings(
+        plugin_settings({"diffusion": section}), None, EntropyBound(), published
+    )
 
 
 @pytest.mark.parametrize("name", EntropyBound.settings)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.specs import diffusion_gemma_spec
-from tests.support.vllm_configs import vllm_config
+from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -72,7 +72,7 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
 
     validation.install()
     config = vllm_config(max_logprobs=-1, max_num_seqs=num_slots)
-    config.model_config.canvas_spec = diffusion_gemma_spec(256)
+    replan(config, spec=diffusion_gemma_spec(256))
     config.model_config.model_arch_config.vocab_size = 262_144
     with pytest.raises(VLLMValidationError, match=f"may be at most {most} on") as raised:
         validate(SamplingParams(logprobs=logprobs), config)
@@ -91,7 +91,7 @@ def test_pictures_of_a_refused_request_are_sent_again() -> None:
 
     validation.install()
     config = vllm_config(max_model_len=64)
-    config.model_config.canvas_spec = diffusion_gemma_spec(4)
+    replan(config, spec=diffusion_gemma_spec(4))
     hashes = {"image": ["a", "b"], "video": ["c"]}
     prompt: Any = {"type": "token", "prompt_token_ids": [1], "mm_hashes": hashes}
     for refused in (

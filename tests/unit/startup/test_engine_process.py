@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 
-from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.startup import engine_process
 
 
@@ -41,14 +40,13 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.usefixtures("command")
 def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed once, and not by a later process of the same number."""
-    config = vllm_config().model_config
     assert last_line(capsys) == "a trace\n"
-    engine_process.prepare_engine(config)
-    engine_process.leave(config, "No kernel is right.")
+    path = engine_process.refusal_path()
+    engine_process.leave(path, "No kernel is right.")
     assert last_line(capsys) == "vllm-diffusion: No kernel is right.\n"
     assert last_line(capsys) == "a trace\n"
-    engine_process.leave(config, "Of a process that is gone.")
-    engine_process.prepare_engine(config)
+    engine_process.leave(path, "Of a process that is gone.")
+    assert engine_process.refusal_path() == path
     assert last_line(capsys) == "a trace\n"
 
 
@@ -66,9 +64,8 @@ def test_a_refusal_of_a_worker(
     """Whatever this package refuses while a worker starts is the command's last line, without a trace."""
     monkeypatch.setattr(traceback, "print_exc", traceback.print_exc)
     monkeypatch.setattr(multiprocessing, "parent_process", object)
-    config = vllm_config().model_config
-    engine_process.prepare_engine(config)
-    with pytest.raises((ValueError, KeyError)), engine_process.leaving(config):
+    path = engine_process.refusal_path()
+    with pytest.raises((ValueError, KeyError)), engine_process.leaving(path):
         exec(compile(raising, "<worker>", "exec"), {"__name__": "vllm_diffusion.weights"})
     assert last_line(capsys) == line
     try:
@@ -109,9 +106,8 @@ def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Nobody would print what is left, so nothing is."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(engine_process, "_is_installed", False)
-    config = vllm_config().model_config
-    engine_process.prepare_engine(config)
-    engine_process.leave(config, "No kernel is right.")
+    assert engine_process.refusal_path() is None
+    engine_process.leave(None, "No kernel is right.")
     assert not list(tmp_path.rglob("refusal-*"))
 
 
@@ -141,7 +137,7 @@ def test_refusal_of_a_worker_has_no_trace() -> None:
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
     try:
-        engine_process.leave(vllm_config().model_config, "This GPU computes wrongly.")
+        engine_process.leave(None, "This GPU computes wrongly.")
         for message in ("This GPU computes wrongly.", "something else"):
             try:
                 raise RuntimeError(message)

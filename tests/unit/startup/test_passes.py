@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.config import ParallelConfig
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
-from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
+from vllm_diffusion.decoding.pass_order import PassOrder
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.startup import pass_order
+from vllm_diffusion.startup import async_scheduling
 from vllm_diffusion.startup.pass_limits import FEWEST, PROMPTS_SHARE, choose_max_num_seqs
-from vllm_diffusion.startup.pass_order import choose_worker
+from vllm_diffusion.startup.worker_class import choose_worker
 
 pytestmark = pytest.mark.engine
 
@@ -38,47 +37,58 @@ GIB = 2**30
 )
 def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, extra, pays):
     """The arithmetic, on both sides of where it turns."""
-    monkeypatch.setattr(pass_order, "HOST_MS", host)
-    assert pass_order.asynchronous_pays(device, steps, extra) is pays
+    monkeypatch.setattr(async_scheduling, "HOST_MS", host)
+    assert async_scheduling.asynchronous_pays(device, steps, extra) is pays
 
 
-def test_extra_passes():
-    """Only where the synchronous order encodes a canvas with the next one's first step."""
-    seeded = CanvasSpec(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
-    final = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
-    assert final.rule.can_finish_kv
-    extra = [spec.extra_async_passes() for spec in (diffusion_gemma_spec(8), seeded, final)]
-    assert extra == [1, 0, 0]
+FREE = diffusion_gemma_spec(8)
+SEEDED = CanvasSpec(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
+FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
 
 
 @pytest.mark.parametrize(
-    ("is_cpu", "weights", "max_steps", "given", "chosen"),
+    ("spec", "is_async", "own_attention", "order"),
     [
-        (True, GIB, 48, None, False),
-        (True, GIB, 48, True, True),
-        (False, 26 * GIB, 48, None, None),
-        (False, 26 * GIB, 48, False, False),
-        # One pass in two would be for the encode alone.
-        (False, 26 * GIB, 1, None, False),
-        # As long as 16 times the host's time of a pass.
-        (False, 16 * 2.8 * 3.36e9, 48, None, False),
-        (False, 16 * 2.8 * 3.34e9, 48, None, None),
-        # Not on this machine yet.
-        (False, 0, 1, None, None),
+        # commits, commit_encodes, prompt_with_step, encode_with_step
+        (FREE, False, True, PassOrder(False, False, True, True)),
+        (FREE, True, True, PassOrder(True, True, True, False)),
+        (FREE, False, False, PassOrder(False, False, False, False)),
+        (FREE, True, False, PassOrder(True, True, False, False)),
+        # A draft is verified by its commit, in every order, and begins with a token of it.
+        (SEEDED, False, True, PassOrder(True, True, False, False)),
+        (SEEDED, True, True, PassOrder(True, True, False, False)),
+        # The last step mostly leaves nothing to encode.
+        (FINAL, False, True, PassOrder(True, False, True, False)),
+        (FINAL, True, True, PassOrder(True, False, True, False)),
     ],
 )
-def test_choice(monkeypatch, is_cpu, weights, max_steps, given, chosen):
+def test_order_of_passes(
+    spec: CanvasSpec, is_async: bool, own_attention: bool, order: PassOrder
+) -> None:
+    """What the passes of each kind of canvas do."""
+    assert PassOrder.of(spec, is_async=is_async, own_attention=own_attention) == order
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "weights", "steps", "chosen"),
+    [
+        (True, GIB, 16, False),
+        (False, 26 * GIB, 16, None),
+        # One pass in two would be for the encode alone.
+        (False, 26 * GIB, 1, False),
+        # As long as 16 times the host's time of a pass.
+        (False, 16 * 2.8 * 3.36e9, 16, False),
+        (False, 16 * 2.8 * 3.34e9, 16, None),
+        # Not on this machine yet.
+        (False, 0, 1, None),
+    ],
+)
+def test_choice(monkeypatch, is_cpu, weights, steps, chosen):
     """What vLLM is left to choose is the asynchronous order, where it can run."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
-    monkeypatch.setattr(pass_order, "checkpoint_bytes", lambda model: 2 * weights)
-    config = vllm_config()
-    config.scheduler_config.async_scheduling = given
-    config.model_config.canvas_spec = diffusion_gemma_spec(256, max_steps)
-    config.parallel_config.tensor_parallel_size = 2
-    pass_order.choose_order(config)
-    assert config.scheduler_config.async_scheduling is chosen
+    assert async_scheduling.choose_async_scheduling(steps, 1, weights) is chosen
 
 
 counts = st.integers(1, 2048)
@@ -113,9 +123,7 @@ OURS = "builtins.dict"
 )
 def test_worker_class(given: str, chosen: str) -> None:
     """Ours where the operator names none; a class that derives from ours stays."""
-    config = ParallelConfig(worker_cls=given)
-    choose_worker(config, OURS)
-    assert config.worker_cls == chosen
+    assert choose_worker(given, OURS) == chosen
 
 
 def test_another_class() -> None:
@@ -123,4 +131,4 @@ def test_another_class() -> None:
     with pytest.raises(
         ValueError, match="--worker-cls builtins.list .* derive it from builtins.dict"
     ):
-        choose_worker(ParallelConfig(worker_cls="builtins.list"), OURS)
+        choose_worker("builtins.list", OURS)

@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.vllm_configs import vllm_config
-from vllm_diffusion.startup.checkpoint_file import choose_weight_files
 from vllm_diffusion.weights.adapters.worker import Adaptable
-from vllm_diffusion.weights.weight_files import INDEX, check_weight_files, weight_files
+from vllm_diffusion.weights.weight_files import (
+    INDEX,
+    check_weight_files,
+    choose_weight_files,
+    weight_files,
+)
 
 
 def folder_of(folder: Path, files: list[str], index: list[str] | None = None) -> Path:

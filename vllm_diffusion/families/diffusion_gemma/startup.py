@@ -33,7 +33,9 @@ from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, Pub
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import DiffusionConfig, ModelConfig, VllmConfig
+
+    from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
@@ -257,14 +259,16 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         _decisions_of_next_tokens.install()
 
     @classmethod
-    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
-        published = cls.published_rule(vllm_config)
+    def canvas_spec(
+        cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
+    ) -> CanvasSpec:
+        published = cls.published_rule(model_config, settings)
         rule = published.rule()
-        max_steps, settings = denoising_settings(
-            vllm_config, rule, published_settings(vllm_config.model_config)
+        max_steps, of_rule = denoising_settings(
+            settings, canvases.max_denoising_steps, rule, published_settings(model_config)
         )
-        layout = (published.layout or FreeCanvas)(vllm_config.diffusion_config.canvas_length)
-        return CanvasSpec(layout, rule, max_steps, settings)
+        layout = (published.layout or FreeCanvas)(canvases.canvas_length)
+        return CanvasSpec(layout, rule, max_steps, of_rule)
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

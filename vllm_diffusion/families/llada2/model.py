@@ -15,6 +15,7 @@ from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.runner.masked_model import MaskedModel
+from vllm_diffusion.startup.plan import spec_of
 
 
 @replaces(
@@ -26,7 +27,7 @@ def _routing_by_block(stock: Callable[..., Any]) -> Callable[..., Any]:
     def experts(**arguments: Any) -> Any:
         model_config = get_current_vllm_config().model_config
         capacity = getattr(model_config.hf_config, "expert_capacity", None)
-        if capacity is None or getattr(model_config, "canvas_spec", None) is None:
+        if capacity is None or spec_of(model_config) is None:
             return stock(**arguments)
         router = BlockRouter(
             arguments["top_k"],

@@ -42,11 +42,11 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
 from vllm_diffusion.decoding.rule import INT32_MAX, Setting
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
-from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
+from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import DiffusionConfig, ModelConfig
 
     from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 
@@ -136,19 +136,19 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
                 )
 
     @classmethod
-    def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
-        published = super().published_rule(vllm_config)
-        config = vllm_config.model_config.hf_config
+    def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:
+        published = super().published_rule(model_config, settings)
+        config = model_config.hf_config
         moves = published is cls.rules["levenshtein"]
-        if moves and _expert_capacity(vllm_config.model_config) is None:
+        if moves and _expert_capacity(model_config) is None:
             raise ValueError(
                 f'{OPTION}: rule="levenshtein" is LLaDA2.2\'s, and config.json of the checkpoint has no '
                 "expert_capacity; leave rule out."
             )
-        if not moves and _expert_capacity(vllm_config.model_config) is not None:
+        if not moves and _expert_capacity(model_config) is not None:
             # It says DELETE and SPLIT, which no other rule takes for what they are.
             raise ValueError(
-                f"{OPTION}: rule={plugin_settings(vllm_config).rule!r} cannot serve a checkpoint with "
+                f"{OPTION}: rule={settings.rule!r} cannot serve a checkpoint with "
                 "expert_capacity in config.json (LLaDA2.2), which deletes and splits; leave rule out."
             )
         if not moves:
@@ -157,15 +157,17 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         return replace(published, rule=partial(Levenshtein, **ids))
 
     @classmethod
-    def canvas_spec(cls, vllm_config: VllmConfig) -> CanvasSpec:
-        spec = super().canvas_spec(vllm_config)
-        routed = vllm_config.model_config.hf_config.canvas_length
-        if _expert_capacity(vllm_config.model_config) is not None and spec.length != routed:
+    def canvas_spec(
+        cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
+    ) -> CanvasSpec:
+        spec = super().canvas_spec(model_config, settings, canvases)
+        routed = model_config.hf_config.canvas_length
+        if _expert_capacity(model_config) is not None and spec.length != routed:
             raise ValueError(
                 f"--diffusion-config: canvas_length={spec.length} must be {routed}, the block_size by "
                 "which the checkpoint's experts are chosen; leave it out."
             )
-        _log_rule(cls.chosen_rule(vllm_config))
+        _log_rule(cls.chosen_rule(model_config, settings))
         return spec
 
     @classmethod

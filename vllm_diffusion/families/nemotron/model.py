@@ -21,8 +21,9 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.slots import Phase
-from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora
+from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora, find_draft_lora
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
+from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.weights.adapters import worker
 from vllm_diffusion.weights.adapters.worker import Adaptable
 from vllm_diffusion.weights.loading import checked_loading
@@ -134,7 +135,9 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         self._is_diffusion = vllm_config.model_config.is_diffusion
         self.draft_adapter: DraftAdapter | None = None
-        lora: DraftLora | None = getattr(vllm_config.model_config, "draft_lora", None)
+        spec = spec_of(vllm_config.model_config)
+        drafts = spec is not None and spec.layout.verifies
+        lora = find_draft_lora(vllm_config.model_config) if drafts else None
         if lora is not None:
             max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self.draft_adapter = DraftAdapter(lora, self.model.layers, max_num_tokens)

@@ -34,6 +34,7 @@ from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import FLOAT32_MAX, Setting
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
@@ -89,10 +90,11 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().verify_and_update_config(vllm_config)
         model_config = vllm_config.model_config
-        if not model_config.is_diffusion or not model_config.canvas_spec.layout.verifies:
+        spec = spec_of(model_config)
+        if spec is None or not spec.layout.verifies:
             return
-        # Known to the workers, which put it on the layers.
-        lora = model_config.draft_lora = find_draft_lora(model_config)
+        # The workers find it again, and put it on the layers.
+        lora = find_draft_lora(model_config)
         if lora is None:
             logger.info(
                 "linear_spec: %s has no %s, so the plain weights draft.", model_config.model, FOLDER

@@ -31,11 +31,11 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.checkpoint_file import checkpoint_file
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
-from vllm_diffusion.startup.plugin_settings import OPTION, plugin_settings
+from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig
 
 # README of JetAstra/SDAR at c2041a8; I-DLM is trained with 1, 2, 3 and 7.
 _PUBLISHED_BLOCK_LENGTHS = (4, 8, 16, 32, 64)
@@ -64,10 +64,9 @@ class SDAREngineConfig(MaskedEngineConfig):
     body: ClassVar[str] = "Qwen3ForCausalLM"
 
     @classmethod
-    def published_rule(cls, vllm_config: VllmConfig) -> PublishedRule:
+    def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:
         """Refuse weights that were trained with strictly causal attention, which SDAR's were not."""
-        published = super().published_rule(vllm_config)
-        model_config = vllm_config.model_config
+        published = super().published_rule(model_config, settings)
         overrides = json.dumps({"architectures": [cls.body]})
         remedy = (
             f"--hf-overrides '{overrides}' has vLLM serve its weights as an ordinary causal model"
@@ -83,7 +82,7 @@ class SDAREngineConfig(MaskedEngineConfig):
                 f"with them; {remedy}."
             )
         length = model_config.hf_config.canvas_length
-        if length not in _PUBLISHED_BLOCK_LENGTHS and plugin_settings(vllm_config).rule is None:
+        if length not in _PUBLISHED_BLOCK_LENGTHS and settings.rule is None:
             raise ValueError(
                 f"block_size={length} in config.json of the checkpoint is no length that SDAR is published "
                 f"with ({', '.join(map(str, _PUBLISHED_BLOCK_LENGTHS))}). If it is I-DLM or Uno, whose "

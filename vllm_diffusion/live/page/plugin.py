@@ -9,6 +9,7 @@ from fastapi import FastAPI, HTTPException, Response
 
 from vllm_diffusion.requests.arguments import PREFIX, end_token_ids, offered_settings
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES
+from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.startup.shipped import shipped_tasks
 
 # Beneath /v1, where vLLM asks for the key.
@@ -65,7 +66,7 @@ class LiveCanvasPage:
             HTTPException: 404 if it is not a diffusion model, or not ours.
         """
         model_config = self._model_config
-        spec = getattr(model_config, "canvas_spec", None)
+        spec = spec_of(model_config)
         if spec is None:
             raise HTTPException(
                 404,

@@ -86,7 +86,7 @@ def _checked_before_queueing(stock: Any, self: Any, lora_request: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
     stock(self, lora_request)
-    rules: AdapterRules | None = getattr(self.model_config, "adapter_rules", None)
+    rules = rules_of(self.model_config)
     if lora_request is None or rules is None:
         return
     try:
@@ -99,25 +99,31 @@ def _checked_before_queueing(stock: Any, self: Any, lora_request: Any) -> None:
         ) from None
 
 
-def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
-    """Store the rules of adapters where the API process and the workers read them.
+def rules_of(model_config: Any) -> AdapterRules | None:
+    """Return the rules of a model's adapters, from the plan of its start; ``None`` where it has none."""
+    return getattr(getattr(model_config, "diffusion", None), "adapters", None)
 
-    Nothing happens without ``--enable-lora``.
+
+def adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> AdapterRules | None:
+    """Make the rules of adapters, and check those of the command line.
 
     Args:
-        vllm_config: Configuration whose ``model_config`` is given ``adapter_rules``.
+        vllm_config: Configuration of the server.
         tensors: Tensor rules of the checkpoint's family.
+
+    Returns:
+        The rules; ``None`` without ``--enable-lora``.
 
     Raises:
         ValueError: Naming ``--lora-modules``, if one of its adapters does not fit.
     """
     lora_config = vllm_config.lora_config
     if lora_config is None:
-        return
+        return None
     # vLLM resolves --lora-dtype later, in the same way.
     lora_config.verify_with_model_config(vllm_config.model_config)
     targets = lora_config.target_modules
-    rules = vllm_config.model_config.adapter_rules = AdapterRules(
+    rules = AdapterRules(
         adapted_modules(tensors, vllm_config.model_config.hf_config),
         max_rank=lora_config.max_lora_rank,
         target_modules=None if targets is None else tuple(targets),
@@ -126,6 +132,7 @@ def choose_adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> None:
     )
     check_command_line(rules)
     install()
+    return rules
 
 
 def _why_no_experts(vllm_config: VllmConfig) -> str:

@@ -15,6 +15,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
 
 from vllm_diffusion.hooks.replacement import replaces_call
+from vllm_diffusion.weights.adapters.early_checks import rules_of
 from vllm_diffusion.weights.adapters.rules import AdapterRules
 from vllm_diffusion.weights.weight_files import is_of_adapter
 
@@ -51,7 +52,7 @@ def install() -> None:
 def _checking_where_there_are_rules(
     stock: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
 ) -> Any:
-    has_rules = getattr(vllm_config.model_config, "adapter_rules", None) is not None
+    has_rules = rules_of(vllm_config.model_config) is not None
     return (CheckingAdapterManager if has_rules else stock)(vllm_config, *args, **kwargs)
 
 
@@ -60,7 +61,7 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, *args: Any) -> None:
         super().__init__(vllm_config, device, *args)
-        self._rules: AdapterRules = vllm_config.model_config.adapter_rules
+        self._rules: AdapterRules = vllm_config.model_config.diffusion.adapters
 
     def create_lora_manager(self, model: nn.Module, vllm_config: VllmConfig) -> Any:
         self._manager_cls = model.adapter_manager

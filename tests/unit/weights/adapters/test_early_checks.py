@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
-from tests.support.vllm_configs import vllm_config
+from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion.live.http import CheckedModels
 from vllm_diffusion.weights.adapters import early_checks
 from vllm_diffusion.weights.adapters.early_checks import _checked_before_queueing
@@ -33,7 +33,7 @@ class Rules:
 
 def served(num_servers: int = 1, rules: Any = None, at_start: tuple[str, ...] = ()) -> Any:
     config = vllm_config()
-    config.model_config.adapter_rules = rules
+    replan(config, adapters=rules)
     config.parallel_config._api_process_count = num_servers
     models = CheckedModels.__new__(CheckedModels)
     models.model_config = config.model_config

@@ -1,47 +1,11 @@
-"""The order of passes, and the classes of scheduler and worker, where the operator names none."""
+"""Whether passes are scheduled before the last one's output is known, where the operator does not say."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-
-from vllm_diffusion.startup.machine import checkpoint_bytes
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
-
-    from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-
-
-def choose_worker(parallel_config: ParallelConfig, worker: str) -> None:
-    """Choose the class of the workers, or check the operator's.
-
-    Args:
-        parallel_config: Configuration, changed in place.
-        worker: Path of our class.
-
-    Raises:
-        ValueError: If the operator's class does not derive from ours.
-    """
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    if parallel_config.worker_cls == "auto":
-        parallel_config.worker_cls = worker
-    # A configuration is checked again in each process; our class need not be imported for that.
-    if parallel_config.worker_cls == worker:
-        return
-    bases = resolve_obj_by_qualname(parallel_config.worker_cls).__mro__
-    if worker not in {f"{base.__module__}.{base.__qualname__}" for base in bases}:
-        raise ValueError(
-            f"--worker-cls {parallel_config.worker_cls} has no model runner for canvases; derive it "
-            f"from {worker}, or leave it out and use --worker-extension-cls."
-        )
-
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-
-SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 # Milliseconds of a pass that run on the host where a GPU runs the model, its attention and its sampler:
 # vLLM's runner, our inputs and step, the scheduler, the engine's loop. Measured at one request by
 # `OMP_NUM_THREADS=1 python benchmarks/bench_families.py --family sdar --profile` on two cores
@@ -71,8 +35,8 @@ def asynchronous_pays(device_ms: float, steps: int, extra: int) -> bool:
     return (steps + extra) * max(device_ms, HOST_MS) < steps * (device_ms + HOST_MS)
 
 
-def choose_order(vllm_config: VllmConfig) -> None:
-    """Choose the synchronous order if it is faster; an operator's choice stays.
+def choose_async_scheduling(steps: int, extra: int, bytes_of_rank: float) -> bool | None:
+    """Choose the synchronous order where it is faster, for an operator who chooses none.
 
     The asynchronous order is left to vLLM, which takes it wherever it can; so is the choice on a GPU
     where the weights are not on this machine yet, and their size is not known. On a CPU the host's work
@@ -81,29 +45,25 @@ def choose_order(vllm_config: VllmConfig) -> None:
     checkpoint on two cores.
 
     Args:
-        vllm_config: Configuration with a ``canvas_spec``, changed in place.
+        steps: Denoising steps of a canvas, at least 1.
+        extra: Passes of a canvas beyond those of the synchronous order.
+        bytes_of_rank: Bytes of weights that a GPU reads in a pass; 0 if they are not known.
+
+    Returns:
+        ``async_scheduling``; ``None`` leaves it to vLLM.
     """
     from vllm.platforms import current_platform
 
-    scheduler_config = vllm_config.scheduler_config
-    if scheduler_config.async_scheduling is not None:
-        return
     if current_platform.is_cpu():
-        scheduler_config.async_scheduling = False
         logger.info(
             "synchronous scheduling: on a CPU the asynchronous order hides nothing; "
             "--async-scheduling sets it."
         )
-        return
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    device_ms = checkpoint_bytes(vllm_config.model_config.model) / num_ranks / GPU_BYTES_PER_MS
+        return False
+    device_ms = bytes_of_rank / GPU_BYTES_PER_MS
     if not device_ms:
-        return
-    spec: CanvasSpec = vllm_config.model_config.canvas_spec
-    steps = min(TYPICAL_STEPS, spec.max_denoising_steps)
-    pays = asynchronous_pays(device_ms, steps, spec.extra_async_passes())
-    if not pays:
-        scheduler_config.async_scheduling = False
+        return None
+    pays = asynchronous_pays(device_ms, steps, extra)
     logger.info(
         "%s scheduling, by an estimate for a canvas of %d steps: a pass takes %.1f ms on the device and "
         "%.1f ms on the host; --async-scheduling and --no-async-scheduling set it.",
@@ -112,12 +72,4 @@ def choose_order(vllm_config: VllmConfig) -> None:
         device_ms,
         HOST_MS,
     )
-
-
-def choose_scheduler(vllm_config: VllmConfig) -> None:
-    scheduler_config = vllm_config.scheduler_config
-    if scheduler_config.scheduler_cls is None:
-        scheduler_config.scheduler_cls = SCHEDULER
-    choose_order(vllm_config)
-    # An image's rows attend to one another in both directions, so they must be in one pass.
-    scheduler_config.disable_chunked_mm_input = True
+    return None if pays else False
