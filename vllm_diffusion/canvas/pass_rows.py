@@ -149,7 +149,7 @@ class PassRows:
     """Rows of the pass that :meth:`lay_out` was last called for.
 
     Sampled are canvas rows and, for a model whose canvases begin with a token that known ones give
-    (``CanvasLayout.seeding``), the last row of each request whose known tokens end in the pass: to the
+    (``CanvasLayout.starts_from_commit``), the last row of each request whose known tokens end in the pass: to the
     sampler that is a canvas of one row.
 
     Attributes:
@@ -159,7 +159,7 @@ class PassRows:
         hidden_index: [N], int64: the place of the hidden state that its token is drawn from.
         slot: [N], int64: its slot.
         position: [N], int64: its position in its canvas.
-        offset: [N], int64: rows from the first of its request to its hidden state.
+        offset: [N], int64: rows from the first of its request to it.
         of_slots: The decision's inputs, as if there were no constraints; the sampler fills in seeds.
         requests: Requests of the pass, on the host.
     """
@@ -188,7 +188,7 @@ class PassRows:
         self.slot = integers(N)
         self.position = integers(N)
         self.offset = integers(N)
-        self.hidden_index = slots.spec.layout.hidden_index(self.index)
+        self.hidden_index = integers(N) if slots.spec.layout.predicts_next else self.index
         numbers = self._numbers
         # What needs no arithmetic is read where it was copied to.
         self.of_slots = SlotPass(
@@ -238,9 +238,7 @@ class PassRows:
         ) & (num_canvas == 0)
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
-        seeding = self.slots.spec.layout.seeding(is_over)
-        if seeding is None:
-            seeding = np.zeros(n, dtype=bool)
+        seeding = is_over & self.slots.spec.layout.starts_from_commit
         starts = np.concatenate([[0], np.cumsum(num_canvas + seeding)])
         self.requests = BatchRequests(slots, starts, seeding)
 
@@ -286,9 +284,12 @@ class PassRows:
         numbers, slots, layout = self._numbers, self.slots, self.slots.spec.layout
         R = slots.num_slots
         query_lens = numbers.query_start[1:] - numbers.query_start[:-1]
+
+        def is_committed(slot: Tensor) -> Tensor:
+            return slots.phase[slot] == int(Phase.COMMITTING)
+
         num_bidirectional = layout.num_bidirectional(
-            numbers.num_canvas[:R],
-            lambda: slots.phase[numbers.slot[:R].long()] == int(Phase.COMMITTING),
+            numbers.num_canvas[:R], lambda: is_committed(numbers.slot[:R].long())
         )
         self.causal.num_rows.copy_(query_lens - num_bidirectional)
         self.causal.flags.copy_((num_bidirectional == 0) & (query_lens > 0))
@@ -303,10 +304,13 @@ class PassRows:
         index.copy_(torch.where(is_row, at, 0))
         slot.copy_(torch.where(is_row, numbers.slot[request], 0))
         position.copy_(torch.where(is_row, within, 0))
-        hidden_at = layout.hidden_at(at, within, lambda: self.of_slots.seeding[slot])
-        if hidden_at is not at:
-            hidden_index.copy_(torch.where(is_row, hidden_at, 0))
-        offset.copy_(torch.where(is_row, hidden_at - start, 0))
+        offset.copy_(torch.where(is_row, at - start, 0))
+        if layout.predicts_next:
+            seeding = self.of_slots.seeding[slot]
+            target = layout.target(within, lambda: is_committed(slot), lambda: seeding)
+            # A canvas begins in the row after its seeding one.
+            first = at - within + seeding.to(at.dtype)
+            hidden_index.copy_(torch.where(is_row, first + target - 1, 0))
 
     def fill_ids(
         self, input_batch: InputBatch, all_token_ids: Tensor, num_computed: Tensor

@@ -109,14 +109,12 @@ class SlotFeatures:
     """Features that slots use, known on the host, so that an unused one costs nothing.
 
     Attributes:
-        brings_canvas: Slots whose requests bring a first canvas.
         viewed: Slots whose canvases leave the device: a client watches them, or a constraint reads
             them.
         allowed_ids: The only ids that a read-only canvas is asked about, by slot.
     """
 
     def __init__(self) -> None:
-        self.brings_canvas: set[int] = set()
         self.viewed: set[int] = set()
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
 
@@ -124,8 +122,6 @@ class SlotFeatures:
         """Note what ``slot``'s new owner uses."""
         self.remove_request(slot)
         arguments = request.arguments
-        if arguments.seed_canvas is not None:
-            self.brings_canvas.add(slot)
         if arguments.shown or request.is_constrained:
             self.viewed.add(slot)
         if arguments.allowed_ids is not None:
@@ -133,7 +129,6 @@ class SlotFeatures:
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``."""
-        self.brings_canvas.discard(slot)
         self.viewed.discard(slot)
         self.allowed_ids.pop(slot, None)
 

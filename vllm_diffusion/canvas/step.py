@@ -264,12 +264,14 @@ class CanvasStep:
         seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
         initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        token = self._spec.layout.first_token(statistics.candidate, committed, num_final)
-        if token is not None:
+        if self._spec.layout.starts_from_commit:
+            seed_position = self._spec.layout.seed_position(num_final)
+            drawn_by = torch.where(committed, seed_position, 0).long()[:, None]
+            token = statistics.candidate.gather(-1, drawn_by)
             # A token that is pinned in the first canvas stands there from its first step on.
             is_seed = committed[:, None] | (slot_pass.seeding[:, None] & ~slots.pinned)
             is_seed = is_seed & (position == 0)
-            canvas = torch.where(is_seed, token[:, None], canvas)
+            canvas = torch.where(is_seed, token, canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, 0, slots.num_given))
         if self._spec.mask_token_id is not None:

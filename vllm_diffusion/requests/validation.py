@@ -270,7 +270,7 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         names, reason = problem
         name = next(name for name in names if name in arguments.settings)
         refuse(PREFIX + name, f"does not go with the rest: {reason}.")
-    _check_combination(params, arguments)
+    _check_combination(params, arguments, spec)
     for name, reason in spec.layout.refused_arguments.items():
         if value := (params.extra_args or {}).get(PREFIX + name):
             refuse(PREFIX + name, reason, value)
@@ -297,8 +297,20 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     attach_arguments(params, arguments)
 
 
-def _check_combination(params: Any, arguments: RequestArguments) -> None:
-    """Refuse a constraint of a request whose canvas is not free to draw what the constraint demands."""
+def _check_combination(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> None:
+    """Refuse what a request's own canvas leaves no room for.
+
+    A constraint needs a canvas that is free to draw what it demands, and a log-probability in a masked
+    model a step that decided the token, which tokens that the request brings have not.
+    """
+    reports = params.logprobs is not None or params.logprob_token_ids
+    if reports and arguments.seed_canvas is not None and spec.mask_token_id is not None:
+        refuse(
+            "logprobs",
+            "(top_logprobs, logprob_token_ids) cannot be combined with diffusion_seed_canvas in this "
+            "model, where no step decides the tokens that a request brings; leave one of them out.",
+            params.logprobs,
+        )
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),

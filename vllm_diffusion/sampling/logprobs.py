@@ -30,8 +30,6 @@ class LogprobsRequest(NamedTuple):
         num_token_ids: [num_rows], int32: how many of them a row has; 0 for the likeliest.
         as_logits: Report logits and not log-probabilities.
         of_drawn: A row's own token is the one that was drawn, not the likeliest.
-        held: [num_rows], int64: tokens that stand at the rows' positions before the pass, which are
-            reported beside those that are drawn; ``None`` if no request brought any.
     """
 
     num_top: int
@@ -39,7 +37,6 @@ class LogprobsRequest(NamedTuple):
     num_token_ids: Tensor
     as_logits: bool
     of_drawn: bool = False
-    held: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -48,11 +45,7 @@ class LogprobsRequest(NamedTuple):
 
     def rows(self, some: slice | Tensor) -> LogprobsRequest:
         """The request of some of the rows."""
-        return self._replace(
-            token_ids=self.token_ids[some],
-            num_token_ids=self.num_token_ids[some],
-            held=None if self.held is None else self.held[some],
-        )
+        return self._replace(token_ids=self.token_ids[some], num_token_ids=self.num_token_ids[some])
 
 
 def row_logprobs(
@@ -167,7 +160,11 @@ def _columns(
 
 
 class EmittedLogprobs:
-    """Log-probabilities of the tokens that each pass emits.
+    """Log-probabilities that wait between the step that decided a token and the pass that emits it.
+
+    They are written where the row's token goes, and read by position. Every pass returns those of every
+    canvas of the batch, emitted or not, because only the device knows which requests emit; the engine
+    takes as many as a request emitted.
 
     R is the number of slots, C the canvas length.
     """
@@ -175,19 +172,22 @@ class EmittedLogprobs:
     def __init__(self, slots: CanvasSlots, pass_rows: PassRows) -> None:
         self._slots = slots
         self._pass_rows = pass_rows
-        self._stash = LogprobsStash(slots.num_slots, slots.canvas_length, slots.device)
-        # [R], bool, canvases that the pass commits; [R, C], bool, positions that are pinned in it.
+        # What nobody will read is written behind a canvas.
+        shape = (slots.num_slots, slots.canvas_length + 1)
+        # [R, C + 1, width] and, ranks, [R, C + 1].
+        self._waiting = LogprobsTensors(
+            torch.empty(*shape, 0, dtype=torch.int64, device=slots.device),
+            torch.empty(*shape, 0, device=slots.device),
+            torch.zeros(shape, dtype=torch.int64, device=slots.device),
+        )
+        # [R], bool, canvases that the pass commits.
         self._committed: Tensor | None = None
-        self._pinned: Tensor | None = None
 
     def begin_pass(self) -> None:
-        """Remember the canvases as the pass finds them; call it before the step is decided."""
+        """Remember the canvases that the pass commits; call it before the step is decided."""
         self._committed = self._slots.phase == int(Phase.COMMITTING)
-        self._pinned = self._slots.pinned.clone()
 
-    def exchange(
-        self, drawn: LogprobsTensors, held: LogprobsTensors | None, step: StepOutput
-    ) -> LogprobsTensors:
+    def exchange(self, drawn: LogprobsTensors, step: StepOutput) -> LogprobsTensors:
         """Keep what this pass computed, and return what each request may emit now.
 
         A token is reported as it was when it was revealed, or rewritten; without a mask as it is in
@@ -195,88 +195,64 @@ class EmittedLogprobs:
 
         Args:
             drawn: Log-probabilities of the tokens that the pass drew, of each of its rows.
-            held: The same of the tokens that stood there before; ``None`` if no request brought any.
             step: What the step decided.
         """
         assert self._committed is not None
-        assert self._pinned is not None
-        places, layout, committed = self._pass_rows, self._slots.spec.layout, self._committed
+        places, layout, requests = (
+            self._pass_rows,
+            self._slots.spec.layout,
+            self._pass_rows.requests,
+        )
         slot, position = places.slot[: places.num_rows], places.position[: places.num_rows]
-        if held is not None:
-            # Rows of a pass that writes known tokens report the tokens drawn behind them.
-            drawn = _merge(held, drawn, step.denoised[slot] & ~step.decided[slot, position])
-        is_seed = places.of_slots.seeding[slot]
-        is_decided = self._is_decided(step, slot, position, is_seed)
-        was_reported = layout.was_reported(position, is_seed, is_decided | committed[slot])
-        row = layout.reporting_row(position)
-        computed = drawn if row is None else _rows_of(drawn, row)
-        emitted, starts = self._emitted(step, slot)
-        output = self._stash.exchange(computed, slot, position, was_reported, emitted, starts)
-        self._begin_canvases(drawn, step, slot)
-        return output
+        committed, seeding = self._committed[slot], places.of_slots.seeding[slot]
+        decided = step.decided[slot, position]
+        if self._slots.spec.mask_token_id is None:
+            decided = decided | ~self._slots.requested.maps_steps[slot]
+        # Of a draft only what its commit draws is emitted.
+        is_read = committed if layout.verifies else step.denoised[slot] & decided
+        is_read = is_read | seeding
+        width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
+        drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)
+        target = layout.target(position, lambda: committed, lambda: seeding)
+        self._write(drawn, slot, target, is_read)
 
-    def _is_decided(
-        self, step: StepOutput, slot: Tensor, position: Tensor, is_seed: Tensor
-    ) -> Tensor:
-        """[num_rows], bool: rows whose token an earlier step decided.
+        canvas_rows = _on_device(
+            np.flatnonzero(~np.repeat(requests.seeding, requests.num_rows)), slot
+        )
+        owner = slot[canvas_rows]
+        # The known tokens that a canvas begins with are not emitted, and nothing reads its last rows' then.
+        at = position[canvas_rows] + step.num_given[owner]
+        emitted = _rows_of(self._waiting, (owner, at.clamp(max=self._slots.canvas_length - 1)))
+
+        if layout.starts_from_commit:
+            has_canvas = (requests.num_rows > 0) & ~requests.seeding
+            first = _on_device(requests.starts[:-1][has_canvas], slot)
+            owner = slot[first]
+            row = first + layout.seed_position(step.num_finished[owner])
+            zero = torch.zeros_like(owner)
+            self._write(_rows_of(drawn, row), owner, zero, self._committed[owner])
+        starts = np.concatenate([[0], np.cumsum(requests.num_rows * ~requests.seeding)])
+        return emitted._replace(cu_num_generated_tokens=starts[:-1].tolist())
+
+    def _write(
+        self, report: LogprobsTensors, slot: Tensor, position: Tensor, is_read: Tensor
+    ) -> None:
+        """Keep log-probabilities.
 
         Args:
-            step: What the step decided.
-            slot: [num_rows], int64, of each row.
-            position: [num_rows], int64, in its canvas.
-            is_seed: [num_rows], bool: rows of known tokens behind which a canvas begins.
+            report: Of n tokens.
+            slot: [n], int64.
+            position: [n], int64, of each token in its canvas; C for the next canvas's first.
+            is_read: [n], bool: tokens that a request may emit there.
         """
-        assert self._pinned is not None
-        spec = self._slots.spec
-        is_decided = ~step.decided[slot, position]
-        if spec.mask_token_id is None:
-            return is_decided & self._slots.requested.maps_steps[slot]
-        unwritten = step.decided_step[slot, position] == 0
-        is_given = spec.layout.is_given(unwritten, position, self._pinned[slot, position])
-        return is_decided & ~is_given & ~is_seed
+        where = (slot, torch.where(is_read, position, self._slots.canvas_length))
+        self._waiting.logprob_token_ids[where] = report.logprob_token_ids.long()
+        self._waiting.logprobs[where] = report.logprobs
+        self._waiting.selected_token_ranks[where] = report.selected_token_ranks.long()
 
-    def _emitted(self, step: StepOutput, slot: Tensor) -> tuple[Tensor, np.ndarray]:
-        """Rows of canvases in the order in which they are emitted.
 
-        Args:
-            step: What the step decided.
-            slot: [num_rows], int64, of each row of the pass.
-
-        Returns:
-            [num_emitted], int64, which rows, and [num_reqs + 1], where each request's are among them.
-        """
-        requests = self._pass_rows.requests
-        num_rows, seeding = requests.num_rows, requests.seeding
-        canvas_rows = async_tensor_h2d(
-            np.flatnonzero(~np.repeat(seeding, num_rows)), device=slot.device
-        )
-        # The known tokens that a canvas begins with are not emitted.
-        emitted = self._slots.spec.layout.emitted_row(
-            canvas_rows, lambda: step.num_given[slot[canvas_rows]], len(slot)
-        )
-        return emitted, np.concatenate([[0], np.cumsum(num_rows * ~seeding)])
-
-    def _begin_canvases(self, drawn: LogprobsTensors, step: StepOutput, slot: Tensor) -> None:
-        """Keep the log-probabilities of tokens with which canvases begin behind committed ones.
-
-        Args:
-            drawn: Log-probabilities of the rows of the pass.
-            step: What the step decided.
-            slot: [num_rows], int64, of each row.
-        """
-        layout = self._slots.spec.layout
-        if not layout.starts_from_commit:
-            return
-        assert self._committed is not None
-        requests = self._pass_rows.requests
-        has_canvas = (requests.num_rows > 0) & ~requests.seeding
-        first, count = async_tensor_h2d(
-            np.stack([requests.starts[:-1][has_canvas], requests.num_rows[has_canvas]]),
-            device=slot.device,
-        )
-        owner = slot[first]
-        row = layout.seed_row(first, count, step.num_finished[owner])
-        self._stash.begin(drawn, row, owner, self._committed[owner])
+def _on_device(values: np.ndarray, like: Tensor) -> Tensor:
+    return async_tensor_h2d(values, device=like.device)
 
 
 def _rows_of(report: LogprobsTensors, row: Tensor | tuple[Tensor, ...]) -> LogprobsTensors:
@@ -291,92 +267,13 @@ def _rows_of(report: LogprobsTensors, row: Tensor | tuple[Tensor, ...]) -> Logpr
     )
 
 
-def _merge(held: LogprobsTensors, drawn: LogprobsTensors, keeps: Tensor) -> LogprobsTensors:
-    """Take rows of one report where they are kept, and of the other elsewhere.
-
-    Args:
-        held: Log-probabilities of rows that may be kept.
-        drawn: Log-probabilities of as many other rows.
-        keeps: [num_rows], bool: rows of ``held`` that are kept.
-    """
-    return LogprobsTensors(
-        torch.where(keeps[:, None], held.logprob_token_ids, drawn.logprob_token_ids),
-        torch.where(keeps[:, None], held.logprobs, drawn.logprobs),
-        torch.where(keeps, held.selected_token_ranks, drawn.selected_token_ranks),
-    )
-
-
 def _widened(report: LogprobsTensors, width: int) -> LogprobsTensors:
     """Return a report with ``width`` columns, of which the added ones are impossible tokens."""
     pad = (0, width - report.logprobs.shape[-1])
+    if pad == (0, 0):
+        return report
     return LogprobsTensors(
         F.pad(report.logprob_token_ids, pad),
         F.pad(report.logprobs, pad, value=IMPOSSIBLE),
         report.selected_token_ranks,
     )
-
-
-class LogprobsStash:
-    """Log-probabilities that wait between the step that decided a token and the pass that emits it.
-
-    Every pass returns rows for every request of the batch, decided or not, because only the
-    device knows which requests emit; the engine takes as many as a request emitted.
-    """
-
-    def __init__(self, num_slots: int, canvas_length: int, device: torch.device) -> None:
-        shape = (num_slots, canvas_length)
-        # [num_slots, canvas_length, width] and, ranks, [num_slots, canvas_length].
-        self._table = LogprobsTensors(
-            torch.empty(*shape, 0, dtype=torch.int64, device=device),
-            torch.empty(*shape, 0, device=device),
-            torch.zeros(shape, dtype=torch.int64, device=device),
-        )
-
-    @property
-    def _width(self) -> int:
-        return self._table.logprobs.shape[-1]
-
-    def _write(self, where: tuple[Tensor, Tensor], report: LogprobsTensors) -> None:
-        self._table.logprob_token_ids[where] = report.logprob_token_ids
-        self._table.logprobs[where] = report.logprobs
-        self._table.selected_token_ranks[where] = report.selected_token_ranks
-
-    def exchange(
-        self,
-        computed: LogprobsTensors,
-        row_slots: Tensor,
-        row_positions: Tensor,
-        is_decided: Tensor,
-        emitted: Tensor,
-        starts: np.ndarray,
-    ) -> LogprobsTensors:
-        """Stash what this pass computed, and return what each row's request may emit now.
-
-        Args:
-            computed: This pass's log-probabilities, in row order.
-            row_slots: [num_rows], int64.
-            row_positions: [num_rows], int64.
-            is_decided: [num_rows], bool: rows whose log-probabilities were computed before.
-            emitted: [num_emitted], int64: the rows in the order in which they are emitted.
-            starts: [num_reqs + 1], where each request's are among them.
-        """
-        where = (row_slots, row_positions)
-        if (width := computed.logprobs.shape[1]) > self._width:
-            self._table = _widened(self._table, width)
-        stashed = _rows_of(self._table, where)
-        rows = _merge(stashed, _widened(computed, self._width), is_decided)
-        self._write(where, rows)
-        return _rows_of(rows, emitted)._replace(cu_num_generated_tokens=starts[:-1].tolist())
-
-    def begin(self, computed: LogprobsTensors, row: Tensor, slot: Tensor, begins: Tensor) -> None:
-        """Stash the log-probabilities of first tokens of canvases.
-
-        Args:
-            computed: Log-probabilities of a pass.
-            row: [n], int64: rows of the pass.
-            slot: [n], int64, each once.
-            begins: [n], bool: slots whose canvas does begin.
-        """
-        where = (slot, torch.zeros_like(slot))
-        first = _widened(_rows_of(computed, row), self._width)
-        self._write(where, _merge(first, _rows_of(self._table, where), begins))

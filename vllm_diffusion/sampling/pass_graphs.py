@@ -160,9 +160,7 @@ class PassGraphs:
         out = held[:n] if held is not None and n <= len(held) else None
         return torch.index_select(hidden_states, 0, self._pass_rows.hidden_index[:n], out=out)
 
-    def sample(
-        self, rows: Tensor, used: UsedSettings
-    ) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
+    def sample(self, rows: Tensor, used: UsedSettings) -> LogprobsTensors | None:
         """Take the statistics of a pass with settings.
 
         Args:
@@ -170,14 +168,12 @@ class PassGraphs:
             used: Settings that the pass uses.
 
         Returns:
-            Log-probabilities of each row's token, and of the token that stood there before; ``None``
-            where no request asks.
+            Log-probabilities of each row's token; ``None`` if no request asks.
         """
         if self.has_parts(rows, used):
             self.adjusted_rows(rows)
-            return self._look_again(used), None
-        results = self._statistics.sample(rows, self._settings.requests(len(rows), used))
-        return results.logprobs, results.held_logprobs
+            return self._look_again(used)
+        return self._statistics.sample(rows, self._settings.requests(len(rows), used)).logprobs
 
     def has_parts(self, rows: Tensor, used: UsedSettings) -> bool:
         """Report whether the parts of a pass with settings are captured.
@@ -190,8 +186,6 @@ class PassGraphs:
             return False
         if used.reported is None:
             return True
-        if self._settings.holds_given():
-            return False
         return self._reports is not None and not self._settings.names_logprob_ids()
 
     def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:

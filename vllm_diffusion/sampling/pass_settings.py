@@ -81,8 +81,15 @@ class SelectedRows:
         return self._pass_rows.of_slots.seeding[self.slot]
 
     @property
-    def at(self) -> Tensor:
-        return self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
+    def drawn_at(self) -> Tensor:
+        at = self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
+        layout = self._slots.spec.layout
+        if not layout.starts_from_commit:
+            return at
+        seeding = self.seeding
+        target = layout.target(self.position, lambda: self.committed, lambda: seeding)
+        # A canvas begins in the row after its seeding one.
+        return at - self.position + seeding.to(at.dtype) + target
 
 
 class PassSettings:
@@ -185,16 +192,6 @@ class PassSettings:
             states.min_p.np[slots] != 0.0,
         )
 
-    def holds_given(self) -> bool:
-        """Report whether canvases of the pass may hold tokens that their requests brought.
-
-        A masked model emits them as they are. Without a mask the likeliest tokens are emitted.
-        """
-        if self._slots.spec.mask_token_id is None:
-            return False
-        slots = self._pass_rows.requests.slots.tolist()
-        return not self._slots.features.brings_canvas.isdisjoint(slots)
-
     def names_logprob_ids(self) -> bool:
         """Report whether a request of the pass names the ids whose log-probabilities it wants."""
         return bool(self.token_ids.num_token_ids.np[self._pass_rows.requests.slots].any())
@@ -235,8 +232,7 @@ class PassSettings:
             some: The rows.
             used: Adjustments that the pass uses.
         """
-        drawn_at = self._slots.spec.layout.drawn_at(some)
-        return self.adjustments.bind(used, some.rows, some.slot, drawn_at)
+        return self.adjustments.bind(used, some.rows, some.slot, some.drawn_at)
 
     def reported_adjustments_of(
         self, some: SelectedRows, adjustments: LogitAdjustments
@@ -268,7 +264,6 @@ class PassSettings:
         num_top: int,
         token_ids: Tensor,
         num_token_ids: Tensor,
-        held: Tensor | None = None,
     ) -> LogprobsRequest:
         """Describe the log-probabilities that rows report; see :class:`LogprobsRequest`.
 
@@ -276,7 +271,6 @@ class PassSettings:
             num_top: Likeliest tokens of each row.
             token_ids: [n, num_ids], int64.
             num_token_ids: [n], int32.
-            held: [n], int64; ``None`` if no request brought tokens.
         """
         return LogprobsRequest(
             num_top=num_top,
@@ -285,7 +279,6 @@ class PassSettings:
             as_logits=self._reports_logits,
             # A masked model commits the tokens that it drew, and a draft is verified by drawing.
             of_drawn=self._slots.spec.mask_token_id is not None or self._slots.spec.layout.verifies,
-            held=held,
         )
 
     def requests(self, num_rows: int, used: UsedSettings | None = None) -> RowSettings:
@@ -329,10 +322,6 @@ class PassSettings:
             adjustments: Adjustments of all rows.
         """
         slots_np, slot = self._pass_rows.requests.slots, self._pass_rows.slots_of(index)
-        held = None
-        if self.holds_given():
-            on_device = async_tensor_h2d(index, device=slot.device)
-            held = self._slots.canvas[slot, self._pass_rows.position[on_device]]
         num_ids = self.token_ids.max_num_token_ids(slots_np)
         token_ids = self.token_ids.token_ids.gpu[slot, :num_ids].long()
         num_token_ids = self.token_ids.num_token_ids.gpu[slot]
@@ -344,7 +333,7 @@ class PassSettings:
             adjustments = adjustments.rows(async_tensor_h2d(index, device=slot.device))
         return ReportedRows(
             index,
-            self.logprobs_request(self.num_top(), token_ids, num_token_ids, held),
+            self.logprobs_request(self.num_top(), token_ids, num_token_ids),
             adjustments,
             self.reported_temperature(slot),
         )

@@ -150,10 +150,10 @@ class DiffusionSampler:
             self.constraints.clear()
         if used.reported is not None:
             self.emitted_logprobs.begin_pass()
-        logprobs, held = self.graphs.sample(rows, used)
+        logprobs = self.graphs.sample(rows, used)
         step = self.graphs.decide()
         if logprobs is not None:
-            logprobs = self.emitted_logprobs.exchange(logprobs, held, step)
+            logprobs = self.emitted_logprobs.exchange(logprobs, step)
         return self._engine_output(step, logprobs)
 
     def _engine_output(self, step: StepOutput, logprobs: LogprobsTensors | None) -> SamplerOutput:

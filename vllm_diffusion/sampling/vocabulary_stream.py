@@ -69,7 +69,6 @@ class RowResults:
         soft_embeds: [num_rows, hidden_size], float32: token embeddings weighted by their
             probability; ``None`` for a model without self-conditioning.
         logprobs: Log-probabilities that the batch wants; ``None`` if it wants none.
-        held_logprobs: The same of the tokens that the rows held; ``None`` if no request brought any.
         choices: [num_rows, num_likeliest], int64, the likeliest tokens, the likeliest first; ``None`` if
             the rule looks at none.
     """
@@ -81,7 +80,6 @@ class RowResults:
     drawn_confidence: Tensor
     soft_embeds: Tensor | None
     logprobs: LogprobsTensors | None
-    held_logprobs: LogprobsTensors | None = None
     choices: Tensor | None = None
 
 
@@ -158,7 +156,7 @@ class _RowGroup:
         running, soft_embeds = self._stream(vocab_size, tile_size, projected)
         running, soft_embeds = self._combine_ranks(running, soft_embeds)
         candidate, drawn_confidence = running.candidate, running.drawn_confidence()
-        logprobs = held_logprobs = None
+        logprobs = None
         if kept is not None and projected is not None:
             if kept.filters is not None:
                 some = kept.rows[kept.filtered]
@@ -176,8 +174,6 @@ class _RowGroup:
                 some, request = kept.rows[kept.reported], kept.request[0]
                 selected = (candidate if request.of_drawn else running.argmax)[some]
                 logprobs = self._logprobs(selected, projected, kept, float32_rows)
-                if request.held is not None:
-                    held_logprobs = self._logprobs(request.held, projected, kept, float32_rows)
         return RowResults(
             running.argmax,
             candidate,
@@ -186,7 +182,6 @@ class _RowGroup:
             drawn_confidence,
             soft_embeds,
             logprobs,
-            held_logprobs,
             None if self.choices is None else self.choices.of_all_ranks(head),
         )
 
@@ -336,13 +331,11 @@ def no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> Logpro
 def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResults:
     soft = [part.soft_embeds for part in parts if part.soft_embeds is not None]
     choices = [part.choices for part in parts if part.choices is not None]
-    logprobs = held_logprobs = None
+    logprobs = None
     if reported is not None:
         columns, device = reported.request.num_columns, parts[0].argmax.device
         nothing = [no_logprobs(len(part.argmax), columns, device) for part in parts]
         logprobs = _joined_logprobs([part.logprobs for part in parts], nothing)
-        if reported.request.held is not None:
-            held_logprobs = _joined_logprobs([part.held_logprobs for part in parts], nothing)
     return RowResults(
         argmax=torch.cat([part.argmax for part in parts]),
         candidate=torch.cat([part.candidate for part in parts]),
@@ -351,7 +344,6 @@ def _joined(parts: list[RowResults], reported: ReportedRows | None) -> RowResult
         drawn_confidence=torch.cat([part.drawn_confidence for part in parts]),
         soft_embeds=torch.cat(soft) if soft else None,
         logprobs=logprobs,
-        held_logprobs=held_logprobs,
         choices=torch.cat(choices) if choices else None,
     )
 

@@ -123,7 +123,7 @@ def test_lay_out(
             at = first + known + j
             shifted = at + LENGTH - 1 if j == 0 else at - 1
             hidden = shifted if is_shifted else at
-            found.append((slot, j, at, hidden - first, hidden))
+            found.append((slot, j, at, at - first, hidden))
             expected_ids[at] = canvases.canvas[slot, j]
         if is_seeded and is_over:
             seeding[slot] = 1

@@ -100,15 +100,26 @@ def test_num_final() -> None:
         assert other(LENGTH).num_final(canvas, drawn, num_rows) is num_rows
 
 
-def test_first_token() -> None:
-    """A seed is drawn by the last row of the pass before the canvas; a shifted block's first row is it."""
-    drawn = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
-    committed, num_final = torch.tensor([False, True]), torch.tensor([1, 3], dtype=torch.int32)
-    found = {layout: layout(LENGTH).first_token(drawn, committed, num_final) for layout in LAYOUTS}
-    assert {layout for layout, token in found.items() if token is None} == {
-        FreeCanvas,
-        AlignedBlock,
+def test_target() -> None:
+    """Where the token of a row goes: of a canvas in mid-air, of a committed one, of the known tokens before."""
+    position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0])
+    committed = torch.tensor([False] * 4 + [True] * 4 + [False])
+    seeding = torch.tensor([False] * 8 + [True])
+    found = {
+        layout: layout(LENGTH).target(position, lambda: committed, lambda: seeding).tolist()
+        for layout in LAYOUTS
     }
+    own = [0, 1, 2, 3]
+    assert found[FreeCanvas] == found[AlignedBlock] == [*own, *own, 0]
+    assert found[SeededBlock] == found[VerifiedDraft] == [*own, 1, 2, 3, LENGTH, 0]
+    assert found[ShiftedBlock] == [LENGTH, 1, 2, 3, LENGTH, 1, 2, 3, 0]
+
+
+def test_seed_position() -> None:
+    """The row of a committed canvas whose token is the next one's first."""
+    num_final = torch.tensor([0, 1, 3, LENGTH], dtype=torch.int32)
     for layout in (SeededBlock, VerifiedDraft):
-        assert found[layout].tolist() == [10, 22]
-    assert found[ShiftedBlock].tolist() == [10, 20]
+        assert layout(LENGTH).seed_position(num_final).tolist() == [0, 0, 2, LENGTH - 1]
+    assert ShiftedBlock(LENGTH).seed_position(num_final).tolist() == [0] * 4
+    for layout in (FreeCanvas, AlignedBlock):
+        assert not layout.starts_from_commit

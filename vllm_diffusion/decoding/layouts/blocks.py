@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,23 +99,6 @@ class AlignedBlock(CanvasLayout):
         source = position + num_given[:, None]
         return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
 
-    def emitted_row(self, row: Tensor, num_given: Callable[[], Tensor], num_rows: int) -> Tensor:
-        # The canvas's last rows have none behind them, and nothing reads theirs.
-        return (row + num_given()).clamp(max=num_rows - 1)
-
-
-class _Seeded(CanvasLayout):
-    """Mixin of layouts whose first token comes from the pass that writes the keys and values before."""
-
-    starts_from_commit = True
-
-    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
-        return ends_known if ends_known.any() else None
-
-    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-        # A first token was drawn before its canvas's first step.
-        return unwritten & ((position > 0) | is_pinned)
-
 
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
     """Set the noise keys of first tokens: step 0 of the canvas, at a position behind its end."""
@@ -130,7 +112,7 @@ def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
 
 
 @dataclass(frozen=True)
-class SeededBlock(_Seeded):
+class SeededBlock(CanvasLayout):
     """Layout of canvases behind causal tokens, whose last row predicts the first token, the *seed*.
 
     The pass that commits a canvas is causal too, and its last row predicts the next canvas's seed.
@@ -138,25 +120,22 @@ class SeededBlock(_Seeded):
     """
 
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
+    starts_from_commit = True
 
-    def drawn_at(self, rows: SampledRows) -> Tensor:
-        at = rows.at
-        return at + (rows.committed | rows.seeding).to(at.dtype)
+    def target(
+        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
+    ) -> Tensor:
+        return position + committed().to(position.dtype)
+
+    def seed_position(self, num_final: Tensor) -> Tensor:
+        return (num_final - 1).clamp(min=0)
 
     def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
         return _seeds(draws, rows, self.length)
 
-    def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
-        last = (num_final - 1).clamp(min=0).long()[:, None]
-        behind = drawn.gather(-1, last)[:, 0]
-        return torch.where(committed, behind, drawn[:, 0])
-
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
-        return first + num_rows - 1
-
 
 @dataclass(frozen=True)
-class ShiftedBlock(_Seeded, AlignedBlock):
+class ShiftedBlock(AlignedBlock):
     """Layout of aligned blocks whose rows predict the token behind them.
 
     A position's token comes from the row before it. A block's first position needs no row, since
@@ -168,26 +147,21 @@ class ShiftedBlock(_Seeded, AlignedBlock):
         f"{AlignedBlock.summary}; the first token from the encoding pass; rows shifted by one"
     )
 
-    def hidden_index(self, index: Tensor) -> Tensor:
-        return torch.zeros_like(index)
+    starts_from_commit = True
+    predicts_next = True
 
-    def hidden_at(self, at: Tensor, position: Tensor, is_seed: Callable[[], Tensor]) -> Tensor:
-        before = torch.where(position == 0, at + self.length - 1, at - 1)
-        return torch.where(is_seed(), at, before)
+    def target(
+        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
+    ) -> Tensor:
+        return torch.where((position == 0) & ~seeding(), self.length, position)
 
-    def drawn_at(self, rows: SampledRows) -> Tensor:
-        return rows.at + 1
+    def seed_position(self, num_final: Tensor) -> Tensor:
+        return torch.zeros_like(num_final)
 
     def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
         is_seed = rows.committed | rows.seeding
         scale = torch.where(is_seed, 0.0, draws.request_temperature)
         return _seeds(draws._replace(request_temperature=scale), rows, self.length)
-
-    def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
-        return drawn[:, 0]
-
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
-        return first
 
 
 _ALL_AT_ONCE = (
@@ -238,7 +212,7 @@ class VerifiedDraft(SeededBlock):
             request_temperature=torch.where(is_seed, draws.request_temperature, 0.0),
             canvas_idx=zero,
             step=zero,
-            position=self.drawn_at(rows).to(torch.int32),
+            position=rows.drawn_at.to(torch.int32),
         )
 
     def reports_unscaled(self, reports_raw: bool) -> bool:
@@ -255,14 +229,3 @@ class VerifiedDraft(SeededBlock):
         agrees = (canvas[:, 1:] == drawn[:, :-1]) & (position < num_rows[:, None])
         agreed = agrees.to(torch.int32).cumprod(dim=-1, dtype=torch.int32)
         return 1 + agreed.sum(-1, dtype=torch.int32)
-
-    def reporting_row(self, position: Tensor) -> Tensor:
-        # The row before drew the token, but a canvas's first one.
-        return torch.arange(len(position), device=position.device) - (position > 0).long()
-
-    def was_reported(self, position: Tensor, is_seed: Tensor, is_decided: Tensor) -> Tensor:
-        # A canvas's first token was drawn behind the canvas before.
-        return (position == 0) & ~is_seed
-
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
-        return first + (num_final - 1).clamp(min=0)

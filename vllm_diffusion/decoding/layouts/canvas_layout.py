@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +60,7 @@ class SampledRows(Protocol):
     Attributes:
         committed: [N], bool: rows of canvases that the pass commits.
         seeding: [N], bool: rows of known tokens behind which a canvas begins.
-        at: [N], int64: position of each row in its sequence.
+        drawn_at: [N], int64: position in its sequence of the token that each row draws.
     """
 
     @property
@@ -71,7 +70,7 @@ class SampledRows(Protocol):
     def seeding(self) -> Tensor: ...
 
     @property
-    def at(self) -> Tensor: ...
+    def drawn_at(self) -> Tensor: ...
 
 
 class ScheduledRows(NamedTuple):
@@ -98,6 +97,7 @@ class CanvasLayout:
             honour, each with the reason and the remedy.
         starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
+        predicts_next: True if a row's hidden state predicts the token after it, and not its own.
     """
 
     length: int
@@ -107,6 +107,7 @@ class CanvasLayout:
     refused_arguments: ClassVar[Mapping[str, str]] = {}
     starts_from_commit: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
+    predicts_next: ClassVar[bool] = False
 
     # Start-up.
 
@@ -197,44 +198,33 @@ class CanvasLayout:
         """
         return torch.where(is_committed(), 0, num_canvas)
 
-    def seeding(self, ends_known: np.ndarray) -> np.ndarray | None:
-        """Return the requests whose last known row is sampled for the first token of their canvas.
+    def target(
+        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the position in its canvas of the token that each sampled row draws, [N], int.
+
+        The number of positions of a canvas stands for the next canvas's first one.
 
         Args:
-            ends_known: [num_reqs], bool: requests whose known tokens end in this pass, and that
-                have no canvas in it.
-
-        Returns:
-            [num_reqs], bool; ``None`` if there are none.
+            position: [N], int, position of each row in its canvas; 0 where it is ``seeding``.
+            committed: Computes [N], bool: rows of canvases that the pass commits.
+            seeding: Computes [N], bool: rows of known tokens, of which each draws the first token of the
+                canvas that begins after it.
         """
-        return None
+        return position
 
-    def hidden_index(self, index: Tensor) -> Tensor:
-        """Return the tensor for the index of each sampled row's hidden state, [N], int64.
+    def seed_position(self, num_final: Tensor) -> Tensor:
+        """Return the position of a committed canvas whose row draws the next one's first token, [R], int.
 
         Args:
-            index: [N], int64, index of each sampled row.
+            num_final: [R], int32: result of :meth:`num_final`.
+
+        Raises:
+            NotImplementedError: If canvases begin as noise: see :attr:`starts_from_commit`.
         """
-        return index
-
-    def hidden_at(self, at: Tensor, position: Tensor, is_seed: Callable[[], Tensor]) -> Tensor:
-        """Return the row whose hidden state predicts the token at each sampled row, [N], int.
-
-        Args:
-            at: [N], int, the sampled rows.
-            position: [N], int32, position of each row in its canvas.
-            is_seed: Computes [N], bool: rows that predict a canvas's first token.
-
-        Returns:
-            ``at`` itself if each row predicts its own token.
-        """
-        return at
+        raise NotImplementedError
 
     # The sampler.
-
-    def drawn_at(self, rows: SampledRows) -> Tensor:
-        """Return the position in its sequence of the token that each row draws, [N], int64."""
-        return rows.at
 
     def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
         """Return the temperatures and noise keys of the rows of a pass.
@@ -273,72 +263,6 @@ class CanvasLayout:
             num_given: [R], int32, given positions of each canvas.
         """
         return result
-
-    def first_token(self, drawn: Tensor, committed: Tensor, num_final: Tensor) -> Tensor | None:
-        """Return the first token of canvases that begin now, [R], int64; ``None`` if it is noise.
-
-        Args:
-            drawn: [R, C], int64, token that each row draws.
-            committed: [R], bool: slots whose last canvas this pass commits.
-            num_final: [R], int32: result of :meth:`num_final`.
-        """
-        return None
-
-    # Log-probabilities.
-
-    def reporting_row(self, position: Tensor) -> Tensor | None:
-        """Return the row whose log-probabilities are those of the token at each row, [N], int64.
-
-        Args:
-            position: [N], int64, position of each row in its canvas.
-
-        Returns:
-            The rows, counted from 0; ``None`` if each row reports its own token.
-        """
-        return None
-
-    def emitted_row(self, row: Tensor, num_given: Callable[[], Tensor], num_rows: int) -> Tensor:
-        """Return the row whose token is emitted in place of each canvas row's, [n], int64.
-
-        Args:
-            row: [n], int64, canvas rows of a pass.
-            num_given: Computes [n], int32, given positions of each row's canvas.
-            num_rows: Number of all rows of the pass.
-        """
-        return row
-
-    def is_given(self, unwritten: Tensor, position: Tensor, is_pinned: Tensor) -> Tensor:
-        """Return true for rows whose token was given, by the prompt or the request, [N], bool.
-
-        Args:
-            unwritten: [N], bool: rows whose position no step ever wrote.
-            position: [N], int64, each one's position in its canvas.
-            is_pinned: [N], bool: rows whose token the request holds in place.
-        """
-        return unwritten
-
-    def was_reported(self, position: Tensor, is_seed: Tensor, is_decided: Tensor) -> Tensor:
-        """Return true for rows whose log-probabilities an earlier pass computed, [N], bool.
-
-        Args:
-            position: [N], int64, position of each row in its canvas.
-            is_seed: [N], bool: rows of known tokens behind which a canvas begins.
-            is_decided: [N], bool: rows whose token an earlier step decided.
-        """
-        return is_decided
-
-    def seed_row(self, first: Tensor, num_rows: Tensor, num_final: Tensor) -> Tensor:
-        """Return the row of each canvas that predicts the next canvas's first token, [n], int64.
-
-        Args:
-            first: [n], int64, the first row of each canvas in the pass.
-            num_rows: [n], int64, rows of each canvas.
-            num_final: [n], int32, number of its positions that the pass made final.
-
-        Raises:
-            NotImplementedError: If canvases begin as noise: see :attr:`starts_from_commit`.
-        """
-        raise NotImplementedError
 
 
 class FreeCanvas(CanvasLayout):
