@@ -87,7 +87,7 @@ def make_canvas_batch(
         block_size: Positions in a cache block.
         dtype: Of the query, and of the cache unless ``cache_dtype`` differs.
         cache_dtype: float8_e4m3fn for a quantised cache.
-        padded_rows: Query rows behind the last sequence.
+        padded_rows: Query rows after the last sequence.
         row_spans: (start, end) for each live query row.
         strided_query: True if the query is a slice of a wider tensor, as after a fused projection.
         joint_cache: True if keys and values lie side by side per head in one tensor, as in vLLM
@@ -96,7 +96,7 @@ def make_canvas_batch(
         seed: Seed of every random draw.
 
     Returns:
-        The batch. Cache blocks that no sequence uses, positions behind a sequence's last key and
+        The batch. Cache blocks that no sequence uses, positions after a sequence's last key and
         padded query rows are NaN; unused entries of the block table point outside the cache.
     """
     # Tensors are drawn on their device in their dtype: benchmarks make batches of tens of

@@ -252,7 +252,7 @@ def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
     # As vLLM's counter of a draft model has it: position 0 is the first token that may be dropped.
     counters["kept_tokens_per_position"] = Counter(
         "vllm_diffusion:kept_tokens_per_position",
-        "Verifications that kept the drafted token at a position, behind the certain first one.",
+        "Verifications that kept the drafted token at a position, after the certain first one.",
         [*labels, "position"],
     )
     return counters, {

@@ -76,7 +76,7 @@ class Planned(Protocol):
     """One layer's attention in a step that was planned."""
 
     def __call__(self, query: Tensor, cache: PagedCache, out: Tensor) -> None:
-        """Write the attention of the step's rows into ``out``; rows behind them are padding.
+        """Write the attention of the step's rows into ``out``; rows after them are padding.
 
         Nothing is checked: the tensors are like those of the plan, and scales are tensors.
         """
@@ -171,7 +171,7 @@ def _check_impl(impl: str) -> None:
 
 
 def _kernels(impl: str) -> Any:
-    """Return the module of an implementation in kernels, imported only when it is asked for.
+    """Return the module of an implementation in kernels, imported only when it is used.
 
     What FlashAttention-4 needs is imported later, when a kernel is compiled for a GPU that can run it.
     """

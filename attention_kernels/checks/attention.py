@@ -23,7 +23,7 @@ class AttentionShape:
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Head size.
-        window: Keys beside a row; -1 without a window.
+        window: Keys next to a row; -1 without a window.
         rows: (query rows, leading causal rows) of each sequence.
         context: Keys of each sequence before its query rows.
         softcap: Cap of the scores; 0 without one.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Logit of an id that a mask allows and that was impossible before: a mask comes before a bias or a
-# penalty that leaves it nothing. Nothing beside any other id, and yet possible where nothing else is.
+# penalty that leaves it nothing. Nothing next to any other id, and yet possible where nothing else is.
 LAST_RESORT = -1e4
 # What fills up a list of ids.
 NO_ID = 2**31 - 1

@@ -65,7 +65,7 @@ def add_product(product: Tensor, weights: Tensor, embedding: Tensor, occupied: T
     for rows in range(0, len(weights), _ROWS):
         some = slice(rows, rows + _ROWS)
         is_occupied = torch.nn.functional.pad(occupied[some].amax(0).to(torch.int8), (1, 1))
-        # Chunks beside each other are multiplied together.
+        # Chunks next to each other are multiplied together.
         edges = is_occupied.diff().nonzero()[:, 0].tolist()
         for first, last in zip(edges[::2], edges[1::2], strict=True):
             ids = slice(first * CHUNK, last * CHUNK)
@@ -107,7 +107,7 @@ def weigh(
     bounds: Tensor,
     by_mass: bool,
 ) -> Tensor:
-    # Between two pivots, before the first and behind the last.
+    # Between two pivots, before the first and after the last.
     ranges = torch.zeros(len(pivots), pivots.shape[1] + 1, dtype=torch.int64, device=pivots.device)
     for tile in rows.tiles(_TILE):
         x = tile.scaled(divisor)

@@ -12,7 +12,7 @@ from attention_kernels.vocab_statistics.logits import ordered_keys
 
 NUM_PIVOTS = 16
 # The first sweep looks where thresholds are: up to so many nats below the largest logit, below
-# which nothing is ever drawn beside it, and closest together near it.
+# which nothing is ever drawn next to it, and closest together near it.
 _REACH = 26.0
 # Each sweep leaves one of 17 pieces, so after the first these tell any two of 2**32 keys apart.
 _NUM_MORE_SWEEPS = 8
@@ -27,9 +27,9 @@ class Piece(NamedTuple):
     """Piece of the keys that holds each row's threshold; each sweep narrows it in place.
 
     Attributes:
-        bounds: [num_rows, 2], int64, the first key of the piece and the one behind its last.
+        bounds: [num_rows, 2], int64, the first key of the piece and the one after its last.
         pivots: [num_rows, NUM_PIVOTS], int64, keys at which the next sweep cuts it, ascending.
-        settled: [num_rows], int64, weight of the ids behind the piece.
+        settled: [num_rows], int64, weight of the ids after the piece.
     """
 
     bounds: Tensor

@@ -82,7 +82,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.softcap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        # A model's sliding window counts the query itself; ours count the keys beside it.
+        # A model's sliding window counts the query itself; ours count the keys next to it.
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.is_fp8 = kv_cache_dtype in FP8_CACHE_DTYPES
         config = get_current_vllm_config()

@@ -34,7 +34,7 @@ class _Numbers(NamedTuple):
 
     Attributes:
         slot: [R + 1], int32 as all of them, the slot of each request.
-        query_start: [R + 1], the first row of each request in the pass, and behind the last one the
+        query_start: [R + 1], the first row of each request in the pass, and after the last one the
             number of rows.
         row_start: [R + 1], the same among the rows that are sampled.
         num_canvas: [R + 1], canvas rows of each request.
@@ -61,7 +61,7 @@ class _Numbers(NamedTuple):
 
 
 def _last_at(starts: Tensor, row: Tensor) -> Tensor:
-    """[N], int64: for each row the last of ``starts`` that is not behind it.
+    """[N], int64: for each row the last of ``starts`` that is not after it.
 
     All of ``starts`` is searched, whose first is 0, and no part of it: PyTorch 2.11 compiles a search in a
     slice for a GPU as one in the whole tensor, so that every row had the next request's tokens.
@@ -109,7 +109,7 @@ class BatchRequests(NamedTuple):
 
     Attributes:
         slots: [num_reqs], int64.
-        starts: [num_reqs + 1], int64: the first row of each request among those sampled, and behind the
+        starts: [num_reqs + 1], int64: the first row of each request among those sampled, and after the
             last one the number of rows.
         seeding: [num_reqs], bool: requests of which one row is sampled that is no canvas's.
     """
@@ -155,7 +155,7 @@ class PassRows:
     Attributes:
         slots: The canvases.
         causal: Rows of each request that attend causally.
-        index: [N], int64: the place of each sampled row in the pass; 0 behind the last.
+        index: [N], int64: the place of each sampled row in the pass; 0 after the last.
         hidden_index: [N], int64: the place of the hidden state that its token is drawn from.
         slot: [N], int64: its slot.
         position: [N], int64: its position in its canvas.

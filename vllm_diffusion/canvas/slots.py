@@ -111,7 +111,7 @@ class SlotFeatures:
     Attributes:
         viewed: Slots whose canvases leave the device: a client watches them, or a constraint reads
             them.
-        allowed_ids: The only ids that a read-only canvas is asked about, by slot.
+        allowed_ids: The only ids whose probabilities are read of a read-only canvas, by slot.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def first_model(client: OpenAI) -> str:
     """Return the name of a server's first model.
 
     Raises:
-        AnswerError: If the server cannot be asked.
+        AnswerError: If the server cannot be reached.
     """
     try:
         return client.models.list().data[0].id
@@ -148,7 +148,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, APIStatusError):
         return f"The server refused the request: {_message(error)}"
     if _is_sent(error):
-        # vLLM's status of an error that it sends behind the head of a stream.
+        # vLLM's status of an error that it sends after the head of a stream.
         code = getattr(error, "body", {}).get("code")
         did = "refused the request" if str(code).startswith("4") else "failed in mid-answer"
         return f"The server {did}: {_message(error)}"

@@ -171,7 +171,7 @@ class Conversation:
             say("  cut at --max-tokens or at the model's length")
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with a slash says.
+        """Run the command of a line that begins with a slash.
 
         Returns:
             What was done, or why it was not.

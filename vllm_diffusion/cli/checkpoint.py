@@ -66,7 +66,7 @@ def family_of(arguments: argparse.Namespace) -> str:
     """Return the requested family; where its draft is requested, one that has a draft.
 
     Raises:
-        UsageError: If the family has no draft, and one was asked for.
+        UsageError: If the family has no draft, and one was requested.
     """
     family: str | None = arguments.family
     if not getattr(arguments, "draft", False):
@@ -152,7 +152,7 @@ def begin_serving() -> None:
 
 
 def end_with_signals() -> None:
-    """Make a signal that ends this process an interrupt, behind which it cleans up."""
+    """Make a signal that ends this process an interrupt, after which it cleans up."""
     for kind in ENDING_SIGNALS:
         signal.signal(kind, _interrupt)
 

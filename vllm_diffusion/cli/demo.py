@@ -22,7 +22,7 @@ from vllm_diffusion.cli.console import add_verbose, fail, say, table
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
 
-# What each family's checkpoint is asked if the user asks nothing: something it has learnt.
+# What each family's checkpoint gets if the user gives no prompt: something it has learnt.
 DEFAULT_PROMPTS = {
     "diffusion_gemma": "What is 7+8?",
     "sdar": "Number these words: cat, dog, tree.",

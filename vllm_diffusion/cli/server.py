@@ -1,4 +1,4 @@
-"""Servers in child processes: ``vllm serve`` is started, waited for, asked and stopped."""
+"""Servers in child processes: ``vllm serve`` is started, waited for, used and stopped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Server:
             command: What to run, ``{port}`` standing for the port.
             report: Called with a line about progress every few seconds.
             timeout: Seconds that the server may take until it is ready.
-            environment: Variables beside those of this process.
+            environment: Variables in addition to those of this process.
             url: Where the command itself has the server listen, with the key of this process if it has one; by
                 default a free port, and a random key.
             shutdown_seconds: Time that the server gives its open requests when it is interrupted.

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         Args:
             message: What was wrong with the command line.
         """
-        # A name that is unknown or missing is looked up; a value's refusal says what is allowed.
+        # A name that is unknown or missing is looked up; a value's refusal names what is allowed.
         is_value = message.startswith(("argument ", "--"))
         hint = "" if is_value else f" (`{self.prog} --help` shows the usage)"
         self.exit(2, f"{self.prog}: {' '.join(message.split())}{hint}\n")

@@ -282,7 +282,7 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
     def workspace_shapes(
         self, num_tokens: int, _: int, hidden_size: int, *__: Any, **___: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        # Scratch memory is allocated where it is needed; only the output is asked for.
+        # Scratch memory is allocated where it is needed; only the output is requested.
         return (0,), (0,), (num_tokens, hidden_size)
 
     def apply(

@@ -7,7 +7,7 @@ smaller ones are padded.
 
 Operators of vLLM's compiled extension that models call directly are here too. Drafts of
 ``method: dflash`` prepare keys and values of their context with them, whatever ``custom_ops`` is.
-They are registered for CPU tensors only, beside the extension's own.
+They are registered for CPU tensors only, in addition to the extension's own.
 """
 
 from __future__ import annotations

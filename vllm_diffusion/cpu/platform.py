@@ -169,7 +169,7 @@ class DiffusionCpuPlatform(CpuPlatform):
             raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
 
         vllm_config.profiler_config.torch_profiler_dump_cuda_time_total = False
-        # Workers are spawned unless somebody says otherwise: what else this process has begun, threads
+        # Workers are spawned unless the operator sets another way: what else this process has begun, threads
         # and sockets, is not theirs to inherit.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # vLLM's automatic binding wants a NUMA node for each rank and keeps one core idle.
@@ -188,7 +188,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 def check_cache(vllm_config: VllmConfig) -> None:
     """Refuse a KV cache of the target or of its draft that attention cannot read.
 
-    Of diffusion models the table of options says so.
+    For diffusion models the table of options refuses it.
 
     Raises:
         ValueError: Naming the option and the remedy.

@@ -86,7 +86,7 @@ class CanvasSpec:
         return self.layout.length
 
     def num_given(self, num_known: int) -> int:
-        """Return how many leading positions of the canvas behind ``num_known`` tokens are known too."""
+        """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
         return self.layout.num_given(num_known)
 
     @property

@@ -118,11 +118,11 @@ class EntropyBound(DecodingRule):
 
 
 class DenoisedDraft(VerifiedRule, EntropyBound):
-    """Draft a canvas of noise behind its first token, which is certain; the pass that commits it verifies it.
+    """Draft a canvas of noise after its first token, which is certain; the pass that commits it verifies it.
 
     After the last of ``draft_steps`` steps a draft is the likeliest token of every position; between
     steps positions are kept as :class:`EntropyBound` keeps them. Then it is as in :class:`LinearSpec`: a
-    causal pass draws the token behind each row, and the draft decides only how many come at once.
+    causal pass draws the token after each row, and the draft decides only how many come at once.
 
     Source: arXiv:2608.00146, which has drafts of diffusion verified by the same weights. It gives no
     loop: that the draft is greedy, begins in noise and takes a fixed number of steps is ours.

@@ -15,7 +15,7 @@ MAX_ESCAPES = 5
 
 
 class Levenshtein(RevealAndEdit):
-    """Rule :class:`RevealAndEdit` with tokens that move the positions behind them.
+    """Rule :class:`RevealAndEdit` with tokens that move the positions after them.
 
     - DELETE drops its position: the tokens after it move left, and masks fill up on the right.
     - SPLIT becomes a mask and, after it, the token that stood there before the step; tokens that move
@@ -71,7 +71,7 @@ class Levenshtein(RevealAndEdit):
     # Log-probabilities are kept by position from the step that draws a token to its emission.
     refused_fields = dict.fromkeys(
         ("logprobs", "logprob_token_ids"),
-        "is not supported by this model, which moves tokens behind the position that they were drawn "
+        "is not supported by this model, which moves tokens after the position that they were drawn "
         "at; leave it out.",
     )
 

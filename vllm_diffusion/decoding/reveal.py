@@ -227,10 +227,10 @@ class RevealAndEdit(Reveal):
 
 
 class LinearSpec(VerifiedRule):
-    """Draft a canvas behind its first token, which is certain; the pass that commits it verifies it.
+    """Draft a canvas after its first token, which is certain; the pass that commits it verifies it.
 
     A draft is the likeliest token of every position, in one step. Then a causal pass over the canvas
-    draws, in each row, the token behind it, as without any draft. Drafted tokens are kept up to the
+    draws, in each row, the token after it, as without any draft. Drafted tokens are kept up to the
     first that differs from the drawn one, and the token drawn there begins the next canvas. So the
     tokens are those of drawing one after another: the draft decides only how many come at once.
 

@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """End of the message about a number that is not allowed, behind its name."""
+        """End of the message about a number that is not allowed, after its name."""
         noun = "an integer" if self.kind is int else "a number"
         return f"must be {noun} of at least {self.low:.10g} and at most {self.high:.10g}"
 
@@ -107,7 +107,7 @@ class Choice:
 
     @property
     def rule(self) -> str:
-        """End of the message about a word that is not allowed, behind its name."""
+        """End of the message about a word that is not allowed, after its name."""
         return f"must be one of {', '.join(self.words)}"
 
     def number(self, value: float | str) -> float:

@@ -63,7 +63,7 @@ class Verifications:
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """Share of verifications that accepted the token at each position behind the anchor."""
+        """Share of verifications that accepted the token at each position after the anchor."""
         return tuple(count / max(self.number, 1) for count in self.accepted)
 
     def is_better_than(self, other: Verifications) -> bool:

@@ -29,7 +29,7 @@ BELIEF = 4.0
 # Steps at one level and load whose quickest is its cost: a start, a pause, and whatever else a machine
 # is busy with only make steps longer.
 NUM_COSTS = 5
-# Steps of a probe: the first one only drafts what the second one verifies, beside what it drafts.
+# Steps of a probe: the first one only drafts what the second one verifies, in addition to what it drafts.
 PROBE_STEPS = 2
 # Steps at each of the two levels that are measured first: one more than of a probe.
 FIRST_STEPS = PROBE_STEPS + 1

@@ -177,7 +177,7 @@ def _resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> N
     Args:
         draft: Configuration of the draft, changed in place.
         model: Name or path of the draft.
-        target: Configuration of the model that verifies, whose tokenizer is asked.
+        target: Configuration of the model that verifies, whose tokenizer is read.
 
     Raises:
         ValueError: If the text is not one token of the tokenizer.
@@ -190,7 +190,7 @@ def _resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> N
     if isinstance(text, str):
         from vllm.tokenizers.registry import cached_tokenizer_from_config
 
-        # None for a server that was told to have none.
+        # None for a server that is set to have none.
         tokenizer = cached_tokenizer_from_config(target)
         ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
     if len(ids) != 1:

@@ -1,6 +1,6 @@
 """Definition of correct for drafts: speculative decoding with a DFlash draft, in plain PyTorch.
 
-A *block* is an *anchor*, the last known token, which the target has not read, and masks behind it.
+A *block* is an *anchor*, the last known token, which the target has not read, and masks after it.
 Its rows attend to each other in both directions, and to the target's hidden states of the positions
 before the anchor through keys and values of the draft's own.
 
@@ -75,7 +75,7 @@ def propose(
     schedule: str = "cosine",
     order: str = CONFIDENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Fill the masks behind an anchor, the likeliest token each.
+    """Fill the masks after an anchor, the likeliest token each.
 
     Args:
         context: Cache of the positions before the anchor.
@@ -116,7 +116,7 @@ def propose(
 def verify(
     target_probs: Tensor, proposals: Tensor, draft_probs: Tensor, generator: torch.Generator | None
 ) -> tuple[int, int]:
-    """Accept as many proposals as the target's distribution allows, and draw the token behind them.
+    """Accept as many proposals as the target's distribution allows, and draw the token after them.
 
     The accepted tokens have the target's distribution if each proposal was drawn from its row of
     ``draft_probs``, which must not depend on draws at later positions. A row with all of its mass on
@@ -169,8 +169,8 @@ class Generated(NamedTuple):
     """One answer.
 
     Attributes:
-        tokens: Tokens behind the prompt, up to and including the first stop token.
-        accepted: Number of proposals that each verification accepted, also behind a stop token, as
+        tokens: Tokens after the prompt, up to and including the first stop token.
+        accepted: Number of proposals that each verification accepted, also after a stop token, as
             in vLLM's counters.
     """
 

@@ -72,7 +72,7 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
 def check_target_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
     """Raise ``ValueError`` unless a draft can read these layers of its target.
 
-    A draft cannot read the last layer: ``transformers`` gives its output behind the model's last
+    A draft cannot read the last layer: ``transformers`` gives its output after the model's last
     norm, vLLM before it.
 
     Args:
@@ -154,7 +154,7 @@ def reach_of_layer(config: Qwen3Config, layer: int) -> tuple[int | None, bool]:
 
     ``is_causal`` decides, else ``dflash_config.causal``, else a layer is causal if its type is
     ``sliding_attention``. A window is ``swa_window_size`` or ``sliding_window``, for layers of that
-    type, and for all where ``use_swa`` is set and no type says which.
+    type, and for all where ``use_swa`` is set and no type does.
 
     Returns:
         The number of positions that a row sees back, itself included, and ahead, ``None`` for all;
@@ -225,7 +225,7 @@ def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class DraftLayer(nn.Module):
-    """One layer: attention, then a gated MLP, each behind a norm."""
+    """One layer: attention, then a gated MLP, each after a norm."""
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
@@ -347,7 +347,7 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Refere
     try:
         missing, unexpected = draft.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
-        # torch's lines behind the first have a tensor of another size each.
+        # torch's lines after the first have a tensor of another size each.
         misfit = str(error).splitlines()[-1].strip()
         raise ValueError(f"{folder} is not a draft of its config.json: {misfit}") from None
     if missing or unexpected:

@@ -1,6 +1,6 @@
 """The one way in which this package puts something in the place of a function or name of vLLM's.
 
-Each replacement stands beside the code that needs it, with its reason and with what vLLM would have to
+Each replacement stands next to the code that needs it, with its reason and with what vLLM would have to
 offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorators.
 """
 
@@ -41,7 +41,7 @@ class Replacement:
         """Put ours in the place of every target. Safe to call twice: ours is never replaced.
 
         Args:
-            arguments: Passed on to ``make`` behind what was there.
+            arguments: Passed on to ``make`` after what was there.
         """
         for target in self.targets:
             module, _, path = target.partition(":")
@@ -59,7 +59,7 @@ class Replacement:
 
         Args:
             instance: An object of the target's class; the class stays as it is.
-            arguments: Passed on to ``make`` behind what was there.
+            arguments: Passed on to ``make`` after what was there.
         """
         (target,) = self.targets
         name = target.rpartition(".")[2]

@@ -80,7 +80,7 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"state": "unknown", "why": "out of memory"}
     except (AttributeError, LookupError, ImportError) as error:
-        # Of the check, which says nothing about the kernel.
+        # Of the check, which shows nothing about the kernel.
         return {"state": "unknown", "why": f"{type(error).__name__}: {_one_line(error)}"}
     except Exception as error:
         return {"state": "wrong", "why": f"{type(error).__name__}: {_one_line(error)}"}
@@ -153,7 +153,7 @@ def serve(check: Run = run_case) -> None:
 
         def begins(seconds: float = request["seconds"]) -> None:
             pipe.send(BEGINS)
-            # Where the one who asked is gone, nobody else ends what hangs.
+            # Where the caller is gone, nobody else ends what hangs.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
         outcome = outcome_of(functools.partial(check, case, device, begins), request["measures"])

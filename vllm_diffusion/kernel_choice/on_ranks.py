@@ -86,8 +86,8 @@ def agree(vllm_config: VllmConfig, local_rank: int, own: KernelChoices | None) -
 
     group = get_world_group()
     name = gpu_name(vllm_config.parallel_config.get_local_gpu_index(local_rank))
-    told: list[tuple[str, KernelChoices | None]] = [(name, own)] * group.world_size
+    gathered: list[tuple[str, KernelChoices | None]] = [(name, own)] * group.world_size
     if group.world_size > 1:
-        torch.distributed.all_gather_object(told, (name, own), group=group.cpu_group)
-    decided = [choices for gpu, choices in told if gpu == name and choices is not None]
+        torch.distributed.all_gather_object(gathered, (name, own), group=group.cpu_group)
+    decided = [choices for gpu, choices in gathered if gpu == name and choices is not None]
     return decided[0]

@@ -69,7 +69,7 @@ class Record:
         self._facts = dict(facts)
 
     def read(self) -> dict[str, Outcome]:
-        """Return outcomes of earlier starts; :attr:`problem` says why they cannot be read."""
+        """Return outcomes of earlier starts; :attr:`problem` states why they cannot be read."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             found = {key: Outcome(**outcome) for key, outcome in content["cases"].items()}
@@ -85,7 +85,7 @@ class Record:
         return found
 
     def write(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Remember outcomes; :attr:`problem` says why they cannot be remembered."""
+        """Remember outcomes; :attr:`problem` states why they cannot be remembered."""
         cases = {key: outcome.to_json() for key, outcome in outcomes.items()}
         content: dict[str, Any] = {"facts": self._facts, "cases": cases}
         try:

@@ -90,7 +90,7 @@ def _first_right(role: Role, check: Check, replaced: list[Replaced]) -> str:
     failed: list[tuple[KernelCase, Outcome]] = []
     for impl, parts in role.ways.items():
         ran = [_outcome_of_part(part, check) for part in parts]
-        # What says nothing about a kernel leaves it where it is.
+        # What shows nothing about a kernel leaves it where it is.
         bad = [each for each in ran if each[1].state in ("wrong", "refused")]
         if not bad:
             wrong = [each for each in failed if each[1].state == "wrong"]

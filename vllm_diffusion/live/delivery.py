@@ -1,4 +1,4 @@
-"""Reports of the engine, handed in an API process to whoever asked for them."""
+"""Reports of the engine, handed in an API process to the calls that requested them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_diffusion.requests.refusals import refuse
 STEP_MAP = "diffusion_step_map"
 # Attribute of an output that holds what each step of each canvas began from.
 TRACE = "diffusion_trace"
-# What is said of frames that were asked for elsewhere, behind the field's name.
+# Message about frames that were requested elsewhere, after the field's name.
 WHERE_FRAMES_ARE = (
     "is sent while an answer is written: set stream to true on /v1/chat/completions or "
     "/v1/completions, the only ones that send frames; in Python use vllm_diffusion.live.watch."

@@ -58,7 +58,7 @@ class CanvasFrame:
     entropy: tuple[float, ...] | None = None
 
     def event_fields(self) -> dict[str, Any]:
-        """Return what a chunk of a stream holds beside its empty choice; ``None`` is left out there."""
+        """Return what a chunk of a stream holds in addition to its empty choice; ``None`` is left out there."""
         return {
             "type": "diffusion_frame",
             "block": self.block,
@@ -104,7 +104,7 @@ class CanvasStepMap:
     steps: tuple[int, ...]
 
     def event_fields(self) -> dict[str, Any]:
-        """Return what a chunk of a stream holds beside its empty choice."""
+        """Return what a chunk of a stream holds in addition to its empty choice."""
         return {"type": "diffusion_step_map", "block": self.block, "steps": self.steps}
 
 

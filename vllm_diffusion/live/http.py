@@ -2,7 +2,7 @@
 
 vLLM's server keeps one object for each endpoint. Before the server answers its first request, each of
 them is given a subclass of ours, which checks more and sends more. A frame is a chunk of the stream
-whose delta is empty, which clients skip, with what is shown beside it. Committed text stays in ordinary deltas.
+whose delta is empty, which clients skip, with what is shown next to it. Committed text stays in ordinary deltas.
 :class:`CheckedModels` refuses an adapter that would end the engine.
 """
 
@@ -291,7 +291,7 @@ async def _noting(outputs: AsyncIterator[Any], last: list[Any]) -> AsyncGenerato
 
 
 def _add_step_maps(response: Any, completions: list[Any]) -> None:
-    """Say in each choice which steps decided its tokens, and from what, where that was asked for."""
+    """Add to each choice which steps decided its tokens, and from what, where that was requested."""
     for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
         if hasattr(completion, STEP_MAP):
             setattr(choice, STEP_MAP, list(getattr(completion, STEP_MAP)))
@@ -362,8 +362,8 @@ class _Chunks:
         """Fix what all chunks of a stream have in common.
 
         Args:
-            head: Fields of a chunk beside its choices.
-            nothing: The fields of a choice that says nothing.
+            head: Fields of a chunk in addition to its choices.
+            nothing: The fields of an empty choice.
             num_answers: Answers to each prompt.
             inbox: The call's.
             parsed: The answers as parsers read them; ``None`` if there is no parser.

@@ -30,7 +30,7 @@ class Inbox:
     """Frames, step maps and, of an ``AsyncLLM``, outputs of one call's requests, in order.
 
     Attributes:
-        num_answers: Answers that the call asked for so far.
+        num_answers: Answers that the call requested so far.
         prompts: Token ids of each prompt, by its place in the call; none where it was embeddings.
     """
 
@@ -164,7 +164,7 @@ def watch_async(
     >>> async for event in watch_async(engine.generate(prompt, params, request_id)):
     ...     print(event.text if isinstance(event, CanvasFrame) else event.outputs[0].text)
 
-    Frames of a canvas come before its tokens, and the next canvas's frames behind them. They wait for a
+    Frames of a canvas come before its tokens, and the next canvas's frames after them. They wait for a
     slow reader, but no more than 64: then the oldest is dropped. Tokens never are.
 
     Args:

@@ -1,6 +1,6 @@
 """A request's own arguments: one struct, made of what a client sent where the request is checked.
 
-The struct replaces the words of the client for everything behind: it travels to the engine's process and
+The struct takes the place of what the client wrote in all code that follows: it travels to the engine's process and
 the workers in ``SamplingParams.extra_args``. After that check this package reads no argument by its name. vLLM's
 schedulers do: they read ``diffusion_canvas_length``, ``diffusion_read_only`` and ``diffusion_max_steps``.
 Also here: what several parts ask of vLLM's own parameters.

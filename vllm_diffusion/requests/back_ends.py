@@ -83,7 +83,7 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unfollowed(part: Mapping[str, Any]) -> str | None:
-    """Return the keyword of a schema that is beside xgrammar's table."""
+    """Return a keyword of a schema that is not in xgrammar's table."""
     said = [key for key in part if key in CONSTRAINING]
     named = next(
         (key for key in ("$anchor", "$id", "id") if key in part and "$ref" in str(part)), None

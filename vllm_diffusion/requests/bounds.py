@@ -43,7 +43,7 @@ class NumberBounds:
     why: str
 
     def problem(self, value: float) -> str | None:
-        """Return what to say of ``value`` behind its field's name; ``None`` if it is within."""
+        """Return what to say of ``value`` after its field's name; ``None`` if it is within."""
         # A NaN is within nothing.
         if self.low <= value <= self.high:
             return None
@@ -92,7 +92,7 @@ def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
         params: vLLM's ``SamplingParams``.
 
     Yields:
-        A field's name, what to say behind it, and its value.
+        A field's name, what to say after it, and its value.
     """
     for field, bounds in SAMPLING_PARAMS.items():
         value = getattr(params, field)
@@ -132,7 +132,7 @@ def schema_problem(structured_outputs: Any) -> str | None:
         try:
             schema = json.loads(text) if isinstance(text, str) else text
         except ValueError:
-            # vLLM says what is wrong with it.
+            # vLLM names what is wrong with it.
             continue
         num_items = sum(_counts(schema))
         if num_items > MOST_ITEMS:
@@ -164,7 +164,7 @@ def text_problems(params: Any) -> Iterator[tuple[str, str]]:
         params: vLLM's ``SamplingParams``.
 
     Yields:
-        A field's name, and what to say behind it.
+        A field's name, and what to say after it.
     """
     fields = {
         "stop": params.stop,

@@ -1,7 +1,7 @@
 """JSON schemas in the words that the back ends of constraints follow.
 
 What constrains nothing is taken out of a schema, and what has a simpler equal is written as that, so
-that a back end sees few keywords. :mod:`vllm_diffusion.requests.back_ends` says which it follows.
+that a back end sees few keywords. :mod:`vllm_diffusion.requests.back_ends` defines which it follows.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _drop_implied_lengths(words: dict[str, Any]) -> None:
         if high is not None and high <= words.get("maxLength", high):
             words.pop("maxLength", None)
     except TypeError:
-        # A back end says that it is no number.
+        # A back end reports that it is no number.
         return
 
 
@@ -255,7 +255,7 @@ def _write_listed(words: dict[str, Any]) -> None:
     if not isinstance(listed, list):
         return
     fitting = [value for value in listed if any(_is_of(value, name) for name in types)]
-    # A list that leaves nothing stays, so that a back end says so.
+    # A list that leaves nothing stays, so that a back end reports it.
     if fitting and ("const" in words or "enum" in words):
         del words["type"]
         if "const" not in words:
@@ -369,7 +369,7 @@ def _combines(schema: Any) -> bool:
 
 
 def _closed(schema: Any) -> Any:
-    """Copy a schema whose objects have the properties that it names and no others, unless it says so."""
+    """Copy a schema whose objects have the properties that it names and no others, unless it allows more."""
     if isinstance(schema, list):
         return [_closed(inner) for inner in schema]
     if not isinstance(schema, Mapping):

@@ -12,14 +12,14 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from vllm_diffusion.hooks.replacement import replaces
 
-# The files of the live canvas's page, which asks for the key itself and says nothing of the server.
+# The files of the live canvas's page, which asks for the key itself and shows nothing of the server.
 PAGE = "/diffusion/"
 PAGE_FILES = ("", "page.css", "page.js", "client.js", "grid.js", "panel.js", "settings.js")
 # What load balancers and Prometheus ask, who have no key, and what asks for it.
 _OPEN = ("/health", "/ping", "/metrics", *(PAGE + name for name in PAGE_FILES))
 
 
-# SageMaker's names for loading and unloading an adapter, which vLLM adds beside its own beneath /v1.
+# SageMaker's names for loading and unloading an adapter, which vLLM adds to its own beneath /v1.
 _ADAPTERS = "/adapters"
 
 

@@ -290,7 +290,7 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         params.max_tokens is not None
         and params.max_tokens < width
         and arguments.seed_canvas is None
-        # What a masked model writes at a position depends on the masks behind it.
+        # What a masked model writes at a position depends on the masks after it.
         and spec.mask_token_id is None
     ):
         arguments = msgspec.structs.replace(arguments, canvas_length=params.max_tokens)

@@ -17,7 +17,7 @@ class CanvasRunner(GPUModelRunner):
     """vLLM's model runner for a model whose state has canvases."""
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-        # Asked next for what leaves the device beside tokens.
+        # Asked next for what leaves the device with tokens.
         self.aux_output_connector = self.sampler.views
         rows = self.sampler.select_rows(hidden_states)
         output = self.sampler(rows, input_batch, grammar_output)

@@ -80,7 +80,7 @@ class BlockDiffusionModelState(ModelState):
         self.captures_sample = False
         self._log_who_serves()
 
-    # What a family says of itself.
+    # What a family defines.
 
     def output_head(self) -> OutputHead:
         """The projection onto the vocabulary."""

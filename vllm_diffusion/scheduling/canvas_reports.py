@@ -16,7 +16,7 @@ from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 
 
 @dataclass
-class _Told:
+class _ReportState:
     """State of one request's reports.
 
     Attributes:
@@ -27,7 +27,7 @@ class _Told:
         is_lost: True if a canvas of which frames were sent is lost.
         last_frame: Frame of a finished canvas, until the canvas is emitted.
         trace: Trace of the canvas that is being denoised, as in :class:`RequestReport`.
-        passes: Counts since the last report, as in :class:`RequestReport`; ``None`` behind the
+        passes: Counts since the last report, as in :class:`RequestReport`; ``None`` after the
             answer.
         report: Report of this pass.
     """
@@ -83,7 +83,7 @@ class CanvasReports(SchedulerFeature):
     """Reports of all requests, attached to the engine's outputs of a pass."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}
+        self._states: dict[str, _ReportState] = {}
         self._reporting: set[str] = set()
         self._freed: list[str] = []
 
@@ -91,10 +91,10 @@ class CanvasReports(SchedulerFeature):
         params = request.sampling_params
         assert params is not None
         shown = arguments_of(params).shown
-        self._told[request.request_id] = _Told(request, shown, end_token_ids(params))
+        self._states[request.request_id] = _ReportState(request, shown, end_token_ids(params))
 
     def preempt_request(self, request: Request) -> None:
-        self._told[request.request_id].is_lost = True
+        self._states[request.request_id].is_lost = True
 
     def remove_request(self, request_id: str) -> None:
         # The request's last output, if there is one, is that of this pass.
@@ -102,42 +102,42 @@ class CanvasReports(SchedulerFeature):
 
     def observe(self, part: ReturnedPart) -> None:
         request_id, rows, view = part.request.request_id, part.counts, part.view
-        told = self._told[request_id]
+        state = self._states[request_id]
         if part.is_stale and not part.is_lost:
             # The canvas that was taken for lost is emitted by the pass that was in flight.
-            told.is_lost = False
-        if told.passes is not None:
-            told.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
+            state.is_lost = False
+        if state.passes is not None:
+            state.passes += (rows.encoded, rows.denoised, rows.projected, rows.num_emitted)
         if view is not None:
-            self._observe_view(told, view)
+            self._observe_view(state, view)
         if rows.num_emitted > 0:
-            if told.last_frame is not None:
-                self._report(told).frames.append(told.last_frame)
-                told.last_frame = None
-            told.num_canvases += 1
+            if state.last_frame is not None:
+                self._report(state).frames.append(state.last_frame)
+                state.last_frame = None
+            state.num_canvases += 1
 
-    def _report(self, told: _Told) -> RequestReport:
+    def _report(self, state: _ReportState) -> RequestReport:
         """Return the request's report of this pass."""
-        self._reporting.add(told.request.request_id)
-        if told.report is None:
-            told.report = RequestReport()
-        return told.report
+        self._reporting.add(state.request.request_id)
+        if state.report is None:
+            state.report = RequestReport()
+        return state.report
 
-    def _observe_view(self, told: _Told, view: CanvasView) -> None:
+    def _observe_view(self, state: _ReportState, view: CanvasView) -> None:
         if view.denoised:
             # A canvas that was done, and was lost before it was emitted, begins anew.
-            told.last_frame = None
-            interval = told.shown.frame_interval
+            state.last_frame = None
+            interval = state.shown.frame_interval
             if interval and view.done:
-                told.last_frame = _frame(told, view)
+                state.last_frame = _frame(state, view)
             elif interval and view.step % interval == 0:
-                self._report(told).frames.append(_frame(told, view))
-        if told.shown.step_map and view.num_emitted:
-            self._report(told).step_map += view.decided_step[: view.num_emitted].tolist()
-        if told.shown.trace:
-            told.trace_step(view)
+                self._report(state).frames.append(_frame(state, view))
+        if state.shown.step_map and view.num_emitted:
+            self._report(state).step_map += view.decided_step[: view.num_emitted].tolist()
+        if state.shown.trace:
+            state.trace_step(view)
             if view.num_emitted:
-                self._report(told).trace, told.trace = told.trace, []
+                self._report(state).trace, state.trace = state.trace, []
 
     def finish_pass(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Attach the reports to the engine's outputs of this pass."""
@@ -145,29 +145,29 @@ class CanvasReports(SchedulerFeature):
             for output in of_client.outputs:
                 self._attach(output)
         for request_id in list(self._reporting):
-            told = self._told[request_id]
+            state = self._states[request_id]
             output = EngineCoreOutput(request_id, [])
             self._attach(output)
-            outputs.setdefault(told.request.client_index, EngineCoreOutputs()).outputs.append(
+            outputs.setdefault(state.request.client_index, EngineCoreOutputs()).outputs.append(
                 output
             )
         self._reporting.clear()
         for request_id in self._freed:
-            self._told.pop(request_id, None)
+            self._states.pop(request_id, None)
         self._freed.clear()
 
     def _attach(self, output: EngineCoreOutput) -> None:
-        told = self._told.get(output.request_id)
-        if told is None:
+        state = self._states.get(output.request_id)
+        if state is None:
             return
-        report, told.report = told.report, None
+        report, state.report = state.report, None
         self._reporting.discard(output.request_id)
         is_finished = output.finish_reason is not None
-        if told.passes and (output.new_token_ids or is_finished):
+        if state.passes and (output.new_token_ids or is_finished):
             # Not only at the end, since the engine does not learn of a stop string.
             report = report or RequestReport()
             # The pass that encodes the last canvas for the next turn is no part of the answer.
-            report.passes, told.passes = told.passes, None if is_finished else []
+            report.passes, state.passes = state.passes, None if is_finished else []
         if report is not None:
             # Behind an end token nothing is part of the answer.
             num_tokens = len(output.new_token_ids)
@@ -179,13 +179,13 @@ class CanvasReports(SchedulerFeature):
             output.routed_experts = report.encode()
 
 
-def _frame(told: _Told, view: CanvasView) -> ReportedFrame:
+def _frame(state: _ReportState, view: CanvasView) -> ReportedFrame:
     """Make the frame of a canvas's step."""
-    num_shown, is_stopped, is_ended = told.would_commit(view.tokens)
-    begins_anew, told.is_lost = told.is_lost, False
-    fields = told.shown.frame_fields
+    num_shown, is_stopped, is_ended = state.would_commit(view.tokens)
+    begins_anew, state.is_lost = state.is_lost, False
+    fields = state.shown.frame_fields
     return ReportedFrame(
-        block=told.num_canvases,
+        block=state.num_canvases,
         step=view.step,
         max_steps=view.max_steps,
         is_last=view.done,

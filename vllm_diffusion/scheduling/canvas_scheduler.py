@@ -122,7 +122,7 @@ class CanvasScheduling(Scheduler):
         """Return the number of rows that a request runs: the last step before blocks are allocated.
 
         A slice of a canvas would be denoised as if the rest did not exist, so a canvas runs whole or
-        waits for a pass with room. The stock scheduler does not count the canvas behind the end of
+        waits for a pass with room. The stock scheduler does not count the canvas after the end of
         a prompt, so the budget is kept here as well.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
@@ -165,7 +165,7 @@ class CanvasScheduling(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         awaits_output = self.constraints.awaits_output(scheduler_output)
-        # Rows of canvases behind a prompt, and of blocks, with the known tokens among them.
+        # Rows of canvases after a prompt, and of blocks, with the known tokens among them.
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for request_id in self._num_added.keys() & scheduler_output.num_scheduled_tokens.keys():
             drafts[request_id] = [-1] * self._num_added[request_id]

@@ -4,7 +4,7 @@ A grammar is a machine that reads tokens from left to right; a canvas is written
 The two meet at the frontier, the first position that is not settled yet: the tokens before it are
 pinned, only tokens that the grammar allows there may be drawn at it, and the rest is free. When the
 model repeats its canvas (or reaches the step cap) without satisfying the constraint, its valid
-prefix is pinned, the frontier moves behind it, and what follows is denoised anew. The frontier
+prefix is pinned, the frontier moves after it, and what follows is denoised anew. The frontier
 moves by at least one position each time, so a canvas always comes to an end; past the step cap it
 moves in every step. A canvas is committed only in a step that repeats what was found valid. Where
 no token at all may follow what is pinned, :class:`DeadEndError` is raised, and the request ends.
@@ -200,12 +200,12 @@ class ConstrainedCanvas:
         at_cap = self._steps >= max_steps
         restart = False
         if is_complete and at_cap:
-            # The next step repeats it, whatever the model says.
+            # The next step repeats it, whatever the model predicts.
             self._pinned = tokens[:num_valid]
         elif not is_complete and self._tokens is not None and (settled or at_cap):
             self._pinned = tokens[:num_valid]
             restart = not at_cap
-            # The positions behind it are denoised anew, and have to repeat themselves again.
+            # The positions after it are denoised anew, and have to repeat themselves again.
             self._tokens = self._previous = None
         mask = None
         if len(self._pinned) < (num_valid if is_complete else num_needed):
@@ -237,7 +237,7 @@ class ConstrainedCanvas:
         return num_valid, num_needed == num_valid
 
     def _thinking_after(self, pinned: list[int]) -> ThinkingBudget | None:
-        """Return the request's thinking budget behind the answer so far and ``pinned``."""
+        """Return the request's thinking budget after the answer so far and ``pinned``."""
         if self._thinking is None:
             return None
         output = self._request.output_token_ids
@@ -257,7 +257,7 @@ class ConstrainedCanvas:
         return list(output[max(len(output) - count, 0) :])
 
     def _num_accepted(self, tokens: list[int], num_thought: int) -> int:
-        """Return how many leading tokens the grammar accepts, which begins behind the thought."""
+        """Return how many leading tokens the grammar accepts, which begins after the thought."""
         if not self._request.use_structured_output:
             return len(tokens)
         behind = tokens[num_thought:]
@@ -273,7 +273,7 @@ class ConstrainedCanvas:
         return min(bounds.grammar_start, len(tokens))
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
-        """Return the bits of the tokens allowed behind ``pinned``; ``None`` if all are."""
+        """Return the bits of the tokens allowed after ``pinned``; ``None`` if all are."""
         thinking = self._thinking_after(pinned)
         if thinking is not None and (due := thinking.token_due()) is not None:
             # Other constraints begin when the thought has ended.

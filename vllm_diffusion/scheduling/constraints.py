@@ -69,7 +69,7 @@ class Constraints(SchedulerFeature):
 
         No canvas without a constraint runs for longer, so a constraint that is slow to satisfy
         delays waiting requests no more than another request would. Such a canvas begins again
-        behind them, and then runs to its end: its tokens are the same.
+        after them, and then runs to its end: its tokens are the same.
         """
         scheduler = self._scheduler
         if scheduler.policy != SchedulingPolicy.FCFS:

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# vLLM's default of --seed; an operator who sets it cannot be told from one who does not.
+# vLLM's default of --seed; an operator who sets it cannot be distinguished from one who does not.
 UNSET = 0
 
 

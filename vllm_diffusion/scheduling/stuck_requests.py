@@ -94,8 +94,8 @@ class StuckRequests(SchedulerFeature):
                 status = RequestStatus.FINISHED_ERROR
                 error = RequestError("validation_error", f"The request has no answer: {reason}.")
             self._scheduler.finish_requests(request_id, status)
-            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            told.outputs.append(
+            client_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            client_outputs.outputs.append(
                 EngineCoreOutput(
                     request_id=request_id,
                     new_token_ids=[],

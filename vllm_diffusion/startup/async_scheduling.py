@@ -22,7 +22,7 @@ def asynchronous_pays(device_ms: float, steps: int, extra: int) -> bool:
     """Return true if a GPU denoises a canvas sooner in the asynchronous order.
 
     A canvas of N denoising steps takes N passes in the synchronous order, where each pass waits for the
-    host's work before it. In the asynchronous order the host works beside the device, but learns too
+    host's work before it. In the asynchronous order the host works while the device does, but learns too
     late which step was the last: the canvas takes one more pass, which encodes and emits it. So that
     order pays if (N + 1) of its passes take less than N of the others: with host time h and device time
     d of a pass, if (N + 1) max(d, h) < N (d + h), which is N h > d for d above h.

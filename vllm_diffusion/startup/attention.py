@@ -35,7 +35,7 @@ def choose_attention(chosen: AttentionBackendEnum | None, setting: str) -> Atten
         setting: The setting ``attention``.
 
     Raises:
-        ValueError: If the back end asked for cannot, if it contradicts the setting ``attention``, or
+        ValueError: If the requested back end cannot, if it contradicts the setting ``attention``, or
             if another plugin took our back end's slot.
     """
     from vllm.platforms import current_platform

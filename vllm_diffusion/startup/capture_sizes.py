@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from vllm.config import CompilationConfig, SchedulerConfig
 
 
-# Beyond this many canvases a launch costs nothing beside the work it starts.
+# Beyond this many canvases a launch costs nothing next to the work it starts.
 MAX_CANVASES = 64
 # Up to here every count has a graph of the backbone; above, every second, and the runner pads: by one
 # canvas in 17 at most.

@@ -93,7 +93,7 @@ class BlockDiffusionEngineConfig:
     guard_server: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     install_api: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
-    # What a family says of itself.
+    # What a family defines.
 
     # Rules by the value of the setting ``rule``; the first is the default.
     rules: ClassVar[Mapping[str, PublishedRule]]
@@ -454,7 +454,7 @@ def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:
         cache_config.user_specified_block_size = True
     elif cache_config.block_size % alignment:
         # A block of the cache that ends within one of the model's would be found by another prompt,
-        # with keys and values that saw what stood behind it here.
+        # with keys and values that saw what stood after it here.
         raise ValueError(
             f"--block-size {cache_config.block_size} is no multiple of this model's blocks of "
             f"{alignment}; leave it unset or set it to {whole}."

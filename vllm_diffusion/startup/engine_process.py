@@ -1,7 +1,7 @@
 """How the engine's process ends, and what its command prints then.
 
 vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal in a file, and
-the command prints it as one line, behind what vLLM prints of it.
+the command prints it as one line, after what vLLM prints of it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class LayerKind:
         num_heads: Query heads of a rank.
         num_kv_heads: Key and value heads of a rank.
         head_dim: Head size.
-        window: Keys beside a row that a sliding window holds; -1 without one.
+        window: Keys next to a row that a sliding window holds; -1 without one.
         cache_dtype: vLLM's ``kv_cache_dtype`` of the layers.
     """
 

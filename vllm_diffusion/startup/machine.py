@@ -135,7 +135,7 @@ def _finds_device(probe: Callable[[], object]) -> bool:
 
 # Bytes beyond the weights, for Python, torch and the engine's processes.
 RESERVED_BYTES = 1024**3
-# KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE says otherwise. vLLM's
+# KV cache when neither --kv-cache-memory-bytes nor VLLM_CPU_KVCACHE_SPACE is set. vLLM's
 # default, 92 % of the machine's memory, suits a machine that does nothing else.
 DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
 

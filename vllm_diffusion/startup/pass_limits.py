@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-# Running canvases leave one in this many of a pass's tokens to prompts. Otherwise a prompt beside a
+# Running canvases leave one in this many of a pass's tokens to prompts. Otherwise a prompt next to a
 # full batch gets the room of one canvas, 256 tokens per pass, and each pass with a prompt is slower
 # for all.
 PROMPTS_SHARE = 4

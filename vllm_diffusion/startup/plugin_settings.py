@@ -29,7 +29,7 @@ class PluginSettings:
         draft_steps: Steps of such a draft.
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
-            since the positions behind it are discarded.
+            since the positions after it are discarded.
         skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
             if all of them are too unlikely there for the embeddings' dtype.
         self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,

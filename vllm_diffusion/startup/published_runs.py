@@ -1,4 +1,4 @@
-"""What publishers of families sample with, and what a server says where a checkpoint differs."""
+"""What publishers of families sample with, and what a server logs where a checkpoint differs."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class CheckedLoading:
         )
 
     def is_harmless(self, qualname: str) -> bool:
-        """Note a tensor that no module has, and return true; what it says is in :meth:`check`.
+        """Note a tensor that no module has, and return true; :meth:`check` reports it.
 
         Args:
             qualname: Where vLLM's loader looked for it, from the module on that it is at.

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 # Mistral's own releases have their weights a second time, under other names.
 CONSOLIDATED = "consolidated*.safetensors"
 ADAPTER = "adapter_model.safetensors"
-# Ends of names of pickled weights, and beginnings of what trainers write beside them.
+# Ends of names of pickled weights, and beginnings of what trainers write next to them.
 PICKLED = (".bin", ".pt", ".pth")
 _OF_TRAINERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "adapter_model")
 # Bytes that are read at once.
@@ -58,7 +58,7 @@ class StoredTensor:
 
     Attributes:
         begin: Offset of its first byte in the file.
-        end: Offset behind its last byte in the file.
+        end: Offset after its last byte in the file.
     """
 
     name: str
@@ -89,7 +89,7 @@ def read_tensor(tensor: StoredTensor) -> Tensor:
     """Read a tensor into memory of its own: a mapped file that is cut short would end the process.
 
     Raises:
-        ValueError: If the file has become shorter than its header says.
+        ValueError: If the file has become shorter than its header states.
     """
     data = bytearray(tensor.end - tensor.begin)
     with tensor.file.open("rb") as file:
@@ -108,7 +108,7 @@ def largest_magnitude(tensor: StoredTensor) -> float:
     Values of a kind that has neither (packed FP4), or that no family has, are not read, and give 0.
 
     Raises:
-        ValueError: If the file has become shorter than its header says.
+        ValueError: If the file has become shorter than its header states.
     """
     dtype = _DTYPES.get(tensor.dtype)
     size = tensor.end - tensor.begin

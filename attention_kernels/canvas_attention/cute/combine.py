@@ -1,7 +1,7 @@
 """Folds what the splits of FlashAttention-4 found, with their log-sum-exps as weights.
 
 A program takes the splits of one row for some heads. FlashAttention-4 writes each split's output
-normalised, and where a split saw nothing of a row a log-sum-exp of -inf, beside which its output may
+normalised, and where a split saw nothing of a row a log-sum-exp of -inf, next to which its output may
 be anything. Splits that a sequence does not use were not written at all.
 
 Legend: R heads of a row, D head size.
@@ -78,7 +78,7 @@ def combine_splits_kernel(
 def combine_splits(
     part: Tensor, lse: Tensor, query_start_loc: Tensor, seq_lens: Tensor, out: Tensor
 ) -> None:
-    """Write the attention of all live rows into ``out``; rows behind them are left as they are.
+    """Write the attention of all live rows into ``out``; rows after them are left as they are.
 
     Args:
         part: [num_splits, num_tokens, num_q_heads, head_dim], fp32, contiguous.

@@ -54,7 +54,7 @@ class CanvasMask(AttentionMask):
     canvas_anchor: bool = True
 
     def apply_mask_sm100(self, acc_S, *, m_block, n_block, thr_mma, thr_tmem_load, **_):
-        """Hide scores of one thread, which holds one row; never asked of a tile seen whole."""
+        """Hide scores of one thread, which holds one row; never called for a tile seen whole."""
         tile = cute.make_identity_tensor((self.tile_m, self.tile_n))
         coords = thr_tmem_load.partition_D(thr_mma.partition_C(tile)[(None, None), 0, 0])
         rule = visibility(self, self.seqlen_info)

@@ -109,7 +109,7 @@ def without_dead_splits(create, sequence_of, block_info):
     def initial_work_tile_info():
         work = first()
         _, _, batch_idx, split_idx = work.tile_idx
-        # A program behind the last query tile has no sequence.
+        # A program after the last query tile has no sequence.
         sequence = sequence_of(cutlass.min(batch_idx, num_seqs - 1))
         live = visibility(block_info, sequence).live_splits(block_info.num_splits)
         return WorkTileInfo(work.tile_idx, work.is_valid_tile & (split_idx < live))

@@ -86,7 +86,7 @@ class Visibility:
     ) -> tuple[Any, Any]:
         """Return the part of ``visited`` that one of ``num_splits`` walks; about even.
 
-        Empty, its end not behind its start, in a split that the sequence does not use, and in some of
+        Empty, its end not after its start, in a split that the sequence does not use, and in some of
         a tile with fewer key tiles than the sequence has splits.
         """
         start, end = self.visited(tile, tile_m, tile_n, group)

@@ -258,7 +258,7 @@ def canvas_attention_kernel(
             max_M,
             sum_M,
             tile_n,
-            # Keys out of reach may lie in blocks that were given back, and behind the last
+            # Keys out of reach may lie in blocks that were given back, and after the last
             # one is anything: a key in reach is read in their place, with a weight of 0.
             tl.minimum(tl.maximum(key_N, lower), upper - 1),
             visible_MN,

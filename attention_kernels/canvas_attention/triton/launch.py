@@ -175,7 +175,7 @@ class CanvasLaunch:
         self.combine_constants = {**sizes, "ROWS": COMBINE_ROWS, "num_warps": 4}
 
     def __call__(self, query: Tensor, cache: PagedCache, out: Tensor) -> None:
-        """Launch for a layer; rows behind those of the step are neither read nor written."""
+        """Launch for a layer; rows after those of the step are neither read nor written."""
         key, value, key_scale, value_scale = cache
         if cache.is_fp8:
             key, value = key.view(torch.uint8), value.view(torch.uint8)

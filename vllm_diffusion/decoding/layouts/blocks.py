@@ -1,4 +1,4 @@
-"""Layouts of canvases that are blocks: counted from the start, behind a first token, or drafts."""
+"""Layouts of canvases that are blocks: counted from the start, after a first token, or drafts."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ class AlignedBlock(CanvasLayout):
         return num_canvas
 
     def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
-        # Positions behind the canvas's end hold an arbitrary token of it.
+        # Positions after the canvas's end hold an arbitrary token of it.
         position = torch.arange(result.shape[-1], device=result.device)[None, :]
         source = position + num_given[:, None]
         return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
 
 
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
-    """Set the noise keys of first tokens: step 0 of the canvas, at a position behind its end."""
+    """Set the noise keys of first tokens: step 0 of the canvas, at a position after its end."""
     committed = rows.committed
     is_seed = committed | rows.seeding
     return draws._replace(
@@ -113,7 +113,7 @@ def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
 
 @dataclass(frozen=True)
 class SeededBlock(CanvasLayout):
-    """Layout of canvases behind causal tokens, whose last row predicts the first token, the *seed*.
+    """Layout of canvases after causal tokens, whose last row predicts the first token, the *seed*.
 
     The pass that commits a canvas is causal too, and its last row predicts the next canvas's seed.
     So no canvas shares a pass with the tokens before it.
@@ -136,10 +136,10 @@ class SeededBlock(CanvasLayout):
 
 @dataclass(frozen=True)
 class ShiftedBlock(AlignedBlock):
-    """Layout of aligned blocks whose rows predict the token behind them.
+    """Layout of aligned blocks whose rows predict the token after them.
 
     A position's token comes from the row before it. A block's first position needs no row, since
-    its token is the likeliest one behind the previous block. So the block's last row, which nothing
+    its token is the likeliest one after the previous block. So the block's last row, which nothing
     else of the block reads, takes its place and predicts the next block's first token.
     """
 
@@ -173,7 +173,7 @@ _NO_TOKEN = "is not supported by this server's rule, whose drafts change no toke
 
 @dataclass(frozen=True)
 class VerifiedDraft(SeededBlock):
-    """Layout of drafts behind a certain first token; each row of a commit draws the next token.
+    """Layout of drafts after a certain first token; each row of a commit draws the next token.
 
     Tokens are those of drawing one after another, so their noise is keyed by the position in the
     sequence, however the answer was cut into canvases. Drafts are greedy.

@@ -32,7 +32,7 @@ class ScheduledRequest(NamedTuple):
         canvas_width: Positions of the request's canvas.
         is_at_prompt: True if no canvas of the request has been scheduled yet.
         narrows_later: True if a pass in flight may move on to a last, narrower canvas.
-        shares_prompt: True if the pass that ends the prompt may run the canvas behind it.
+        shares_prompt: True if the pass that ends the prompt may run the canvas after it.
         shares_encode: True if the pass that encodes a finished canvas may run the next one.
     """
 
@@ -50,7 +50,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Positions of the sequence behind its known tokens."""
+        """Positions of the sequence after its known tokens."""
         return self.max_model_len - self.num_computed - self.num_uncomputed
 
 
@@ -59,7 +59,7 @@ class SampledRows(Protocol):
 
     Attributes:
         committed: [N], bool: rows of canvases that the pass commits.
-        seeding: [N], bool: rows of known tokens behind which a canvas begins.
+        seeding: [N], bool: rows of known tokens after which a canvas begins.
         drawn_at: [N], int64: position in its sequence of the token that each row draws.
     """
 
@@ -102,7 +102,7 @@ class CanvasLayout:
 
     length: int
 
-    summary: ClassVar[str] = "where the known tokens end; causal behind them"
+    summary: ClassVar[str] = "where the known tokens end; causal after them"
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_arguments: ClassVar[Mapping[str, str]] = {}
     starts_from_commit: ClassVar[bool] = False
@@ -140,7 +140,7 @@ class CanvasLayout:
     # The scheduler.
 
     def num_given(self, num_known: int) -> int:
-        """Return how many leading positions of the canvas behind ``num_known`` tokens are known too."""
+        """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
         return 0
 
     def rows(self, request: ScheduledRequest) -> ScheduledRows:
@@ -150,7 +150,7 @@ class CanvasLayout:
         return ScheduledRows(self._rows_with_canvas(request))
 
     def _rows_of_prompt(self, request: ScheduledRequest) -> ScheduledRows:
-        """Return the rows of a prompt, and of the canvas behind it if the prompt ends with them.
+        """Return the rows of a prompt, and of the canvas after it if the prompt ends with them.
 
         That canvas depends on no pass in flight, and once a canvas is in flight no token of the
         prompt is left.
@@ -163,7 +163,7 @@ class CanvasLayout:
         return ScheduledRows(max(min(request.num_granted, request.num_uncomputed), 0))
 
     def _rows_with_canvas(self, request: ScheduledRequest) -> int:
-        """Return the rows of a request that has a canvas behind its known tokens."""
+        """Return the rows of a request that has a canvas after its known tokens."""
         num_granted, num_uncomputed = request.num_granted, request.num_uncomputed
         if num_granted <= num_uncomputed:
             return num_granted if num_uncomputed else 0
@@ -266,4 +266,4 @@ class CanvasLayout:
 
 
 class FreeCanvas(CanvasLayout):
-    """Canvases that begin where the known tokens end, behind causal ones."""
+    """Canvases that begin where the known tokens end, after causal ones."""

@@ -2,7 +2,7 @@
 
 The engine is the target's with ``method: extract_hidden_states``: it reads each sequence once, as a prompt,
 and keeps the outputs of the layers that the draft reads. They are those that the draft will see when it is
-served: the same engine and its numerics, and the same KV cache if that is asked for.
+served: the same engine and its numerics, and the same KV cache if that is requested.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 # Subfolder of the output folder that the engine writes to.
 _STAGING = ".staging"
-# Bytes of hidden states that may be staged at a time, beside the written ones.
+# Bytes of hidden states that may be staged at a time, in addition to the written ones.
 _BATCH_BYTES = 256 * 2**20
 # KV caches whose keys and values the target was run with by its publisher or by many: the outputs of
-# layers behind them are its own. Hidden states themselves are kept unquantised with each.
+# layers after them are its own. Hidden states themselves are kept unquantised with each.
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
-# Why exchanges are left out, as the command says it.
+# Why exchanges are left out, in the command's words.
 _REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--max-mib)"
 
 
@@ -83,7 +83,7 @@ def extract(
 
     Raises:
         ValueError: Before weights are loaded, naming the option or the field and the remedy; and after
-            that if the engine gave something else than it was asked for.
+            that if the engine gave something else than was requested.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: {out} is not empty; name a new folder.")
@@ -202,7 +202,7 @@ def _choose(
         kept = dataclasses.replace(exchange, output_token_ids=output[: longest - len(prompt)])
         if key in seen:
             left_out[_REPEATED] += 1
-        # An anchor and a token behind it is the least that teaches anything.
+        # An anchor and a token after it is the least that teaches anything.
         elif len(prompt) + 1 > longest or len(kept.token_ids) < 2:
             left_out[_TOO_LONG] += 1
         elif len(kept.token_ids) > max_tokens:

@@ -34,7 +34,7 @@ def replay(
         draft: Draft to verify; its device and dtype are used.
         embed: The target's embedding, on the same device.
         head: The target's output head.
-        samples: Samples that the draft was not trained on. Drafted tokens behind the end of an
+        samples: Samples that the draft was not trained on. Drafted tokens after the end of an
             answer are not counted.
     """
     device, dtype = draft.fc.weight.device, draft.fc.weight.dtype

@@ -35,7 +35,7 @@ class Progress:
     Attributes:
         step: Number of steps done.
         loss: Mean loss since the previous report, nats per masked token, weighted by position.
-        loss_by_position: Loss of held-out blocks of masks, nats, for each position behind the
+        loss_by_position: Loss of held-out blocks of masks, nats, for each position after the
             anchor.
         acceptance_by_position: Share of held-out blocks whose proposals are right up to and
             including this position; empty if nothing was held out. For samples of a target's greedy
@@ -103,7 +103,7 @@ def draw_blocks(
         batch: Samples.
         draft: Draft whose block size and mask token the blocks have.
         num_blocks: Blocks per sample, at most one for each anchor of its answer that has a token
-            behind it.
+            after it.
         revealed_share: Share of the blocks of which a share, uniform in 0..1, is revealed; at least
             one mask is left in each.
         generator: Generator of the draws, on the CPU.
@@ -136,7 +136,7 @@ def draw_blocks(
     # The position with the lowest draw stays masked whatever the ratio.
     masked = draws <= torch.maximum(ratio, draws.amin(-1, keepdim=True))
     masked = F.pad(masked, (1, 0), value=False)
-    # Positions behind the text are masks too.
+    # Positions after the text are masks too.
     hidden = masked | (~is_text & (offset > 0))
     ids = torch.where(hidden, draft.mask_token_id, tokens)
     labels = torch.where(masked & is_text, tokens, _IGNORED)

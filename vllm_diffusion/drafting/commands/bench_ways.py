@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         small += ' --limit-mm-per-prompt {"image":0,"video":0,"audio":0}'
         arguments.vllm_options = [*small.split(), *arguments.vllm_options]
     given = given_prompts(arguments, [TINY_TASKS] if is_tiny else [])
-    # One task, and enough of it that as many requests run at a time as are asked for.
+    # One task, and enough of it that as many requests run at a time as are requested.
     prompts = [replace(each, task="all") for each in islice(cycle(given), max(most, len(given)))]
     entrants = sorted(dict.fromkeys(arguments.ways), key=lambda each: WAYS.index(each.rule))
     differing: list[str] = []

@@ -41,7 +41,7 @@ class Contender:
     """A way to serve the target.
 
     Attributes:
-        options: Options of ``vllm serve``, beside those of all.
+        options: Options of ``vllm serve``, in addition to those of all.
         rule: By which a model of this package is served, where rules are compared; empty where drafts are.
     """
 
@@ -140,7 +140,7 @@ def race(
         verbose: Whether what the servers print is printed, as it comes.
 
     Returns:
-        One for each contender, in their order; one that failed says why, and the others go on.
+        One for each contender, in their order; one that failed states why, and the others go on.
     """
     results = [Result(contender) for contender in contenders]
     for group in [[each] for each in results] if one_at_a_time else [results]:
@@ -208,7 +208,7 @@ def _ask(server: Server, task: str, plan: Plan, concurrency: int, index: int) ->
 
 
 def refusal(log: str) -> str:
-    """Return what a server's log says of why it did not start; empty if nothing does."""
+    """Return the reason in a server's log for which it did not start; empty if nothing does."""
     log = re.sub(r"^\(\w+ pid=\d+\)\s*", "", log, flags=re.MULTILINE)
     matches = (re.search(f"^{reason}", log, re.MULTILINE) for reason in _REASONS)
     return next((" ".join(match[0].split()) for match in matches if match), "")

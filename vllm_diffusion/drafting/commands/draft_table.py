@@ -19,7 +19,7 @@ def tables(results: Sequence[Result], plan: Plan) -> str:
 
     Args:
         results: Results of :func:`race`, the baseline first.
-        plan: What was asked.
+        plan: The measured contenders and prompts.
     """
     baseline, *others = results
     whole = [each for each in results if not each.failure]

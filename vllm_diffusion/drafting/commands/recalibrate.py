@@ -1,4 +1,4 @@
-"""``vllm-diffusion calibrate online``: drafts trained on what a server is asked, while it is asked nothing."""
+"""``vllm-diffusion calibrate online``: drafts trained on a server's requests, while it has none."""
 
 from __future__ import annotations
 

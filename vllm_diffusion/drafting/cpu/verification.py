@@ -115,7 +115,7 @@ def rejection(of: Launch) -> tuple[int, ...] | None:
 
 
 def resample(of: Launch) -> None:
-    """Draw the token behind each request's accepted drafts from the residual, block by block."""
+    """Draw the token after each request's accepted drafts from the residual, block by block."""
     assert not of.WATERMARK, "refused when the platform is configured"
     bounds = of.cu_num_logits.tolist()
     for req, step in enumerate(of.rejected_step.tolist()):

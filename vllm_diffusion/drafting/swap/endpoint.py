@@ -92,7 +92,7 @@ class DraftSwaps:
             )
         async with self._lock:
             folder = Path(request.model)
-            # Here, before any worker is asked: a worker's refusal is a trace in the log.
+            # Here, before any worker is called: a worker's refusal is a trace in the log.
             try:
                 await asyncio.to_thread(check_new_draft, folder, self._engine.vllm_config)
             except ValueError as error:

@@ -43,7 +43,7 @@ class DraftUpdateInfo(WeightTransferUpdateInfo):
     replaced: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a path that is not absolute, unknown fates, and one beside a path.
+        """Refuse a path that is not absolute, unknown fates, and one next to a path.
 
         Raises:
             ValueError: Naming the field.

@@ -61,7 +61,7 @@ class EncoderDecoderLora(LoRAModel):
 
 
 class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
-    """vLLM's manager with two places for each adapter: the encoder's, and as many behind the decoder's."""
+    """vLLM's manager with two places for each adapter: the encoder's, and as many after the decoder's."""
 
     lora_config: LoRAConfig
 
@@ -129,7 +129,7 @@ class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
     def assign_rows(self, canvas_rows: Tensor, is_denoised: Tensor) -> None:
         """Give each row of the pass its part of its request's adapter.
 
-        vLLM says which adapter a row has only where that changed, and the same rows may be canvases now.
+        vLLM states which adapter a row has only where that changed, and the same rows may be canvases now.
 
         Args:
             canvas_rows: [num_canvas_rows], int64, where in the pass they are.

@@ -115,7 +115,7 @@ def _check(name: str, value: Any, low: float = 1, high: float = _LARGEST_SIZE) -
 
 
 def check_config_numbers(hf_config: Any) -> None:
-    """Raise unless a model can be made by what a checkpoint says of itself.
+    """Raise unless a model can be made by the numbers in a checkpoint's configuration.
 
     Args:
         hf_config: transformers' configuration of a DiffusionGemma checkpoint.
@@ -190,7 +190,7 @@ class DiffusionGemmaTensors(TensorRules):
         from transformers import DiffusionGemmaForBlockDiffusion, Gemma4VisionConfig
 
         if config.vision_config is None:
-            # Its class makes a tower whatever the configuration says.
+            # Its class makes a tower whatever the configuration has.
             config = copy.copy(config)
             config.vision_config = Gemma4VisionConfig()
         with torch.device("meta"):

@@ -48,7 +48,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self.model_config.supports_multimodal_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
-        # Of each request: the first token of an image, and the one behind its last.
+        # Of each request: the first token of an image, and the one after its last.
         self._image_spans: dict[str, list[tuple[int, int]]] = {}
 
     def output_head(self) -> OutputHead:
@@ -134,7 +134,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         """
         slots, places = self.slots, self.pass_rows
         slot, position = places.slot[: len(rows)], places.position[: len(rows)]
-        # The first step of a canvas has nothing to go by; a pinned position is told nothing.
+        # The first step of a canvas has nothing to go by; a pinned position is given none.
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
         signal = torch.where(has_signal[:, None], self.soft_embeds[slot, position], 0)
         plain = self.model.embed_input_ids(slots.canvas[slot, position])

@@ -146,7 +146,7 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
                 "expert_capacity; leave rule out."
             )
         if not moves and _expert_capacity(model_config) is not None:
-            # It says DELETE and SPLIT, which no other rule takes for what they are.
+            # It writes DELETE and SPLIT, which no other rule takes for what they are.
             raise ValueError(
                 f"{OPTION}: rule={settings.rule!r} cannot serve a checkpoint with "
                 "expert_capacity in config.json (LLaDA2.2), which deletes and splits; leave rule out."

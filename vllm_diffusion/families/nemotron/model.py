@@ -1,6 +1,6 @@
 """Nemotron-Labs-Diffusion on vLLM's Mistral, whose layers it has under other names; the LoRA of drafts.
 
-Passes hold rows of drafts beside rows that are verified, and rows of prompts, so the LoRA is added row by
+Passes hold rows of drafts next to rows that are verified, and rows of prompts, so the LoRA is added row by
 row: to rows of drafts alone, and to the bit nothing else changes. With tensor parallelism a rank adds
 what its part of the input gives, before the ranks are summed.
 """

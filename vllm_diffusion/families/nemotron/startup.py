@@ -1,12 +1,12 @@
-"""Nemotron-Labs-Diffusion: blocks of 32 behind a causal context; drafts of 32; one token after another.
+"""Nemotron-Labs-Diffusion: blocks of 32 after a causal context; drafts of 32; one token after another.
 
 A block starts where the known tokens end. Its first token, the seed, comes from the causal pass that
 writes their keys and values: over the prompt, then over each finished block. The others start as
 masks, and are revealed by the model's own probability, whatever the temperature. A block ends early
 at an end token with no mask before it.
 
-With the rule ``linear_spec`` a block is a draft behind its seed, and the causal pass keeps what it
-agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's beside the
+With the rule ``linear_spec`` a block is a draft after its seed, and the causal pass keeps what it
+agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's next to the
 weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive`` vLLM serves an ordinary causal model.
 
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in public

@@ -15,7 +15,7 @@ differs:
 - ``entropy_bounded`` is left out: it uses a name that was never assigned.
 
 Checkpoints of strictly causal weights carry the same architecture and ``model_type``, and would be
-answered wrongly by this loop. They are told apart by fields and files of their own:
+answered wrongly by this loop. They are distinguished by fields and files of their own:
 ``use_regular_causal`` (I-DLM: thuEcstasy/I-DLM at 3342a17, ``configuration_sdar.py``; rjagalamari/I-DLM at
 0ee56b6, ``relay_model/config.json``), an adapter for drafts in ``adapter/`` (Uno: ifm-ai/uno at 304b5ae,
 ``examples/uno_qwen3_8B/README.md``), and block lengths that no SDAR is published with.

@@ -25,7 +25,7 @@ _CHARACTER = re.compile(
 
 
 class UnwritableError(ValueError):
-    """A bound or a pattern that no grammar says, with the reason."""
+    """A bound or a pattern that no grammar expresses, with the reason."""
 
 
 def number_rules(name: str, is_integer: bool, bounds: Mapping[str, Any]) -> list[str]:
@@ -38,7 +38,7 @@ def number_rules(name: str, is_integer: bool, bounds: Mapping[str, Any]) -> list
             of a schema.
 
     Raises:
-        UnwritableError: If no grammar says them, or no number is left.
+        UnwritableError: If no grammar expresses them, or no number is left.
     """
     from xgrammar import Grammar
 

@@ -3,7 +3,7 @@
 vLLM lets a tool parser turn the request's tools into a structural tag, the one kind of constraint
 that can name special tokens; its parser of Gemma's format has none, because xgrammar knows schemas
 in JSON and XML only. This one has: ``tool_choice`` ``required`` and named are held to, and ``auto``
-where a tool is strict or the server says so, as with vLLM's other parsers. For any other model it is
+where a tool is strict or the server is set so, as with vLLM's other parsers. For any other model it is
 vLLM's own.
 """
 

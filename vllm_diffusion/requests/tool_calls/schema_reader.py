@@ -216,7 +216,7 @@ class _Reader:
                     f"{path}.properties has the name {name!r}, which Gemma's format cannot write; "
                     "use letters, digits and underscores"
                 )
-        # Empty properties are how a tool says that it takes nothing.
+        # Empty properties are how a tool declares that it takes nothing.
         more = schema.get("additionalProperties", "properties" not in schema)
         others = None
         if not properties and more is not False:

@@ -1,4 +1,4 @@
-"""Adapters of the rows of a pass: told apart by their load, and written where vLLM's LoRA products read them."""
+"""Adapters of the rows of a pass: distinguished by their load, and written where vLLM's LoRA products read them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Adaptable:
     embedding_modules: ClassVar[dict[str, str]] = {}
     adapter_manager: ClassVar[type[LRUCacheLoRAModelManager]] = LRUCacheLoRAModelManager
     adapter_weights: ClassVar[type[LoRAModel]] = LoRAModel
-    # vLLM's loader leaves out files of such tensors alone: an adapter beside the weights is none of them.
+    # vLLM's loader leaves out files of such tensors alone: an adapter next to the weights is none of them.
     is_unused_checkpoint_weight = staticmethod(is_of_adapter)
 
 
