@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from docs import pass_example
 from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
@@ -278,6 +279,12 @@ def small_gpus() -> str:
     return _table([*head, "KV cache", "tokens of it", "whole requests"], sorted(rows))
 
 
+def example(part: Callable[[], Iterable[Sequence[str]]]) -> str:
+    """Show a part of the pass that ``docs/pass_example.py`` runs."""
+    head, *rows = part()
+    return _table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "replaced": replaced,
     "symbols": symbols,
@@ -288,6 +295,10 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(measured, name) for name in _read_results() if name != "machines"},
     "published_shape": published_shape,
     "small_gpus": small_gpus,
+    "pass_by_request": partial(example, pass_example.by_request),
+    "pass_by_row": partial(example, pass_example.by_row),
+    "pass_by_slot": partial(example, pass_example.by_slot),
+    "pass_for_engine": partial(example, pass_example.for_engine),
 }
 _PART = re.compile(
     r"^<!-- table: (?P<name>\w+) -->\n.*?^<!-- end of (?P=name) -->$", re.MULTILINE | re.DOTALL
