@@ -7,7 +7,7 @@ twice, statistics four times as far from it as the reference is in its own dtype
 from attention_kernels.checks.attention import AttentionShape, check_attention
 from attention_kernels.checks.checked import Checked
 from attention_kernels.checks.device import check_device, check_noise
-from attention_kernels.checks.rows import RowsShape, check_kept_rows, check_statistics
+from attention_kernels.checks.sampled_rows import RowsShape, check_kept_rows, check_statistics
 
 __all__ = [
     "AttentionShape",

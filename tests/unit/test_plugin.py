@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_diffusion import metrics, plugin
-from vllm_diffusion.drafting.check import ARCHITECTURE as DRAFT
+from vllm_diffusion.drafting.draft_check import ARCHITECTURE as DRAFT
 from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES, REFUSED

@@ -54,7 +54,7 @@ from vllm_diffusion.hooks.replacement import replaces_call
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    from vllm_diffusion.cpu.adapters import ExpertAdapters
+    from vllm_diffusion.cpu.expert_adapters import ExpertAdapters
 
 
 GATES: dict[MoEActivation, Callable[[Tensor], Tensor]] = {

@@ -4,7 +4,7 @@ vLLM's own CPU platform expects its compiled CPU extension, which the CUDA wheel
 runner's Triton kernels run under Triton's interpreter (the hot ones as PyTorch, ``kernels.py``),
 attention is this package's PyTorch reference, and experts are a PyTorch loop (``experts.py``).
 Quantised layers are emulated (``quantized_linear.py``). Adapters are PyTorch products
-(``adapters.py``).
+(``expert_adapters.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
 DEFAULT_BLOCK_SIZE = 16
 ATTENTION = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
-_WORKER = "vllm_diffusion.cpu.worker.DiffusionCpuWorker"
+_WORKER = "vllm_diffusion.cpu.cpu_worker.DiffusionCpuWorker"
 
 
 class DiffusionCpuPlatform(CpuPlatform):
@@ -57,9 +57,9 @@ class DiffusionCpuPlatform(CpuPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Runs in each worker before any model or runner code: put our pieces in place."""
-        from vllm_diffusion.cpu import adapters, experts, kernels, linear, quantized_linear
+        from vllm_diffusion.cpu import expert_adapters, experts, kernels, linear, quantized_linear
 
-        for pieces in (kernels, linear, experts, quantized_linear, adapters):
+        for pieces in (kernels, linear, experts, quantized_linear, expert_adapters):
             pieces.register()
         if multiprocessing.parent_process() is not None:
             # vLLM collects garbage before and after most of what follows, and in what it has
@@ -86,7 +86,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "vllm_diffusion.cpu.adapters.RowsByAdapter"
+        return "vllm_diffusion.cpu.expert_adapters.RowsByAdapter"
 
     @classmethod
     def get_attn_backend_cls(

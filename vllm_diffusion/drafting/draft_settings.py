@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.drafting.recording import Ring
-from vllm_diffusion.drafting.reveal import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
+from vllm_diffusion.drafting.reveal_block import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

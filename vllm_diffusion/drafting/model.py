@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
 from vllm_diffusion.drafting.draft_settings import draft_settings
-from vllm_diffusion.drafting.reveal import likeliest, revealed, without_mask_token
+from vllm_diffusion.drafting.reveal_block import likeliest, revealed, without_mask_token
 
 
 class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):

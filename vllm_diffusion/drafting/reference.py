@@ -23,7 +23,7 @@ from vllm_diffusion.drafting.reference_draft import draft_config as draft_config
 from vllm_diffusion.drafting.reference_draft import load_draft as load_draft
 from vllm_diffusion.drafting.reference_draft import reach_of_layer as reach_of_layer
 from vllm_diffusion.drafting.reference_draft import save_draft as save_draft
-from vllm_diffusion.drafting.reveal import (
+from vllm_diffusion.drafting.reveal_block import (
     CONFIDENCE,
     likeliest,
     revealed,

@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from vllm_diffusion.drafting.check import STOCK_ARCHITECTURE
+from vllm_diffusion.drafting.draft_check import STOCK_ARCHITECTURE
 from vllm_diffusion.drafting.draft_fields import dflash_fields
 from vllm_diffusion.weights.regular_files import why_not_folder
 from vllm_diffusion.weights.weight_files import weight_files

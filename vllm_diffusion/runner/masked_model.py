@@ -9,8 +9,8 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
-from vllm_diffusion.weights.adapters import worker
-from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.adapters import checking_manager
+from vllm_diffusion.weights.adapters.checking_manager import Adaptable
 from vllm_diffusion.weights.loading import checked_loading
 
 
@@ -18,7 +18,7 @@ class MaskedModel(Adaptable):
     """Mixin that precedes the class of vLLM that has the layers."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
-        worker.install()
+        checking_manager.install()
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

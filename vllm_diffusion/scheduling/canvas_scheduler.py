@@ -32,7 +32,7 @@ from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plan import DiffusionPlan
-from vllm_diffusion.weights.adapters.rows import AdapterLoad
+from vllm_diffusion.weights.adapters.adapter_rows import AdapterLoad
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2

@@ -36,7 +36,7 @@ from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings, plugi
 from vllm_diffusion.startup.published_runs import log_differences
 from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
-from vllm_diffusion.weights.check import check_capability, check_platform, check_room
+from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
 from vllm_diffusion.weights.tensor_rules import TensorRules
 from vllm_diffusion.weights.weight_files import (
     check_regular_files,
@@ -55,7 +55,7 @@ _KERNEL_BLOCK = 16
 AUTOREGRESSIVE = "autoregressive"
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 # Of a GPU; the CPU platform has its own.
-WORKER = "vllm_diffusion.runner.worker.CanvasWorker"
+WORKER = "vllm_diffusion.runner.canvas_worker.CanvasWorker"
 
 
 @dataclass(frozen=True)

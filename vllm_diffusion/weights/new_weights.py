@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.adapters.checking_manager import Adaptable
 from vllm_diffusion.weights.weight_files import (
     check_weight_files,
     largest_magnitude,

@@ -22,7 +22,7 @@ from tests.support.draft_engine import (
 )
 from tests.support.drafts import MASK
 from tests.support.engine import TracedEngine
-from vllm_diffusion.drafting.reveal import (
+from vllm_diffusion.drafting.reveal_block import (
     CONFIDENCE,
     likeliest,
     revealed,

@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 
 from vllm_diffusion.cpu import sampling_kernels as cpu_sampling
 from vllm_diffusion.cpu.launches import overrides
-from vllm_diffusion.drafting.cpu import draft_inputs as cpu_draft_inputs
-from vllm_diffusion.drafting.cpu import verification as cpu_verification
+from vllm_diffusion.drafting.cpu_kernels import draft_inputs as cpu_draft_inputs
+from vllm_diffusion.drafting.cpu_kernels import verification as cpu_verification
 
 OVERRIDES = overrides(
     cpu_sampling.OVERRIDES | cpu_verification.OVERRIDES | cpu_draft_inputs.OVERRIDES

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support.device_waits import DeviceWaits
-from vllm_diffusion.drafting.reveal import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
+from vllm_diffusion.drafting.reveal_block import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
 
 pytestmark = pytest.mark.engine
 

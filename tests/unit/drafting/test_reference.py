@@ -31,7 +31,7 @@ from vllm_diffusion.drafting.reference_draft import (
     check_target_layer_ids,
     reach_of_layer,
 )
-from vllm_diffusion.drafting.reveal import SCHEDULES
+from vllm_diffusion.drafting.reveal_block import SCHEDULES
 
 VOCAB, MASK, BLOCK = 48, 47, 6
 SIZES = {

@@ -17,7 +17,7 @@ from vllm.platforms.interface import DeviceCapability
 
 from tests.support.checkpoints import write_headers
 from tests.support.vllm_configs import vllm_config
-from vllm_diffusion.weights.check import check_capability, check_room, weight_bytes
+from vllm_diffusion.weights.machine_fit import check_capability, check_room, weight_bytes
 
 pytestmark = pytest.mark.engine
 

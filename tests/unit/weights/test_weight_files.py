@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.vllm_configs import vllm_config
-from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.adapters.checking_manager import Adaptable
 from vllm_diffusion.weights.weight_files import (
     INDEX,
     check_weight_files,

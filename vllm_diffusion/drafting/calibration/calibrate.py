@@ -24,7 +24,7 @@ from vllm_diffusion.drafting.calibration.samples import (
     shuffled_samples,
 )
 from vllm_diffusion.drafting.calibration.train import Progress, TrainSettings, measure, train
-from vllm_diffusion.drafting.check import check_fit
+from vllm_diffusion.drafting.draft_check import check_fit
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft, save_draft
 from vllm_diffusion.weights.regular_files import why_not_folder
 

@@ -21,7 +21,7 @@ from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.calibrate import check_samples, load_ends, split_samples
 from vllm_diffusion.drafting.calibration.samples import Sample, read_extraction, read_sample
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft
-from vllm_diffusion.drafting.reveal import without_mask_token
+from vllm_diffusion.drafting.reveal_block import without_mask_token
 
 
 @torch.no_grad()

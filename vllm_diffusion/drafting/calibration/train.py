@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vllm_diffusion.drafting.calibration.samples import Sample
 from vllm_diffusion.drafting.calibration.train_settings import TrainSettings as TrainSettings
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft
-from vllm_diffusion.drafting.reveal import without_mask_token
+from vllm_diffusion.drafting.reveal_block import without_mask_token
 
 _IGNORED = -100
 

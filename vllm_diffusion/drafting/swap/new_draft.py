@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_diffusion.drafting.check import (
+from vllm_diffusion.drafting.draft_check import (
     ARCHITECTURE,
     STOCK_ARCHITECTURE,
     check_pair,

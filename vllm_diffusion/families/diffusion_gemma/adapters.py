@@ -26,7 +26,7 @@ from vllm.lora.punica_wrapper import get_punica_wrapper
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_diffusion.families.diffusion_gemma.startup import DECODER, ENCODER
-from vllm_diffusion.weights.adapters.rows import write_slots
+from vllm_diffusion.weights.adapters.adapter_rows import write_slots
 
 # Its module, whose rows are canvas rows alone.
 _CONDITIONING = "self_conditioning"

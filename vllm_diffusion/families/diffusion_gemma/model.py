@@ -42,8 +42,8 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
     EncoderDecoderLora,
 )
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.adapters import worker
-from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.adapters import checking_manager
+from vllm_diffusion.weights.adapters.checking_manager import Adaptable
 from vllm_diffusion.weights.loading import checked_loading
 from vllm_diffusion.weights.tensor_rules import spell_out_patterns
 
@@ -219,7 +219,7 @@ class DiffusionGemmaForBlockDiffusion(
         return placeholders[modality]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        worker.install()
+        checking_manager.install()
         super().__init__()
         config = vllm_config.model_config.hf_config
         text_config = vllm_config.model_config.hf_text_config

@@ -24,8 +24,8 @@ from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora, find_draft_lora
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.startup.plan import spec_of
-from vllm_diffusion.weights.adapters import worker
-from vllm_diffusion.weights.adapters.worker import Adaptable
+from vllm_diffusion.weights.adapters import checking_manager
+from vllm_diffusion.weights.adapters.checking_manager import Adaptable
 from vllm_diffusion.weights.loading import checked_loading
 
 
@@ -124,7 +124,7 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         """Make vLLM's model with queries scaled by their position."""
-        worker.install()
+        checking_manager.install()
         config = vllm_config.model_config.hf_config
         rope = config.rope_parameters
         # vLLM's Mistral reads these here; the published file has them in its rope_parameters.

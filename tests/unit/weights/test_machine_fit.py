@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from benchmarks.memory_limit import expected_specs
 from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.check import check_platform
 from vllm_diffusion.weights.formats import read_format
+from vllm_diffusion.weights.machine_fit import check_platform
 from vllm_diffusion.weights.tensor_rules import split_experts
 
 CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"

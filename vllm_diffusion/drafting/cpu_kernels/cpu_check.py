@@ -17,7 +17,7 @@ def check_drafts(vllm_config: VllmConfig) -> None:
     transfer, spec = vllm_config.kv_transfer_config, vllm_config.speculative_config
     if transfer is not None and transfer.kv_connector == "ExampleHiddenStatesConnector":
         transfer.kv_connector = "CpuHiddenStatesConnector"
-        transfer.kv_connector_module_path = "vllm_diffusion.drafting.cpu.hidden_states"
+        transfer.kv_connector_module_path = "vllm_diffusion.drafting.cpu_kernels.hidden_states"
     if spec is None:
         return
     if spec.rejection_sample_method == "fly":

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_diffusion.drafting.reveal import ORDERS, SCHEDULES, revealed, unmask_counts
+from vllm_diffusion.drafting.reveal_block import ORDERS, SCHEDULES, revealed, unmask_counts
 
 
 @pytest.mark.parametrize("order", ORDERS)

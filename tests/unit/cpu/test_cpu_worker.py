@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.ranks import ThreadRanks
 from vllm_diffusion.cpu.communicator import OrderedCpuCommunicator
-from vllm_diffusion.cpu.worker import discard
+from vllm_diffusion.cpu.cpu_worker import discard
 
 
 def summed(num_ranks: int, num_rows: int, dtype: torch.dtype) -> Tensor:

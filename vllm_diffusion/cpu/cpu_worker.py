@@ -91,7 +91,7 @@ class DiffusionCpuWorker(FiniteWeights, CPUWorker):
 
     def _make_model_runner(self) -> Any:
         if spec_of(self.model_config) is not None:
-            from vllm_diffusion.cpu.canvas_runner import CanvasCpuRunner
+            from vllm_diffusion.cpu.canvas_cpu_runner import CanvasCpuRunner
 
             return CanvasCpuRunner(self.vllm_config, self.device)
         if self.use_v2_model_runner:

@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.cpu.platform import check_cache
-from vllm_diffusion.drafting.check import ARCHITECTURE, SCHEDULER, STOCK_ARCHITECTURE, check_draft
-from vllm_diffusion.drafting.cpu.check import check_drafts
+from vllm_diffusion.drafting.cpu_kernels.cpu_check import check_drafts
+from vllm_diffusion.drafting.draft_check import (
+    ARCHITECTURE,
+    SCHEDULER,
+    STOCK_ARCHITECTURE,
+    check_draft,
+)
 from vllm_diffusion.drafting.draft_settings import DraftSettings, draft_settings
 from vllm_diffusion.drafting.recording import Ring
 

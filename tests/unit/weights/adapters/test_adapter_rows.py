@@ -14,7 +14,7 @@ from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
 from tests.support.device_waits import DeviceWaits
-from vllm_diffusion.weights.adapters.rows import write_slots
+from vllm_diffusion.weights.adapters.adapter_rows import write_slots
 
 pytestmark = pytest.mark.engine
 
@@ -78,7 +78,7 @@ def test_nothing_waits() -> None:
 
 def test_products_on_the_cpu() -> None:
     """Sums of each row's own pair of matrices, whatever rows are beside it."""
-    from vllm_diffusion.cpu.adapters import RowsByAdapter
+    from vllm_diffusion.cpu.expert_adapters import RowsByAdapter
 
     generator = torch.Generator().manual_seed(0)
 
