@@ -28,12 +28,12 @@ from tests.support.triton_compile import empty
     [
         pytest.param(1, -1, -1, "canvas", False, id="1-full"),
         pytest.param(1, 20, -1, "canvas", False, id="1-L20-canvas"),
-        pytest.param(1, 20, 3, "query", False, id="1-L20-R3-query"),
+        pytest.param(1, 20, 3, "query", False, id="1-L20-R3-query", marks=pytest.mark.slow),
         pytest.param(1, 5, -1, "canvas", True, id="1-L5-canvas-spans"),
         pytest.param(4, -1, -1, "canvas", False, id="4-full", marks=pytest.mark.slow),
         pytest.param(4, 20, -1, "canvas", False, id="4-L20-canvas", marks=pytest.mark.slow),
         pytest.param(4, 20, 3, "query", False, id="4-L20-R3-query", marks=pytest.mark.slow),
-        pytest.param(4, 5, -1, "canvas", True, id="4-L5-canvas-spans"),
+        pytest.param(4, 5, -1, "canvas", True, id="4-L5-canvas-spans", marks=pytest.mark.slow),
     ],
 )
 def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):

@@ -61,7 +61,11 @@ def assert_every_row(found, given):
     assert not set(rows) <= set(found["sizes"]), "no pass lay between two captured sizes"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    # In CI one of each layout.
+    [pytest.param(name, marks=() if name in LAYOUTS else pytest.mark.slow) for name in FAMILIES],
+)
 def test_a_family_starts_captured(null_gpu, tmp_path, family):
     """With a server's defaults, a family is captured and runs prompts of every number of rows."""
     folder, options = checkpoint_of(family, tmp_path)
