@@ -34,10 +34,6 @@ class RowDraws(NamedTuple):
     step: Tensor
     position: Tensor
 
-    def rows(self, some: slice | Tensor) -> RowDraws:
-        """Select the draws of some rows."""
-        return RowDraws(*(values[some] for values in self))
-
     @property
     def rate(self) -> Tensor:
         """[num_rows], float32: what the candidate's logits are divided by after ``temperature``."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from tests.support.heads import output_head
-from vllm_diffusion.sampling.kept_rows import (
-    CandidateFilters,
-    FilteredRows,
-    ReportedRows,
-    RowSettings,
+from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.sampling.logprobs import (
+    LogprobsRequest,
+    no_logprobs,
+    row_logprobs,
+    write_rows,
 )
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
@@ -34,20 +37,17 @@ def row_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = 
     )
 
 
-def filtered_rows(rows: Iterable[int], filters: CandidateFilters) -> FilteredRows:
-    return FilteredRows(np.array(list(rows)), filters)
+def logits_of(
+    head: OutputHead, rows: torch.Tensor, adjustments: LogitAdjustments | None = None
+) -> RowLogits:
+    """Of rows that are looked at again."""
+    return RowLogits(head.project_all(rows), head.first_id, head.softcap, adjustments)
 
 
-def reported_rows(
-    rows: Iterable[int],
-    request: LogprobsRequest,
-    adjustments: LogitAdjustments | None = None,
-    temperature: torch.Tensor | None = None,
-) -> ReportedRows:
-    index = np.array(list(rows))
-    if temperature is None:
-        temperature = torch.ones(len(index))
-    return ReportedRows(index, request, adjustments, temperature)
+def top_logprobs(num_top: int, rows: int, as_logits: bool = False) -> LogprobsRequest:
+    """Of the likeliest tokens of each row."""
+    nothing = torch.zeros(rows, 0, dtype=torch.int64)
+    return LogprobsRequest(num_top, nothing, torch.zeros(rows, dtype=torch.int32), as_logits)
 
 
 def all_filters(top_k: Any, top_p: Any, min_p: Any) -> CandidateFilters:
@@ -92,36 +92,27 @@ class Case:
         draws = row_draws(n, seeds=torch.randint(0, 2**62, (n,), generator=generator))
         temperatures = torch.rand(n, generator=generator) * 1.5
         temperatures[:2] = 0.0
-        adjustments, readable = self._adjustments(rng)
+        self.adjustments, readable = self._adjustments(rng)
         # Rows with a filter, with log-probabilities, with both and with neither, at both ends.
-        filtered, reported = [0, 1, 2, 4, 5, 7, 8, 9], [1, 2, 3, 4, 8, 11]
-        f, r = len(filtered), len(reported)
-        self.requests = RowSettings(
-            draws._replace(
-                temperature=torch.rand(n, generator=generator) + 0.3,
-                request_temperature=temperatures,
-            ),
-            adjustments,
-            filtered_rows(
-                filtered,
-                all_filters(
-                    torch.randint(1, vocab + 1, (f,), generator=generator),
-                    torch.rand(f, generator=generator).clamp(min=0.1),
-                    torch.rand(f, generator=generator) * 0.2,
-                ),
-            ),
-            reported_rows(
-                reported,
-                LogprobsRequest(
-                    min(3, vocab),
-                    torch.randint(0, vocab, (r, 4), generator=generator),
-                    torch.tensor([0, 2, 4] * (r // 3), dtype=torch.int32),
-                    as_logits=False,
-                ),
-                (readable if seed % 2 else adjustments).rows(torch.tensor(reported)),
-                torch.rand(r, generator=generator) + 0.5,
-            ),
+        self.filtered = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9])
+        self.reported = torch.tensor([1, 2, 3, 4, 8, 11])
+        f, r = len(self.filtered), len(self.reported)
+        self.draws = draws._replace(
+            temperature=torch.rand(n, generator=generator) + 0.3, request_temperature=temperatures
         )
+        self.filters = all_filters(
+            torch.randint(1, vocab + 1, (f,), generator=generator),
+            torch.rand(f, generator=generator).clamp(min=0.1),
+            torch.rand(f, generator=generator) * 0.2,
+        )
+        self.request = LogprobsRequest(
+            min(3, vocab),
+            torch.randint(0, vocab, (r, 4), generator=generator),
+            torch.tensor([0, 2, 4] * (r // 3), dtype=torch.int32),
+            as_logits=False,
+        )
+        self.reported_adjustments = readable if seed % 2 else self.adjustments
+        self.reported_temperature = torch.rand(r, generator=generator) + 0.5
 
     def _adjustments(self, rng: np.random.Generator) -> tuple[LogitAdjustments, LogitAdjustments]:
         """Three requests of four rows: one of penalties, one of bias and length, one restricted."""
@@ -140,9 +131,38 @@ class Case:
         slot = torch.arange(3).repeat_interleave(4)
         return bind(adjustments, [4, 4, 4]), adjustments.bind_readable(slot)
 
-    def run(self, head: Any = None, tile: int = 4096) -> RowResults:
+    def run(self, head: Any = None, tile: int = 4096) -> tuple[RowResults, LogprobsTensors]:
+        """Results with the candidates of filtered rows, and the log-probabilities of all rows."""
         head = head or output_head(self.weight, 5.0)
-        return sample_rows(head, self.rows, self.requests, self.vocab, tile)
+        results, some = self.run_plain(head, tile), self.filtered
+        drawn = draw_filtered(
+            head,
+            logits_of(head, self.rows[some], self.adjustments.rows(some)),
+            rows_of(self.draws, some),
+            self.filters,
+            self.vocab,
+        )
+        results = replace(
+            results,
+            candidate=results.candidate.index_copy(0, some, drawn[0]),
+            drawn_confidence=results.drawn_confidence.index_copy(0, some, drawn[1]),
+        )
+        some = self.reported
+        reports = no_logprobs(len(self.rows), self.request.num_columns, self.rows.device)
+        computed = row_logprobs(
+            logits_of(head, self.rows[some], self.reported_adjustments.rows(some)),
+            self.reported_temperature,
+            results.argmax[some],
+            self.request,
+            head,
+        )
+        write_rows(reports, some, computed)
+        return results, reports
+
+    def run_plain(self, head: Any = None, tile: int = 4096) -> RowResults:
+        """Results of all rows before some are looked at again."""
+        head = head or output_head(self.weight, 5.0)
+        return sample_rows(head, self.rows, self.draws, self.adjustments, 0, self.vocab, tile)
 
 
 def sampling_params(**changes: Any) -> SimpleNamespace:

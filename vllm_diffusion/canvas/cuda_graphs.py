@@ -7,6 +7,7 @@ canvases: ``runner/model_state.py``; which sizes of the backbone vLLM captures: 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,10 +33,16 @@ class GraphedFunction:
             tuple[torch.Size, ...], tuple[Callable[[], Any], tuple[Tensor, ...]]
         ] = {}
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor, **others: Any) -> Any:
+        """Replay the graph of the inputs' shapes, or call the function if there is none.
+
+        Args:
+            inputs: Their shapes choose the graph.
+            others: Other arguments; a graph has those that it was captured with.
+        """
         graph = self._graphs.get(tuple(x.shape for x in inputs)) if self._graphs else None
         if graph is None:
-            return self._function(*inputs)
+            return self._function(*inputs, **others)
         replay, held = graph
         for mine, given in zip(held, inputs, strict=True):
             if mine.data_ptr() != given.data_ptr():
@@ -46,15 +53,17 @@ class GraphedFunction:
         """Report whether a call with inputs of these shapes replays a graph."""
         return tuple(x.shape for x in inputs) in self._graphs
 
-    def capture(self, capture: Capture, *inputs: Tensor) -> None:
+    def capture(self, capture: Capture, *inputs: Tensor, **others: Any) -> None:
         """Capture the call for the shapes of ``inputs``, whose values do not matter.
 
         Args:
             capture: :func:`cuda_capture`, or what stands in for it.
             inputs: Kept: each replay reads its inputs from them.
+            others: Other arguments, the same in every replay.
         """
+        function = update_wrapper(partial(self._function, **others), self._function)
         key = tuple(x.shape for x in inputs)
-        self._graphs[key] = (capture(self._function, inputs), inputs)
+        self._graphs[key] = (capture(function, inputs), inputs)
 
     def drop(self) -> None:
         """Give up what was captured."""

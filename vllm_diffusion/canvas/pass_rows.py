@@ -14,7 +14,7 @@ R is the number of slots, C the canvas length, N the most rows of a pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,18 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_diffusion.canvas.cuda_graphs import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import SlotPass, StepOutput
+
+Table = TypeVar("Table", bound="tuple[Any, ...]")
+
+
+def rows_of(table: Table, rows: slice | Tensor | tuple[Tensor, ...]) -> Table:
+    """Select rows of all tensors of a named tuple, whose other fields stay.
+
+    Args:
+        table: Named tuple of tensors with an entry for each row.
+        rows: Which rows, in their order in the result; several tensors index as many dimensions.
+    """
+    return type(table)(*(x[rows] if isinstance(x, Tensor) else x for x in table))
 
 
 class _Numbers(NamedTuple):
@@ -217,16 +229,6 @@ class PassRows:
         first = _Numbers._fields.index("num_valid")
         return self._held[first : first + 3, : self.slots.num_slots]
 
-    def slots_of(self, index: np.ndarray) -> Tensor:
-        """[n], int64, on the device: slots of rows that the host chose.
-
-        Args:
-            index: [n], int64, which of the sampled rows.
-        """
-        requests = self.requests
-        slots = np.repeat(requests.slots, requests.num_rows)[index]
-        return async_tensor_h2d(slots, device=self.slot.device)
-
     def lay_out(self, input_batch: InputBatch) -> None:
         """Lay out the batch of a pass, in ``prepare_attn``, before anything of the pass is launched."""
         n, num_slots = input_batch.num_reqs, self.slots.num_slots
@@ -355,7 +357,7 @@ class PassRows:
         """
         n = len(self.requests.slots)
         selected = self._select(output.tokens, output.num_emitted, output.num_finished)
-        return EngineRows(*(values[:n] for values in selected))
+        return rows_of(selected, slice(n))
 
     def _by_request(self, tokens: Tensor, num_emitted: Tensor, num_finished: Tensor) -> EngineRows:
         numbers, R = self._numbers, self.slots.num_slots

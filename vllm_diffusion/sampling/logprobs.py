@@ -1,4 +1,4 @@
-"""Log-probabilities of canvas rows, from kept logits, until their tokens are emitted."""
+"""Log-probabilities of canvas rows, from their logits until their tokens are emitted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import RowLogits, scaled_logits
-from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import StepOutput
 from vllm_diffusion.sampling.output_head import OutputHead
 
 IMPOSSIBLE = float("-inf")
+# What the logits of some rows take in float32: 32 rows of 262,144 ids.
+FLOAT32_BYTES = 32 * 2**20
 
 
 class LogprobsRequest(NamedTuple):
@@ -43,9 +45,28 @@ class LogprobsRequest(NamedTuple):
         """Tokens that are reported of a row: its own, and others."""
         return 1 + max(self.num_top, self.token_ids.shape[1])
 
-    def rows(self, some: slice | Tensor) -> LogprobsRequest:
-        """The request of some of the rows."""
-        return self._replace(token_ids=self.token_ids[some], num_token_ids=self.num_token_ids[some])
+
+def no_logprobs(num_rows: int, num_columns: int, device: torch.device) -> LogprobsTensors:
+    """Allocate log-probabilities of rows, of which nothing is reported yet."""
+    return LogprobsTensors(
+        torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device),
+        torch.full((num_rows, num_columns), IMPOSSIBLE, device=device),
+        torch.zeros(num_rows, dtype=torch.int64, device=device),
+    )
+
+
+def write_rows(
+    report: LogprobsTensors, rows: Tensor | tuple[Tensor, ...], values: LogprobsTensors
+) -> None:
+    """Write log-probabilities to rows of a report.
+
+    Args:
+        report: As wide as ``values``.
+        rows: [n], int64, which rows; a pair of them for a table.
+        values: Of n rows.
+    """
+    for held, given in zip(report[:3], values[:3], strict=True):
+        held[rows] = given.to(held.dtype)
 
 
 def row_logprobs(
@@ -54,7 +75,6 @@ def row_logprobs(
     selected: Tensor,
     request: LogprobsRequest,
     head: OutputHead,
-    rows_at_once: int,
 ) -> LogprobsTensors:
     """Scores and ranks of each row's token, and of the other tokens that its request wants.
 
@@ -64,13 +84,15 @@ def row_logprobs(
         selected: [num_rows], int64, each row's token.
         request: Log-probabilities that are wanted.
         head: Combines the ranks, and says which kernel scales the logits.
-        rows_at_once: Rows that are in float32 at the same time.
 
     Returns:
         Columns: the row's token, then the ids that its request names or the likeliest
         ones, and id 0 at minus infinity where a row has fewer.
     """
-    parts = [slice(start, start + rows_at_once) for start in range(0, len(selected), rows_at_once)]
+    # Every rank cuts in the same places, where kernels like it.
+    most = FLOAT32_BYTES // (4 * head.shard_size)
+    size = most // 16 * 16 or max(1, most)
+    parts = [slice(start, start + size) for start in range(0, len(selected), size)]
 
     def some_rows() -> Iterator[tuple[slice, Tensor]]:
         for part in parts:
@@ -172,7 +194,7 @@ class EmittedLogprobs:
     def __init__(self, slots: CanvasSlots, pass_rows: PassRows) -> None:
         self._slots = slots
         self._pass_rows = pass_rows
-        # What nobody will read is written behind a canvas.
+        # What nobody will read is written after a canvas.
         shape = (slots.num_slots, slots.canvas_length + 1)
         # [R, C + 1, width] and, ranks, [R, C + 1].
         self._waiting = LogprobsTensors(
@@ -197,42 +219,54 @@ class EmittedLogprobs:
             drawn: Log-probabilities of the tokens that the pass drew, of each of its rows.
             step: What the step decided.
         """
-        assert self._committed is not None
-        places, layout, requests = (
-            self._pass_rows,
-            self._slots.spec.layout,
-            self._pass_rows.requests,
-        )
+        places, layout = self._pass_rows, self._slots.spec.layout
         slot, position = places.slot[: places.num_rows], places.position[: places.num_rows]
-        committed, seeding = self._committed[slot], places.of_slots.seeding[slot]
-        decided = step.decided[slot, position]
-        if self._slots.spec.mask_token_id is None:
-            decided = decided | ~self._slots.requested.maps_steps[slot]
-        # Of a draft only what its commit draws is emitted.
-        is_read = committed if layout.verifies else step.denoised[slot] & decided
-        is_read = is_read | seeding
+        num_rows, is_seeding = places.requests.num_rows, places.requests.seeding
         width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
         drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)
-        target = layout.target(position, lambda: committed, lambda: seeding)
-        self._write(drawn, slot, target, is_read)
-
-        canvas_rows = _on_device(
-            np.flatnonzero(~np.repeat(requests.seeding, requests.num_rows)), slot
-        )
-        owner = slot[canvas_rows]
-        # The known tokens that a canvas begins with are not emitted, and nothing reads its last rows' then.
-        at = position[canvas_rows] + step.num_given[owner]
-        emitted = _rows_of(self._waiting, (owner, at.clamp(max=self._slots.canvas_length - 1)))
-
+        owner, at = slot, position
         if layout.starts_from_commit:
-            has_canvas = (requests.num_rows > 0) & ~requests.seeding
-            first = _on_device(requests.starts[:-1][has_canvas], slot)
-            owner = slot[first]
-            row = first + layout.seed_position(step.num_finished[owner])
-            zero = torch.zeros_like(owner)
-            self._write(_rows_of(drawn, row), owner, zero, self._committed[owner])
-        starts = np.concatenate([[0], np.cumsum(requests.num_rows * ~requests.seeding)])
+            assert self._committed is not None
+            committed, seeding = self._committed[slot], places.of_slots.seeding[slot]
+            # Of a draft only what its commit draws is emitted.
+            is_read = committed if layout.verifies else self._decided(step)[slot, position]
+            target = layout.target(position, lambda: committed, lambda: seeding)
+            self._write(drawn, slot, target, is_read | seeding)
+            of_canvases = _on_device(np.flatnonzero(~np.repeat(is_seeding, num_rows)), slot)
+            owner, at = slot[of_canvases], position[of_canvases]
+        else:
+            self._write(drawn, slot, position, self._decided(step)[slot, position])
+        if layout.alignment > 1:
+            # Known tokens that a canvas begins with are not emitted: as many last rows have nothing to say.
+            at = (at + step.num_given[owner]).clamp(max=self._slots.canvas_length - 1)
+        emitted = rows_of(self._waiting, (owner, at))
+        if layout.starts_from_commit:
+            self._begin_canvases(drawn, step, slot)
+        starts = np.concatenate([[0], np.cumsum(num_rows * ~is_seeding)])
         return emitted._replace(cu_num_generated_tokens=starts[:-1].tolist())
+
+    def _decided(self, step: StepOutput) -> Tensor:
+        """[R, C], bool: positions whose token this step decided, as far as it is known."""
+        decided = step.decided
+        if self._slots.spec.mask_token_id is None:
+            decided = decided | ~self._slots.requested.maps_steps[:, None]
+        return decided & step.denoised[:, None]
+
+    def _begin_canvases(self, drawn: LogprobsTensors, step: StepOutput, slot: Tensor) -> None:
+        """Keep the log-probabilities of tokens with which canvases begin after committed ones.
+
+        Args:
+            drawn: Log-probabilities of the rows of the pass.
+            step: What the step decided.
+            slot: [num_rows], int64, of each row.
+        """
+        assert self._committed is not None
+        requests = self._pass_rows.requests
+        has_canvas = (requests.num_rows > 0) & ~requests.seeding
+        first = _on_device(requests.starts[:-1][has_canvas], slot)
+        owner = slot[first]
+        row = first + self._slots.spec.layout.seed_position(step.num_finished[owner])
+        self._write(rows_of(drawn, row), owner, torch.zeros_like(owner), self._committed[owner])
 
     def _write(
         self, report: LogprobsTensors, slot: Tensor, position: Tensor, is_read: Tensor
@@ -246,25 +280,11 @@ class EmittedLogprobs:
             is_read: [n], bool: tokens that a request may emit there.
         """
         where = (slot, torch.where(is_read, position, self._slots.canvas_length))
-        self._waiting.logprob_token_ids[where] = report.logprob_token_ids.long()
-        self._waiting.logprobs[where] = report.logprobs
-        self._waiting.selected_token_ranks[where] = report.selected_token_ranks.long()
+        write_rows(self._waiting, where, report)
 
 
 def _on_device(values: np.ndarray, like: Tensor) -> Tensor:
     return async_tensor_h2d(values, device=like.device)
-
-
-def _rows_of(report: LogprobsTensors, row: Tensor | tuple[Tensor, ...]) -> LogprobsTensors:
-    """Select rows of a report.
-
-    Args:
-        report: Log-probabilities.
-        row: [n], int64, which rows, in their order in the result; a pair of them for a table.
-    """
-    return LogprobsTensors(
-        report.logprob_token_ids[row], report.logprobs[row], report.selected_token_ranks[row]
-    )
 
 
 def _widened(report: LogprobsTensors, width: int) -> LogprobsTensors:

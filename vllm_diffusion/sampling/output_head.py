@@ -28,6 +28,8 @@ from vllm_diffusion.startup.kernel_choices import DEFAULT_KERNELS, KernelChoices
 # The logit of an id that is never drawn: below any other at every temperature, and finite after the
 # division by the lowest, so that no difference of two of them is undefined.
 _NEVER = -1e30
+# Ids whose weights are converted to the dtype of the logits at the same time.
+_CONVERTED_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,17 @@ class OutputHead:
             if 0 <= column < logits.shape[1]:
                 logits[:, column].fill_(max(_NEVER, torch.finfo(logits.dtype).min))
         return logits
+
+    def project_all(self, rows: Tensor) -> Tensor:
+        """Logits of all of the rank's ids before the cap: [num_rows, num_ids], in ``dtype``."""
+        num_ids = len(self.weight)
+        if self.weight.dtype == self.dtype:
+            return self.project(rows, slice(0, num_ids))
+        # Not the whole weight in another dtype at once.
+        projected = torch.empty(len(rows), num_ids, dtype=self.dtype, device=rows.device)
+        for tile in self.tiles(_CONVERTED_AT_ONCE):
+            projected[:, tile] = self.project(rows, tile)
+        return projected
 
     def gather(self, values: Tensor) -> Tensor:
         """Every rank's ``values``: [num_shards, ...], ascending in ids."""

@@ -3,8 +3,9 @@
 A pass in which no request uses more than temperatures and seeds is one function, the plain step. Any
 other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with filters,
 a canvas's length of them at a time, which need the statistics of the whole row; and the rows with
-log-probabilities, which need the tokens. Their statistics are scattered to the positions of their
-canvases.
+log-probabilities, which need the tokens. The last two project their rows again. Their statistics are
+scattered to the positions of their canvases. A part without a graph is called, and then does no more
+than the pass uses.
 """
 
 from __future__ import annotations
@@ -17,23 +18,17 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.vocab_statistics import RowLogits
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
-from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.sampling.kept_rows import RowSettings
-from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, row_logprobs
+from vllm_diffusion.sampling.kept_rows import draw_filtered
+from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs, row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
-from vllm_diffusion.sampling.vocabulary_stream import (
-    RowResults,
-    draw_filtered,
-    no_logprobs,
-    rows_in_float32,
-    sample_rows,
-)
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 # (soft embeddings [num_rows, hidden_size] float32, slot [num_rows], position [num_rows]) -> kept for
 # self-conditioning.
@@ -51,7 +46,6 @@ class RowStatistics:
     def __init__(
         self,
         slots: CanvasSlots,
-        pass_rows: PassRows,
         head: OutputHead,
         constraints: ConstraintTensors,
         store_soft_embeds: StoreSoftEmbeds,
@@ -60,29 +54,35 @@ class RowStatistics:
 
         Args:
             slots: The canvases.
-            pass_rows: The rows of the pass.
             head: The projection onto the vocabulary.
             constraints: Constraints of the pass.
             store_soft_embeds: Called if ``head`` has an embedding.
         """
         self.head = head
         self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
-        self._pass_rows = pass_rows
         self._vocab_size = slots.vocab_size
         self._constraints = constraints
         self._store_soft_embeds = store_soft_embeds
 
-    def sample(self, rows: Tensor, requests: RowSettings) -> RowResults:
+    def sample(
+        self,
+        rows: Tensor,
+        selected: SelectedRows,
+        draws: RowDraws,
+        adjustments: LogitAdjustments | None,
+    ) -> None:
         """Sample the rows of the pass and scatter their statistics to (slot, position).
 
         Args:
             rows: [num_rows, hidden_size].
-            requests: Settings of the rows.
+            selected: Which they are.
+            draws: Their temperatures and noise keys.
+            adjustments: Adjustments of their logits; ``None`` if there are none.
         """
-        every = slice(len(rows))
-        slot, position = self._pass_rows.slot[every], self._pass_rows.position[every]
-        results = sample_rows(self.head, rows, requests, self._vocab_size)
-        statistics = self.of_slots
+        slot, position, statistics = selected.slot, selected.position, self.of_slots
+        results = sample_rows(
+            self.head, rows, draws, adjustments, statistics.num_likeliest, self._vocab_size
+        )
         statistics.argmax[slot, position] = results.argmax
         statistics.candidate[slot, position] = results.candidate
         statistics.entropy[slot, position] = results.entropy
@@ -93,11 +93,10 @@ class RowStatistics:
             statistics.choices[slot, position] = results.choices
         if results.soft_embeds is not None:
             soft_embeds = results.soft_embeds
-            if requests.adjustments is not None:
-                restart = self._constraints.restart(every)
+            if adjustments is not None:
+                restart = self._constraints.restart(selected.rows)
                 soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self._store_soft_embeds(soft_embeds, slot, position)
-        return results
 
 
 # Canvases of the largest pass with settings that has a graph of its adjusted rows.
@@ -170,23 +169,15 @@ class PassGraphs:
         Returns:
             Log-probabilities of each row's token; ``None`` if no request asks.
         """
-        if self.has_parts(rows, used):
-            self.adjusted_rows(rows)
-            return self._look_again(used)
-        return self._statistics.sample(rows, self._settings.requests(len(rows), used)).logprobs
-
-    def has_parts(self, rows: Tensor, used: UsedSettings) -> bool:
-        """Report whether the parts of a pass with settings are captured.
-
-        Args:
-            rows: [num_rows, hidden_size].
-            used: Settings that the pass uses.
-        """
-        if not self.adjusted_rows.is_captured(rows):
-            return False
+        self.adjusted_rows(rows, used=used)
+        # Graphs look at rows where they were captured.
+        is_held = self._hidden is not None and len(rows) <= len(self._hidden)
+        filtered_rows = self.filtered_rows if is_held else self._filtered_rows
+        for index in self._canvases_of(used.filtered, is_held):
+            filtered_rows(index, hidden=rows, used=used)
         if used.reported is None:
-            return True
-        return self._reports is not None and not self._settings.names_logprob_ids()
+            return None
+        return self._report(rows, used, is_held)
 
     def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:
         """Capture steps of some numbers of whole canvases, and the parts of adjusted ones.
@@ -198,17 +189,19 @@ class PassGraphs:
             canvas_counts: The numbers, the largest first.
             hidden: [most canvases * canvas_length, hidden_size], rows that graphs read from.
         """
-        C = self._length
+        C, everything = self._length, self._settings.all_used(self._max_logprobs)
         self._hidden = hidden
         for n in canvas_counts:
             self.plain_step.capture(capture, hidden[: n * C])
         for n in sorted({min(n, MOST_ADJUSTED_CANVASES) for n in canvas_counts}, reverse=True):
-            self.adjusted_rows.capture(capture, hidden[: n * C])
+            self.adjusted_rows.capture(capture, hidden[: n * C], used=everything)
         some = torch.zeros(C, dtype=torch.int64, device=hidden.device)
-        self.filtered_rows.capture(capture, some)
+        self.filtered_rows.capture(capture, some, hidden=hidden, used=everything)
         if 0 <= self._max_logprobs <= MAX_GRAPHED_LOGPROBS:
             self._reports = no_logprobs(len(hidden), 1 + self._max_logprobs, hidden.device)
-            self.reported_rows.capture(capture, some.clone())
+            self.reported_rows.capture(
+                capture, some.clone(), hidden=hidden, used=everything, reports=self._reports
+            )
         self.decide.capture(capture)
 
     def drop(self) -> None:
@@ -226,100 +219,100 @@ class PassGraphs:
     # The functions.
 
     def _plain_step(self, rows: Tensor) -> StepOutput:
-        self._statistics.sample(rows, self._settings.requests(len(rows)))
+        self._adjusted_rows(rows, UsedSettings())
         return self._decide()
 
-    def _adjusted_rows(self, rows: Tensor) -> None:
-        used = UsedSettings(adjusted=self._settings.adjustments.all_used())
-        self._statistics.sample(rows, self._settings.requests(len(rows), used))
+    def _adjusted_rows(self, rows: Tensor, used: UsedSettings) -> None:
+        settings = self._settings
+        some = settings.select(slice(len(rows)))
+        adjustments = settings.adjustments_of(some, used)
+        self._statistics.sample(rows, some, settings.draws(some), adjustments)
 
-    def _filtered_rows(self, index: Tensor) -> None:
-        some, settings = self._settings.select(index), self._settings
-        head, statistics = self._statistics.head, self._statistics.of_slots
-        logits = self._logits_again(some, index)
-        statistics.candidate[some.slot, some.position], drawn_confidence = draw_filtered(
-            head,
-            logits.projected,
-            settings.draws(some),
-            logits.adjustments,
-            settings.filters.rows(some.slot),
+    def _filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
+        some, statistics = self._settings.select(index), self._statistics.of_slots
+        candidate, drawn_confidence = draw_filtered(
+            self._statistics.head,
+            self._logits_again(some, hidden[index], used),
+            self._settings.draws(some),
+            rows_of(used.filters, some.slot),
             self._pass_rows.slots.vocab_size,
         )
+        statistics.candidate[some.slot, some.position] = candidate
         statistics.drawn_confidence[some.slot, some.position] = drawn_confidence
 
-    def _reported_rows(self, index: Tensor) -> None:
-        assert self._reports is not None
+    def _reported_rows(
+        self, index: Tensor, hidden: Tensor, used: UsedSettings, reports: LogprobsTensors
+    ) -> None:
         some, settings = self._settings.select(index), self._settings
-        head, statistics = self._statistics.head, self._statistics.of_slots
-        logits = self._logits_again(some, index)
-        assert logits.adjustments is not None
-        num_top = self._reports.logprobs.shape[1] - 1
-        no_ids, num_ids = index[:, None][:, :0], torch.zeros_like(some.slot)
-        request = settings.logprobs_request(num_top, no_ids, num_ids)
+        statistics = self._statistics.of_slots
+        logits = self._logits_again(some, hidden[index], used)
+        adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
+        request = settings.logprobs_request(some.slot, used)
         of_tokens = statistics.candidate if request.of_drawn else statistics.argmax
-        adjustments = settings.reported_adjustments_of(some, logits.adjustments)
         computed = row_logprobs(
             logits._replace(adjustments=adjustments),
             settings.reported_temperature(some.slot),
             of_tokens[some.slot, some.position],
             request,
-            head,
-            rows_in_float32(head, len(index)),
+            self._statistics.head,
         )
-        held = self._reports
-        held.logprob_token_ids[index] = computed.logprob_token_ids.to(held.logprob_token_ids.dtype)
-        held.logprobs[index] = computed.logprobs.to(held.logprobs.dtype)
-        ranks = held.selected_token_ranks
-        ranks[index] = computed.selected_token_ranks.to(ranks.dtype)
+        write_rows(reports, index, computed)
 
     def _decide(self) -> StepOutput:
         return self._canvas_step(self._statistics.of_slots, self._pass_rows.of_slots)
 
     # Rows that are looked at again.
 
-    def _logits_again(self, some: SelectedRows, index: Tensor) -> RowLogits:
-        """Project rows of the pass again, with all adjustments that a request may have.
+    def _logits_again(self, some: SelectedRows, rows: Tensor, used: UsedSettings) -> RowLogits:
+        """Project rows of the pass again, onto all ids of this rank.
 
         Args:
-            some: The rows.
-            index: [n], int64, which rows of the pass they are.
+            some: Which they are.
+            rows: [n, hidden_size].
+            used: Settings that the pass uses.
         """
-        assert self._hidden is not None
-        used = self._settings.adjustments.all_used()
-        adjustments, head = self._settings.adjustments_of(some, used), self._statistics.head
-        projected = head.project(self._hidden[index], slice(0, len(head.weight)))
-        return RowLogits(projected, head.first_id, head.softcap, adjustments)
+        head = self._statistics.head
+        adjustments = self._settings.adjustments_of(some, used)
+        return RowLogits(head.project_all(rows), head.first_id, head.softcap, adjustments)
 
-    def _look_again(self, used: UsedSettings) -> LogprobsTensors | None:
-        """Replay the graphs of rows with filters or log-probabilities; return the latter."""
-        for index in self._canvases_of(used.filtered):
-            self.filtered_rows(index)
-        if used.reported is None or self._reports is None:
-            return None
-        n, reports = self._pass_rows.num_rows, self._reports
-        ids, logprobs = reports.logprob_token_ids[:n], reports.logprobs[:n]
-        ranks = reports.selected_token_ranks[:n]
-        # The other rows report nothing.
-        ids.zero_()
-        logprobs.fill_(IMPOSSIBLE)
-        ranks.zero_()
-        for index in self._canvases_of(used.reported):
-            self.reported_rows(index)
+    def _report(self, rows: Tensor, used: UsedSettings, is_held: bool) -> LogprobsTensors:
+        """Log-probabilities of all rows; a row whose request wants none reports nothing.
+
+        Args:
+            rows: [num_rows, hidden_size].
+            used: Settings that the pass uses.
+            is_held: Graphs read the rows.
+        """
+        num_columns = 1 + max(used.num_top, used.num_named)
+        reported_rows: Callable[..., None] = self.reported_rows
+        if self._reports is not None and is_held and used.num_named == 0:
+            reports = rows_of(self._reports, slice(len(rows)))
+            reports.logprob_token_ids.zero_()
+            reports.logprobs.fill_(IMPOSSIBLE)
+            reports.selected_token_ranks.zero_()
+        else:
+            reported_rows = self._reported_rows
+            reports = no_logprobs(len(rows), num_columns, rows.device)
+        for index in self._canvases_of(used.reported, is_held):
+            reported_rows(index, hidden=rows, used=used, reports=reports)
         # Some requests want fewer than the graph reports.
-        num_columns = 1 + self._settings.num_top()
-        return LogprobsTensors(ids[:, :num_columns], logprobs[:, :num_columns], ranks)
+        return reports._replace(
+            logprob_token_ids=reports.logprob_token_ids[:, :num_columns],
+            logprobs=reports.logprobs[:, :num_columns],
+        )
 
-    def _canvases_of(self, index: np.ndarray | None) -> Sequence[Tensor]:
-        """Cut rows into parts of a canvas's length, on the device; the last row fills the last part.
+    def _canvases_of(self, index: np.ndarray | None, is_graphed: bool) -> Sequence[Tensor]:
+        """Cut rows into parts of a canvas's length, on the device.
 
         Args:
             index: [n], int64, which rows of the pass; ``None`` for none.
+            is_graphed: Fill up the last part with the last row: a graph has one shape.
         """
         if index is None:
             return []
-        parts = np.resize(index[-1:], (-(-len(index) // self._length), self._length))
-        parts.reshape(-1)[: len(index)] = index
-        return list(async_tensor_h2d(parts, device=self._pass_rows.index.device))
+        if is_graphed:
+            index = np.pad(index, (0, -len(index) % self._length), mode="edge")
+        return async_tensor_h2d(index, device=self._pass_rows.index.device).split(self._length)
 
     @property
     def _length(self) -> int:

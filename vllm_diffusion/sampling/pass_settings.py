@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import temperatures
-from vllm_diffusion.sampling.kept_rows import (
-    CandidateFilters,
-    FilteredRows,
-    ReportedRows,
-    RowSettings,
-)
+from vllm_diffusion.sampling.kept_rows import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
 
@@ -31,13 +25,21 @@ class UsedSettings:
     Attributes:
         adjusted: Adjustments of logits; ``None`` if no request has any.
         filtered: [num_filtered], int64, ascending: rows with filters; ``None`` if there are none.
+        filters: [R] each, filters that some of these rows have.
         reported: [num_reported], int64, ascending: rows with log-probabilities; ``None`` if there are
             none.
+        num_top: Most likeliest tokens that one of these rows reports.
+        num_named: Most ids that one of their requests names to be reported.
+        reads_some: True if some read-only canvas is asked about a few ids alone.
     """
 
     adjusted: UsedAdjustments | None = None
     filtered: np.ndarray | None = None
+    filters: CandidateFilters = CandidateFilters(None, None, None)
     reported: np.ndarray | None = None
+    num_top: int = 0
+    num_named: int = 0
+    reads_some: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -113,7 +115,6 @@ class PassSettings:
         slots: CanvasSlots,
         pass_rows: PassRows,
         adjustments: RowAdjustments,
-        num_likeliest: int,
     ) -> None:
         """Allocate for all slots.
 
@@ -122,7 +123,6 @@ class PassSettings:
             slots: The canvases.
             pass_rows: The rows of the pass; the seeds of requests are written to its ``of_slots``.
             adjustments: Adjustments of logits by slot.
-            num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
         """
         R, device = slots.num_slots, slots.device
         self.states = stock_sampler.sampling_states
@@ -136,7 +136,6 @@ class PassSettings:
         self.adjustments = adjustments
         self._slots = slots
         self._pass_rows = pass_rows
-        self._num_likeliest = num_likeliest
         self._req_states = stock_sampler.req_states
         mode = stock_sampler.logprobs_mode
         self._reports_logits = mode in ("raw_logits", "processed_logits")
@@ -176,29 +175,41 @@ class PassSettings:
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
         requests, slots = self._pass_rows.requests, self._pass_rows.requests.slots
-        names_ids = self.token_ids.num_token_ids.np[slots] > 0
-        return UsedSettings(
-            self.adjustments.used_by(slots[requests.num_rows > 0], num_masks),
-            requests.rows_of(np.logical_or.reduce(self._used_filters())),
-            requests.rows_of((self.states.num_logprobs[slots] >= 0) | names_ids),
-        )
-
-    def _used_filters(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Three times [num_reqs], bool: requests of the pass that have top-k, top-p and min-p."""
-        states, slots = self.states, self._pass_rows.requests.slots
-        return (
+        states, num_logprobs = self.states, self.states.num_logprobs[slots]
+        has_filter = (
             states.top_k.np[slots] != self._slots.vocab_size,
             states.top_p.np[slots] != 1.0,
             states.min_p.np[slots] != 0.0,
         )
+        names_ids = self.token_ids.num_token_ids.np[slots] > 0
+        used = UsedSettings(
+            self.adjustments.used_by(slots[requests.num_rows > 0], num_masks),
+            filtered=requests.rows_of(np.logical_or.reduce(has_filter)),
+            reported=requests.rows_of((num_logprobs >= 0) | names_ids),
+        )
+        if used.filtered is not None:
+            # Without a filter that no request of the pass has.
+            of_slots = zip(self.filters, has_filter, strict=True)
+            filters = CandidateFilters(*(x if is_used.any() else None for x, is_used in of_slots))
+            used = replace(used, filters=filters)
+        if used.reported is not None:
+            used = replace(
+                used,
+                num_top=max(int(num_logprobs.max()), 0),
+                num_named=self.token_ids.max_num_token_ids(slots),
+                reads_some=self.adjustments.has_readable(slots),
+            )
+        return used
 
-    def names_logprob_ids(self) -> bool:
-        """Report whether a request of the pass names the ids whose log-probabilities it wants."""
-        return bool(self.token_ids.num_token_ids.np[self._pass_rows.requests.slots].any())
+    def all_used(self, num_top: int) -> UsedSettings:
+        """Settings that any pass may use, but for named ids, for a graph that serves each.
 
-    def num_top(self) -> int:
-        """Most likeliest tokens that a request of the pass wants reported; 0 for none."""
-        return max(int(self.states.num_logprobs[self._pass_rows.requests.slots].max()), 0)
+        Args:
+            num_top: Most likeliest tokens that are reported of a row.
+        """
+        return UsedSettings(
+            self.adjustments.all_used(), filters=self.filters, num_top=num_top, reads_some=True
+        )
 
     # Rows.
 
@@ -225,25 +236,30 @@ class PassSettings:
         )
         return slots.spec.layout.draws(draws, some)
 
-    def adjustments_of(self, some: SelectedRows, used: UsedAdjustments) -> LogitAdjustments:
-        """Adjustments of the logits of rows.
+    def adjustments_of(self, some: SelectedRows, used: UsedSettings) -> LogitAdjustments | None:
+        """Adjustments of the logits of rows; ``None`` if none are used.
 
         Args:
             some: The rows.
-            used: Adjustments that the pass uses.
+            used: Settings that the pass uses.
         """
-        return self.adjustments.bind(used, some.rows, some.slot, some.drawn_at)
+        if used.adjusted is None:
+            return None
+        return self.adjustments.bind(used.adjusted, some.rows, some.slot, some.drawn_at)
 
     def reported_adjustments_of(
-        self, some: SelectedRows, adjustments: LogitAdjustments
-    ) -> LogitAdjustments:
-        """Adjustments of the logits that rows report.
+        self, some: SelectedRows, used: UsedSettings, adjustments: LogitAdjustments | None
+    ) -> LogitAdjustments | None:
+        """Adjustments of the logits that rows report; ``None`` if there are none.
 
         Args:
             some: The rows.
+            used: Settings that the pass uses.
             adjustments: Adjustments of the logits that they draw from.
         """
-        return self.adjustments.bind_readable(some.slot) if self._reports_raw else adjustments
+        if not self._reports_raw:
+            return adjustments
+        return self.adjustments.bind_readable(some.slot) if used.reads_some else None
 
     def reported_temperature(self, slot: Tensor) -> Tensor:
         """[n], float32: divisor of reported logits.
@@ -259,81 +275,23 @@ class PassSettings:
             is_plain = torch.ones_like(is_plain)
         return torch.where(is_plain[slot], 1.0, judged[slot])
 
-    def logprobs_request(
-        self,
-        num_top: int,
-        token_ids: Tensor,
-        num_token_ids: Tensor,
-    ) -> LogprobsRequest:
+    def logprobs_request(self, slot: Tensor, used: UsedSettings) -> LogprobsRequest:
         """Describe the log-probabilities that rows report; see :class:`LogprobsRequest`.
 
         Args:
-            num_top: Likeliest tokens of each row.
-            token_ids: [n, num_ids], int64.
-            num_token_ids: [n], int32.
+            slot: [n], int64, of the rows.
+            used: Settings that the pass uses.
         """
+        # No graph reads vLLM's state, which rotates.
+        token_ids, num_token_ids = slot[:, None][:, :0], torch.zeros_like(slot)
+        if used.num_named > 0:
+            token_ids = self.token_ids.token_ids.gpu[slot, : used.num_named].long()
+            num_token_ids = self.token_ids.num_token_ids.gpu[slot]
         return LogprobsRequest(
-            num_top=num_top,
+            num_top=used.num_top,
             token_ids=token_ids,
             num_token_ids=num_token_ids,
             as_logits=self._reports_logits,
             # A masked model commits the tokens that it drew, and a draft is verified by drawing.
             of_drawn=self._slots.spec.mask_token_id is not None or self._slots.spec.layout.verifies,
-        )
-
-    def requests(self, num_rows: int, used: UsedSettings | None = None) -> RowSettings:
-        """Collect the settings of the pass's rows.
-
-        Args:
-            num_rows: All of them.
-            used: Settings that they use beyond temperatures and seeds.
-        """
-        used = used or UsedSettings()
-        some = self.select(slice(num_rows))
-        adjustments = None
-        if used.adjusted is not None:
-            adjustments = self.adjustments_of(some, used.adjusted)
-        filtered = reported = None
-        if used.filtered is not None:
-            # Without a filter that no request of the pass has.
-            filters = CandidateFilters(
-                *(
-                    of_slots if is_used.any() else None
-                    for of_slots, is_used in zip(self.filters, self._used_filters(), strict=True)
-                )
-            )
-            slot = self._pass_rows.slots_of(used.filtered)
-            filtered = FilteredRows(used.filtered, filters.rows(slot))
-        if used.reported is not None:
-            reported = self._reported(used.reported, adjustments)
-        return RowSettings(
-            self.draws(some),
-            adjustments,
-            filtered,
-            reported,
-            self._num_likeliest,
-        )
-
-    def _reported(self, index: np.ndarray, adjustments: LogitAdjustments | None) -> ReportedRows:
-        """Collect the settings of rows with log-probabilities.
-
-        Args:
-            index: [n], int64: which rows of the pass.
-            adjustments: Adjustments of all rows.
-        """
-        slots_np, slot = self._pass_rows.requests.slots, self._pass_rows.slots_of(index)
-        num_ids = self.token_ids.max_num_token_ids(slots_np)
-        token_ids = self.token_ids.token_ids.gpu[slot, :num_ids].long()
-        num_token_ids = self.token_ids.num_token_ids.gpu[slot]
-        if self._reports_raw:
-            adjustments = None
-            if self.adjustments.has_readable(slots_np):
-                adjustments = self.adjustments.bind_readable(slot)
-        elif adjustments is not None:
-            adjustments = adjustments.rows(async_tensor_h2d(index, device=slot.device))
-        return ReportedRows(
-            index,
-            self.logprobs_request(self.num_top(), token_ids, num_token_ids),
-            adjustments,
-            self.reported_temperature(slot),
         )

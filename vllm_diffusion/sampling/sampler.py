@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.core.sched.output import GrammarOutput
@@ -24,19 +23,14 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from vllm_diffusion.canvas.cuda_graphs import Capture
 from vllm_diffusion.canvas.messages import CanvasConstraints
-from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
-from vllm_diffusion.sampling.kept_rows import (
-    CandidateFilters,
-    FilteredRows,
-    ReportedRows,
-    RowSettings,
-)
-from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
 from vllm_diffusion.sampling.pass_settings import PassSettings
@@ -87,11 +81,9 @@ class DiffusionSampler:
             vocab_size=slots.vocab_size,
             device=slots.device,
         )
-        statistics = RowStatistics(slots, pass_rows, head, self.constraints, store_soft_embeds)
+        statistics = RowStatistics(slots, head, self.constraints, store_soft_embeds)
         self._num_likeliest = statistics.of_slots.num_likeliest
-        self.settings = PassSettings(
-            stock_sampler, slots, pass_rows, self.adjustments, self._num_likeliest
-        )
+        self.settings = PassSettings(stock_sampler, slots, pass_rows, self.adjustments)
         self.graphs = PassGraphs(pass_rows, self.settings, statistics, canvas_step, max_logprobs)
         self.emitted_logprobs = EmittedLogprobs(slots, pass_rows)
         self.views = CanvasViewConnector(
@@ -188,21 +180,25 @@ class DiffusionSampler:
         Args:
             rows: [num_rows, hidden_size], any hidden states.
         """
-        most = min(len(self.pass_rows.index), self.slots.num_slots * self.slots.canvas_length)
+        length = self.slots.canvas_length
+        most = min(len(self.pass_rows.index), self.slots.num_slots * length)
         self._profile_rows(rows[:1].repeat(most, 1), None)
         # A few rows compile the kernels as they are with adjustments.
-        few = min(most, self.slots.canvas_length)
+        few = min(most, length)
         self._profile_rows(rows[:1].repeat(few, 1), self.adjustments.none(few))
 
     def _profile_rows(self, rows: Tensor, adjustments: LogitAdjustments | None) -> None:
-        n, device = rows.shape[0], rows.device
-        ones = torch.ones(n, device=device)
-        zeros = torch.zeros(n, dtype=torch.int32, device=device)
-        index = np.arange(n)
-        # With filters and log-probabilities rows are kept, and swept once more for each.
-        filtered = FilteredRows(index, CandidateFilters(zeros + 1, ones / 2, ones / 2))
-        wanted = LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False)
-        reported = ReportedRows(index, wanted, adjustments, ones)
+        head, vocab_size = self.head, self.slots.vocab_size
+        ones = torch.ones(len(rows), device=rows.device)
+        zeros = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-        requests = RowSettings(draws, adjustments, filtered, reported, self._num_likeliest)
-        sample_rows(self.head, rows, requests, self.slots.vocab_size)
+        sample_rows(head, rows, draws, adjustments, self._num_likeliest, vocab_size)
+        # With filters and log-probabilities rows are looked at again, a canvas at a time.
+        some = slice(self.slots.canvas_length)
+        ones, zeros, draws = ones[some], zeros[some], rows_of(draws, some)
+        logits = RowLogits(head.project_all(rows[some]), head.first_id, head.softcap, adjustments)
+        draw_filtered(
+            head, logits, draws, CandidateFilters(zeros + 1, ones / 2, ones / 2), vocab_size
+        )
+        wanted = LogprobsRequest(1, zeros.long()[:, None][:, :0], zeros, as_logits=False)
+        row_logprobs(logits, ones, zeros.long(), wanted, head)

@@ -15,9 +15,10 @@ from attention_kernels.vocab_statistics import (
     ordered_keys,
 )
 from tests.support.heads import identity_head, on_shards, output_head
-from vllm_diffusion.sampling import vocabulary_stream
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings, thresholds
-from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+from tests.support.row_settings import row_draws
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, thresholds
+from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
 pytestmark = pytest.mark.engine
 
@@ -70,12 +71,17 @@ def test_ties_with_the_last_token_kept_are_kept():
 ROWS, VOCAB = 6, 40
 
 
-def requests(adjustments: LogitAdjustments | None = None) -> RowSettings:
-    """Three choices of each row, at several temperatures."""
+def sampled(
+    head: OutputHead,
+    logits: torch.Tensor,
+    adjustments: LogitAdjustments | None = None,
+    tile_size: int | None = None,
+) -> RowResults:
+    """With three choices of each row, at several temperatures."""
     zeros = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.linspace(0.5, 2.0, ROWS)
     draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
-    return RowSettings(draws, adjustments, num_likeliest=3)
+    return sample_rows(head, logits, draws, adjustments, 3, VOCAB, tile_size)
 
 
 def logits_with_ties() -> torch.Tensor:
@@ -93,24 +99,11 @@ def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
         torch.eye(VOCAB),
         borders,
         None,
-        lambda head: sample_rows(head, logits, requests(), VOCAB, tile_size),
+        lambda head: sampled(head, logits, tile_size=tile_size),
     )
     for result in results:
         assert torch.equal(result.choices, expected)
         assert torch.equal(result.argmax, expected[:, 0])
-
-
-def test_groups_of_rows(monkeypatch):
-    """Rows that go through the vocabulary a few at a time."""
-    logits = logits_with_ties()
-    whole = sample_rows(identity_head(VOCAB), logits, requests(), VOCAB).choices
-    parts = [
-        vocabulary_stream._RowGroup(
-            identity_head(VOCAB), logits[some], requests().within(some)
-        ).sample(VOCAB, 16, 4)
-        for some in (slice(0, 2), slice(2, ROWS))
-    ]
-    assert torch.equal(vocabulary_stream._joined(parts, None).choices, whole)
 
 
 def test_what_a_request_forbids_is_no_choice():
@@ -136,12 +129,13 @@ def test_what_a_request_forbids_is_no_choice():
     )
     logits = logits_with_ties()
     logits[1, 30] = 9.0
-    choices = sample_rows(identity_head(VOCAB), logits, requests(adjustments), VOCAB).choices
+    choices = sampled(identity_head(VOCAB), logits, adjustments).choices
     assert choices[:2].tolist() == [[7, 7, 7], [30, 9, 9]]
 
 
 def test_nobody_asks():
     """Nothing is looked for where the rule looks at no more than the likeliest."""
-    draws = requests().draws
-    head = output_head(torch.eye(VOCAB))
-    assert sample_rows(head, logits_with_ties(), RowSettings(draws), VOCAB).choices is None
+    logits = logits_with_ties()
+    assert (
+        sample_rows(identity_head(VOCAB), logits, row_draws(ROWS), None, 0, VOCAB).choices is None
+    )

@@ -6,7 +6,8 @@ The sampler runs without an engine; graphs are emulated.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from tests.support.graphs import emulated_capture
+from tests.support.kernel_checks import TensorMemory
 from tests.support.plain_step import StepServer, StepShape
 from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.messages import CanvasConstraint, CanvasConstraints
-from vllm_diffusion.sampling.pass_settings import UsedSettings
+from vllm_diffusion.sampling.vocabulary_stream import TILE
 
 SLOTS, VOCAB, CANVAS = 4, 300, 8
 TOY = StepShape(diffusion_gemma_spec(CANVAS), VOCAB, hidden=16, slots=SLOTS, dtype="float32")
@@ -83,14 +85,14 @@ KINDS = {
 }
 
 
-def server_of(kind: Kind) -> StepServer:
-    """With requests in all slots, of which slot 1 asks for something."""
-    server = StepServer(TOY, torch.device("cpu"))
+def server_of(kind: Kind, shape: StepShape = TOY, asking: Iterable[int] = (1,)) -> StepServer:
+    """With requests in all slots, some of which ask for something."""
+    server = StepServer(shape, torch.device("cpu"))
     sampler = server.sampler
     sampler.settings.states = SimpleNamespace(
         temperature=setting(1.0, torch.float32),
         seeds=SimpleNamespace(gpu=torch.arange(SLOTS) + 3),
-        top_k=setting(VOCAB, torch.int32),
+        top_k=setting(shape.vocab, torch.int32),
         top_p=setting(1.0, torch.float32),
         min_p=setting(0.0, torch.float32),
         num_logprobs=np.full(SLOTS, -1),
@@ -113,23 +115,23 @@ def server_of(kind: Kind) -> StepServer:
     penalties.output_bin_counts.random_(0, 3, generator=torch.Generator().manual_seed(0))
     sampler.adjustments._prompt_len = SimpleNamespace(np=np.full(SLOTS, 7))
     for slot in range(SLOTS):
-        sampler.add_request(slot, params(**kind.changes) if slot == 1 else params())
+        sampler.add_request(slot, params(**kind.changes) if slot in asking else params())
     for name, value in kind.filters.items():
-        getattr(sampler.settings.states, name).np[1] = value
-    sampler.settings.states.num_logprobs[1] = kind.num_logprobs
+        getattr(sampler.settings.states, name).np[list(asking)] = value
+    sampler.settings.states.num_logprobs[list(asking)] = kind.num_logprobs
     sampler.apply_staged_writes()
     return server
 
 
-def run(server: StepServer, kind: Kind) -> list[dict[str, torch.Tensor]]:
-    """State and outputs of some steps of three requests."""
+def run(server: StepServer, kind: Kind, running: int = RUNNING) -> list[dict[str, torch.Tensor]]:
+    """State and outputs of some steps of the first requests."""
     generator = torch.Generator().manual_seed(5)
-    batch = SimpleNamespace(req_ids=[str(i) for i in range(RUNNING)])
-    server.begin(RUNNING)
+    batch = SimpleNamespace(req_ids=[str(i) for i in range(running)])
+    server.begin(running)
     found = []
     for i in range(STEPS):
-        server.lay_out(RUNNING)
-        hidden = torch.randn(RUNNING * CANVAS, TOY.hidden, generator=generator)
+        server.lay_out(running)
+        hidden = torch.randn(running * CANVAS, TOY.hidden, generator=generator)
         rows = server.sampler.select_rows(hidden)
         output = server.sampler(rows, batch, kind.message(i))
         reports = output.logprobs_tensors
@@ -192,4 +194,15 @@ def test_biases_of_every_slot():
     for slot in range(SLOTS):
         server.sampler.add_request(slot, params(**KINDS["bias"].changes))
     server.sampler.apply_staged_writes()
-    assert server.sampler.graphs.has_parts(hidden, UsedSettings())
+    assert server.sampler.graphs.adjusted_rows.is_captured(hidden)
+
+
+@torch.inference_mode()
+def test_rows_are_looked_at_again_a_canvas_at_a_time():
+    """Without graphs, where all requests have filters and log-probabilities, few logits exist at once."""
+    shape = replace(TOY, vocab=4 * TILE)
+    kind = Kind(2, filters={"top_p": 0.8})
+    server = server_of(kind, shape, range(SLOTS))
+    with TensorMemory() as memory:
+        run(server, kind, SLOTS)
+    assert memory.largest_float32 == CANVAS * shape.vocab == SLOTS * CANVAS * TILE

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.testing import make_draws as random_draws
-from attention_kernels.vocab_statistics import api, reference, triton
+from attention_kernels.vocab_statistics import RowDraws, api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
 from tests.support.kernel_checks import Operations, TensorMemory
 from tests.support.row_settings import (
@@ -22,15 +23,16 @@ from tests.support.row_settings import (
     bind,
     fake_penalties,
     filtered_probs,
-    filtered_rows,
-    reported_rows,
+    logits_of,
     row_adjustments,
     row_draws,
     sampling_params,
+    top_logprobs,
 )
-from vllm_diffusion.sampling import vocabulary_stream
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
+from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.sampling import logprobs, vocabulary_stream
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 
@@ -61,12 +63,10 @@ def test_candidates_follow_the_exact_distribution(params):
         torch.full((rows,), params.get("min_p", 0.0)),
     )
     divisor = torch.tensor([temperature], dtype=torch.float64)
-    expected = filtered_probs(logits[None].double(), divisor, filters.rows(slice(1)))[0]
+    expected = filtered_probs(logits[None].double(), divisor, rows_of(filters, slice(1)))[0]
     draws = row_draws(rows, temperature, torch.arange(rows) * 7919)
-    requests = RowSettings(draws, filtered=filtered_rows(range(rows), filters))
-    drawn = sample_rows(
-        identity_head(vocab), logits.expand(rows, -1), requests, vocab, tile_size=8
-    ).candidate
+    head = identity_head(vocab)
+    drawn, _ = draw_filtered(head, logits_of(head, logits.expand(rows, -1)), draws, filters, vocab)
     counts = torch.bincount(drawn, minlength=vocab).double()
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
@@ -75,15 +75,18 @@ def test_candidates_follow_the_exact_distribution(params):
     assert abs(deviation.sum().item() - freedom) < 5 * math.sqrt(2 * max(freedom, 1))
 
 
-def assert_same(ours: RowResults, whole: RowResults) -> None:
+def assert_same(
+    ours: tuple[RowResults, LogprobsTensors], whole: tuple[RowResults, LogprobsTensors]
+) -> None:
+    (ours, our_reports), (whole, reports) = ours, whole
     assert torch.equal(ours.candidate, whole.candidate)
     assert torch.equal(ours.argmax, whole.argmax)
     torch.testing.assert_close(ours.entropy, whole.entropy, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(ours.drawn_confidence, whole.drawn_confidence, rtol=2e-5, atol=1e-7)
     torch.testing.assert_close(ours.soft_embeds, whole.soft_embeds, rtol=1e-4, atol=1e-5)
-    assert torch.equal(ours.logprobs.logprob_token_ids, whole.logprobs.logprob_token_ids)
-    torch.testing.assert_close(ours.logprobs.logprobs, whole.logprobs.logprobs)
-    assert torch.equal(ours.logprobs.selected_token_ranks, whole.logprobs.selected_token_ranks)
+    assert torch.equal(our_reports.logprob_token_ids, reports.logprob_token_ids)
+    torch.testing.assert_close(our_reports.logprobs, reports.logprobs)
+    assert torch.equal(our_reports.selected_token_ranks, reports.selected_token_ranks)
 
 
 @settings(max_examples=15, deadline=None)
@@ -109,12 +112,12 @@ def test_ranks_change_nothing(seed, vocab, cuts):
         assert_same(result, whole)
 
 
-def test_groups_of_rows_change_nothing(monkeypatch):
-    """Where kept tiles are bounded, rows go through the vocabulary a few at a time."""
+def test_rows_in_float32_change_nothing(monkeypatch):
+    """Rows with log-probabilities are in float32 a few at a time."""
     case = Case(3, 120)
     whole = case.run()
-    monkeypatch.setattr(vocabulary_stream, "MIN_KEPT_BYTES", 0)
-    assert_same(case.run(tile=16), whole)
+    monkeypatch.setattr(logprobs, "FLOAT32_BYTES", 0)
+    assert_same(case.run(), whole)
 
 
 @pytest.mark.parametrize(
@@ -122,41 +125,40 @@ def test_groups_of_rows_change_nothing(monkeypatch):
 )
 @pytest.mark.parametrize("extras", ["plain", "everything"])
 def test_peak_memory(monkeypatch, dtype, extras):
-    """At most a byte for each logit, an eighth of a float32 copy and another of its softmax."""
-    monkeypatch.setattr(vocabulary_stream, "MIN_KEPT_BYTES", 0)
-    # Of the few rows that are kept at once, in float32 fewer than in bfloat16.
-    monkeypatch.setattr(reference, "_TILE", 2048 if dtype == torch.float32 else 128)
+    """At most a byte for each logit, also where an eighth of the rows at a time is projected again."""
+    monkeypatch.setattr(logprobs, "FLOAT32_BYTES", 0)
+    monkeypatch.setattr(reference, "_TILE", 256)
     # A canvas has many rows for each table of the vocabulary that its request brings.
-    rows, vocab, hidden = 64, 2**13, 64
+    rows, canvas, vocab, hidden = 64, 8, 2**13, 64
     generator = torch.Generator().manual_seed(0)
     head = output_head(torch.randn(vocab, hidden, generator=generator).to(dtype), 30.0)
     hidden_rows = torch.randn(rows, hidden).to(dtype)
     draws = row_draws(rows)
     penalties = fake_penalties(1, vocab, np.random.default_rng(0))
+    adjustments = row_adjustments(penalties, vocab)
+    params = sampling_params(
+        has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 9)
+    )
+    adjustments.add_request(0, params)
+    bound = bind(adjustments, [rows])
+    filters = all_filters(
+        torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.01)
+    )
+    is_plain = extras == "plain"
     with TensorMemory() as memory:
-        requests = RowSettings(draws)
-        if extras == "everything":
-            adjustments = row_adjustments(penalties, vocab)
-            params = sampling_params(
-                has_penalties=True, logit_bias={5: 1.0}, allowed_token_ids=range(0, vocab, 9)
-            )
-            adjustments.add_request(0, params)
-            filters = all_filters(
-                torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.01)
-            )
-            nothing = torch.zeros(rows, 0, dtype=torch.int64)
-            zeros = torch.zeros(rows, dtype=torch.int32)
-            wanted = LogprobsRequest(5, nothing, zeros, as_logits=False)
-            requests = RowSettings(
-                draws,
-                bind(adjustments, [rows]),
-                filtered_rows(range(rows), filters),
-                reported_rows(range(rows), wanted),
-            )
-        sample_rows(head, hidden_rows, requests, vocab, tile_size=128)
+        results = sample_rows(
+            head, hidden_rows, draws, None if is_plain else bound, 0, vocab, tile_size=128
+        )
+        if not is_plain:
+            some = slice(canvas)
+            logits = logits_of(head, hidden_rows[some], bound.rows(some))
+            draw_filtered(head, logits, rows_of(draws, some), rows_of(filters, some), vocab)
+            selected, divisor = results.argmax[some], torch.ones(canvas)
+            row_logprobs(logits, divisor, selected, top_logprobs(5, canvas), head)
     assert memory.peak <= rows * vocab
-    # No float32 tensor comes near the size of the logits.
-    assert memory.largest_float32 <= rows * vocab / 32
+    # No float32 tensor comes near the size of the logits, but where the model projects in it.
+    projected = canvas * vocab if dtype == torch.float32 and not is_plain else 0
+    assert memory.largest_float32 <= max(rows * vocab / 32, projected)
 
 
 @pytest.mark.parametrize(
@@ -181,35 +183,34 @@ def test_never_drawn_ids(dtype, temperatures, borders):
     for temperature in temperatures:
         draws = row_draws(n)._replace(temperature=torch.full((n,), temperature))
         draws.request_temperature[::5] = 0.0
-        filters = all_filters([vocab] * (n // 2), [0.99] * (n // 2), [0.0] * (n // 2))
-        requests = RowSettings(draws, filtered=filtered_rows(range(n // 2), filters))
+        filters = all_filters([vocab] * n, [0.99] * n, [0.0] * n)
 
-        def run(head: Any, requests: RowSettings = requests) -> RowResults:
+        def run(head: Any, draws: RowDraws = draws, filters: Any = filters) -> Any:
             head = replace(head, never_drawn=never, embedding=None)
-            return sample_rows(head, rows, requests, vocab, 4)
+            results = sample_rows(head, rows, draws, None, 0, vocab, 4)
+            return results, *draw_filtered(head, logits_of(head, rows), draws, filters, vocab)
 
         logits = (rows @ weight[others].T).double() / temperature
         entropy = torch.distributions.Categorical(logits=logits).entropy()
-        for results in on_shards(weight, borders, None, run):
-            for drawn in (results.argmax, results.candidate):
+        for results, candidate, drawn_confidence in on_shards(weight, borders, None, run):
+            for drawn in (results.argmax, results.candidate, candidate):
                 assert not torch.isin(drawn, torch.tensor(never)).any()
-            assert results.drawn_confidence.isfinite().all()
+            for confidence in (results.drawn_confidence, drawn_confidence):
+                assert confidence.isfinite().all()
             torch.testing.assert_close(results.entropy.double(), entropy, rtol=1e-3, atol=1e-3)
 
 
 def test_a_filter_leaves_its_neighbours_alone():
-    """A row without one keeps the candidate that it draws alone."""
+    """A row whose filter is off draws the candidate that it draws without one."""
     rows, vocab = 40, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
-    plain = sample_rows(identity_head(vocab), logits, RowSettings(row_draws(rows)), vocab)
+    head, draws = identity_head(vocab), row_draws(rows)
+    plain = sample_rows(head, logits, draws, None, 0, vocab)
     top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
-    filtered = filtered_rows(range(30), CandidateFilters(top_k[:30], None, None))
-    requests = RowSettings(row_draws(rows), filtered=filtered)
-    mixed = sample_rows(identity_head(vocab), logits, requests, vocab)
-    assert torch.equal(mixed.candidate[1::2], plain.candidate[1::2])
-    assert torch.equal(mixed.candidate[:30:2], logits.argmax(-1)[:30:2])
-    assert torch.equal(mixed.candidate[30:], plain.candidate[30:])
-    assert torch.equal(mixed.drawn_confidence[30:], plain.drawn_confidence[30:])
+    filters = CandidateFilters(top_k, None, None)
+    candidate, _ = draw_filtered(head, logits_of(head, logits), draws, filters, vocab)
+    assert torch.equal(candidate[1::2], plain.candidate[1::2])
+    assert torch.equal(candidate[::2], logits.argmax(-1)[::2])
 
 
 def test_nothing_possible_is_no_nan():
@@ -219,16 +220,16 @@ def test_nothing_possible_is_no_nan():
     params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3, 99})
     adjustments.add_request(0, params)
     # The second row is past the minimum.
-    requests = RowSettings(row_draws(2), bind(adjustments, [2]))
-    results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
+    draws, bound = row_draws(2), bind(adjustments, [2])
+    head, rows = identity_head(16), torch.zeros(2, 16)
+    results = sample_rows(head, rows, draws, bound, 0, 16, tile_size=8)
     assert torch.isfinite(results.soft_embeds).all()
     assert results.entropy.tolist() == [0.0, 0.0]
     assert results.confidence.tolist() == [0.0, 1.0]
     assert results.drawn_confidence.tolist() == [0.0, 1.0]
     filters = all_filters([5, 5], [0.5, 0.5], [0.1, 0.1])
-    requests = RowSettings(requests.draws, requests.adjustments, filtered_rows(range(2), filters))
-    results = sample_rows(identity_head(16), torch.zeros(2, 16), requests, 16, tile_size=8)
-    assert results.drawn_confidence.tolist() == [0.0, 1.0]
+    _, drawn_confidence = draw_filtered(head, logits_of(head, rows, bound), draws, filters, 16)
+    assert drawn_confidence.tolist() == [0.0, 1.0]
 
 
 def test_a_rank_without_ids():
@@ -240,19 +241,18 @@ def test_a_rank_without_ids():
 
 
 def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):
-    """With the kernels, settings cost a number of sweeps, and a tile no more than it is kept for."""
+    """With the kernels, rows that are looked at again cost a number of sweeps."""
     monkeypatch.setattr(api, "_implementation", lambda impl, rows: triton)
     counts = []
     for vocab in (256, 1024):
         case = Case(3, vocab)
         with Operations() as everything:
             case.run(tile=256)
-        case.requests = RowSettings(case.requests.draws, case.requests.adjustments)
         with Operations() as plain:
-            case.run(tile=256)
+            case.run_plain(tile=256)
         counts.append(everything.count - plain.count)
-    # Of one tile and of four; in each some rows are copied.
-    assert counts[1] - counts[0] <= 3 * 6
+    # Of one tile and of four.
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("borders", [[], [64], [100, 164]], ids=str)
@@ -265,14 +265,13 @@ def test_skipping_the_unlikely_is_bounded(borders, dtype, monkeypatch):
     # Rows of all kinds: flat, and peaked on some id.
     rows = weight[torch.randint(0, vocab, (n,), generator=generator)].float()
     rows = (rows * torch.linspace(0.0, 3.0, n)[:, None]).to(dtype)
-    requests = RowSettings(random_draws(n, generator)._replace(temperature=torch.full((n,), 0.4)))
+    draws = random_draws(n, generator)._replace(temperature=torch.full((n,), 0.4))
     skipped = []
 
     def run(head: Any) -> tuple[RowResults, RowResults]:
-        plain = sample_rows(head, rows, requests, vocab, 128)
-        return plain, sample_rows(
-            replace(head, kernels=KernelChoices(skip_unlikely=True)), rows, requests, vocab, 128
-        )
+        plain = sample_rows(head, rows, draws, None, 0, vocab, 128)
+        skipping = replace(head, kernels=KernelChoices(skip_unlikely=True))
+        return plain, sample_rows(skipping, rows, draws, None, 0, vocab, 128)
 
     def counting(
         product: Any, weights: Any, embedding: Any, occupied: torch.Tensor, *, impl: Any

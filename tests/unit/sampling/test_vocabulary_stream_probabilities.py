@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,12 @@ from attention_kernels.testing import make_adjustments
 from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.row_settings import filtered_probs, filtered_rows, reported_rows, row_draws
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, RowSettings
-from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+from tests.support.row_settings import filtered_probs, logits_of, row_draws, top_logprobs
+from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.sampling.logprobs import row_logprobs
+from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
 
 
 @pytest.fixture(params=["reference", "triton"])
@@ -46,13 +49,11 @@ def test_a_token_counts_itself(implementation):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 100, generator=generator) * 20
     head = output_head(torch.eye(100), 30.0)
-    nothing = torch.zeros(64, 0, dtype=torch.int64)
-    wanted = LogprobsRequest(1, nothing, torch.zeros(64, dtype=torch.int32), as_logits=False)
     temperature = torch.rand(64, generator=generator) + 0.5
-    requests = RowSettings(
-        row_draws(64), reported=reported_rows(range(64), wanted, None, temperature)
+    likeliest = sample_rows(head, logits, row_draws(64), None, 0, 100).argmax
+    logprobs = row_logprobs(
+        logits_of(head, logits), temperature, likeliest, top_logprobs(1, 64), head
     )
-    logprobs = sample_rows(head, logits, requests, 100).logprobs
     assert (logprobs.selected_token_ranks == 1).all()
     assert torch.equal(logprobs.logprobs[:, 0], logprobs.logprobs[:, 1])
 
@@ -72,11 +73,8 @@ def test_logprobs_are_those_of_vllm(implementation, max_examples):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(6, vocab, generator=generator) * 4
         temperature = torch.rand(6, generator=generator) + 0.5
-        nothing = torch.zeros(6, 0, dtype=torch.int64)
-        wanted = LogprobsRequest(4, nothing, torch.zeros(6, dtype=torch.int32), as_logits=raw)
-        reported = reported_rows(range(6), wanted, temperature=temperature)
-        requests = RowSettings(row_draws(6), reported=reported)
-        ours = sample_rows(identity_head(vocab), logits, requests, vocab, tile_size=12).logprobs
+        head, wanted = identity_head(vocab), top_logprobs(4, 6, as_logits=raw)
+        ours = row_logprobs(logits_of(head, logits), temperature, logits.argmax(-1), wanted, head)
         stock = compute_topk_scores(
             (logits / temperature[:, None]).contiguous(), 4, logits.argmax(-1), logits_mode=raw
         )
@@ -93,12 +91,12 @@ def test_min_p_of_one_draws_the_argmax(implementation):
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
     head = output_head(torch.eye(vocab), 30.0)
     draws = row_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
-    filtered = filtered_rows(range(rows), CandidateFilters(None, None, torch.ones(rows)))
-    requests = RowSettings(draws, filtered=filtered)
-    results = sample_rows(head, logits, requests, vocab)
-    assert torch.equal(results.candidate, logits.argmax(-1))
+    filters = CandidateFilters(None, None, torch.ones(rows))
+    again = logits_of(head, logits)
+    candidate, drawn_confidence = draw_filtered(head, again, draws, filters, vocab)
+    assert torch.equal(candidate, logits.argmax(-1))
     # Nothing else is kept.
-    assert torch.equal(results.drawn_confidence, torch.ones(rows))
+    assert torch.equal(drawn_confidence, torch.ones(rows))
 
 
 FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]
@@ -142,7 +140,18 @@ def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, us
         "min_p": torch.rand(len(some), generator=generator) * 0.3,
     }
     filters = CandidateFilters(*(values[name] if name in used else None for name in values))
-    requests = RowSettings(draws, adjustments, filtered_rows(some, filters) if used else None)
+
+    def run(head: OutputHead) -> RowResults:
+        results = sample_rows(head, rows, draws, adjustments, 0, vocab, 16)
+        if not used:
+            return results
+        again = logits_of(head, rows[some], adjustments.rows(some))
+        drawn = draw_filtered(head, again, rows_of(draws, some), filters, vocab)
+        return replace(
+            results,
+            candidate=results.candidate.index_copy(0, some, drawn[0]),
+            drawn_confidence=results.drawn_confidence.index_copy(0, some, drawn[1]),
+        )
 
     logits = torch.tanh(rows @ weight.T / 5.0) * 5.0
     logits = adjustments.apply(logits, torch.arange(vocab)).double()
@@ -151,9 +160,7 @@ def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, us
     if used:
         divisor = (temperature * draws.rate.double())[some]
         probs[some] = filtered_probs(logits[some], divisor, filters)
-    for results in on_shards(
-        weight, borders, 5.0, lambda head: sample_rows(head, rows, requests, vocab, 16)
-    ):
+    for results in on_shards(weight, borders, 5.0, run):
         exact = probs.gather(1, results.candidate[:, None])[:, 0]
         assert (exact > 0).all()
         ours = results.drawn_confidence
