@@ -308,11 +308,10 @@ class PassRows:
         position.copy_(torch.where(is_row, within, 0))
         offset.copy_(torch.where(is_row, at - start, 0))
         if layout.predicts_next:
-            seeding = self.of_slots.seeding[slot]
-            target = layout.target(within, lambda: is_committed(slot), lambda: seeding)
-            # A canvas begins in the row after its seeding one.
-            first = at - within + seeding.to(at.dtype)
-            hidden_index.copy_(torch.where(is_row, first + target - 1, 0))
+            shift = layout.shift(
+                within, lambda: is_committed(slot), lambda: self.of_slots.seeding[slot]
+            )
+            hidden_index.copy_(torch.where(is_row, at + shift - 1, 0))
 
     def fill_ids(
         self, input_batch: InputBatch, all_token_ids: Tensor, num_computed: Tensor

@@ -230,7 +230,9 @@ class EmittedLogprobs:
             committed, seeding = self._committed[slot], places.of_slots.seeding[slot]
             # Of a draft only what its commit draws is emitted.
             is_read = committed if layout.verifies else self._decided(step)[slot, position]
-            target = layout.target(position, lambda: committed, lambda: seeding)
+            shift = layout.shift(position, lambda: committed, lambda: seeding)
+            # A canvas begins in the row after its seeding one.
+            target = position + shift - seeding.to(position.dtype)
             self._write(drawn, slot, target, is_read | seeding)
             of_canvases = _on_device(np.flatnonzero(~np.repeat(is_seeding, num_rows)), slot)
             owner, at = slot[of_canvases], position[of_canvases]

@@ -88,10 +88,7 @@ class SelectedRows:
         layout = self._slots.spec.layout
         if not layout.starts_from_commit:
             return at
-        seeding = self.seeding
-        target = layout.target(self.position, lambda: self.committed, lambda: seeding)
-        # A canvas begins in the row after its seeding one.
-        return at - self.position + seeding.to(at.dtype) + target
+        return at + layout.shift(self.position, lambda: self.committed, lambda: self.seeding)
 
 
 class PassSettings:

@@ -100,19 +100,18 @@ def test_num_final() -> None:
         assert other(LENGTH).num_final(canvas, drawn, num_rows) is num_rows
 
 
-def test_target() -> None:
+def test_shift() -> None:
     """Where the token of a row goes: of a canvas in mid-air, of a committed one, of the known tokens before."""
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0])
     committed = torch.tensor([False] * 4 + [True] * 4 + [False])
     seeding = torch.tensor([False] * 8 + [True])
     found = {
-        layout: layout(LENGTH).target(position, lambda: committed, lambda: seeding).tolist()
+        layout: layout(LENGTH).shift(position, lambda: committed, lambda: seeding).tolist()
         for layout in LAYOUTS
     }
-    own = [0, 1, 2, 3]
-    assert found[FreeCanvas] == found[AlignedBlock] == [*own, *own, 0]
-    assert found[SeededBlock] == found[VerifiedDraft] == [*own, 1, 2, 3, LENGTH, 0]
-    assert found[ShiftedBlock] == [LENGTH, 1, 2, 3, LENGTH, 1, 2, 3, 0]
+    assert found[FreeCanvas] == found[AlignedBlock] == [0] * 9
+    assert found[SeededBlock] == found[VerifiedDraft] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert found[ShiftedBlock] == [LENGTH, 0, 0, 0, LENGTH, 0, 0, 0, 1]
 
 
 def test_seed_position() -> None:

@@ -122,10 +122,10 @@ class SeededBlock(CanvasLayout):
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
     starts_from_commit = True
 
-    def target(
+    def shift(
         self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
     ) -> Tensor:
-        return position + committed().to(position.dtype)
+        return (committed() | seeding()).to(position.dtype)
 
     def seed_position(self, num_final: Tensor) -> Tensor:
         return (num_final - 1).clamp(min=0)
@@ -150,10 +150,10 @@ class ShiftedBlock(AlignedBlock):
     starts_from_commit = True
     predicts_next = True
 
-    def target(
+    def shift(
         self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
     ) -> Tensor:
-        return torch.where((position == 0) & ~seeding(), self.length, position)
+        return torch.where(seeding(), 1, torch.where(position == 0, self.length, 0))
 
     def seed_position(self, num_final: Tensor) -> Tensor:
         return torch.zeros_like(num_final)

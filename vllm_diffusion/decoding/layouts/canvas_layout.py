@@ -198,12 +198,12 @@ class CanvasLayout:
         """
         return torch.where(is_committed(), 0, num_canvas)
 
-    def target(
+    def shift(
         self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the position in its canvas of the token that each sampled row draws, [N], int.
+        """Return how many positions after each sampled row the token stands that it draws, [N], int.
 
-        The number of positions of a canvas stands for the next canvas's first one.
+        A token that stands at the end of a canvas or after it is the next canvas's first one.
 
         Args:
             position: [N], int, position of each row in its canvas; 0 where it is ``seeding``.
@@ -211,7 +211,7 @@ class CanvasLayout:
             seeding: Computes [N], bool: rows of known tokens, of which each draws the first token of the
                 canvas that begins after it.
         """
-        return position
+        return torch.zeros_like(position)
 
     def seed_position(self, num_final: Tensor) -> Tensor:
         """Return the position of a committed canvas whose row draws the next one's first token, [R], int.
