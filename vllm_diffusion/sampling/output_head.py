@@ -1,7 +1,4 @@
-"""The projection onto the vocabulary, as the sampler reads it: a tile of ids at a time.
-
-The order in which tiles are projected and taken is here too, and on which stream of a GPU.
-"""
+"""The projection onto the vocabulary, as the sampler reads it: a tile of ids at a time."""
 
 from __future__ import annotations
 
