@@ -78,7 +78,7 @@ def spoilt(field: str) -> Callable[..., None]:
 @pytest.mark.parametrize("field", ["total", "weighted", "argmax", "best", "candidate"])
 def test_wrong_statistics(monkeypatch, field):
     """Each number that a step reads."""
-    wrong_in_triton(monkeypatch, checks.rows, "update_statistics", spoilt(field))
+    wrong_in_triton(monkeypatch, checks.sampled_rows, "update_statistics", spoilt(field))
     with pytest.raises(AssertionError):
         checks.check_statistics(ROWS, "triton", CPU)
 
@@ -88,13 +88,13 @@ def test_wrong_statistics(monkeypatch, field):
 )
 def test_wrong_soft_embeddings(monkeypatch, leaves_out, part):
     """Of the product that leaves out what is unlikely, and of the one that does not."""
-    right = checks.rows.add_product
+    right = checks.sampled_rows.add_product
 
     def wrong(soft: torch.Tensor, *rest: Any, impl: str) -> None:
         is_wrong = (rest[-1] is not None) == leaves_out and impl == "triton"
         right(soft.add_(1e-2) if is_wrong else soft, *rest, impl=impl)
 
-    monkeypatch.setattr(checks.rows, "add_product", wrong)
+    monkeypatch.setattr(checks.sampled_rows, "add_product", wrong)
     with pytest.raises(AssertionError, match=f"{part}: "):
         checks.check_statistics(ROWS, "triton", CPU)
 
@@ -111,7 +111,7 @@ def test_wrong_soft_embeddings(monkeypatch, leaves_out, part):
     ],
 )
 def test_wrong_kept_rows(monkeypatch, name, spoil):
-    wrong_in_triton(monkeypatch, checks.rows, name, spoil)
+    wrong_in_triton(monkeypatch, checks.sampled_rows, name, spoil)
     with pytest.raises(AssertionError):
         checks.check_kept_rows(ROWS, "triton", CPU)
 
