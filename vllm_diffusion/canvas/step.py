@@ -259,7 +259,7 @@ class CanvasStep:
         num_final: Tensor,
         position: Tensor,
     ) -> None:
-        """Fill canvases that begin behind another one, and put first tokens that were drawn now."""
+        """Fill canvases that begin after another one, and put first tokens that were drawn now."""
         slots = self._slots
         seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
         initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)

@@ -71,8 +71,8 @@ class Levenshtein(RevealAndEdit):
     # Log-probabilities are kept by position from the step that draws a token to its emission.
     refused_fields = dict.fromkeys(
         ("logprobs", "logprob_token_ids"),
-        "is not supported by this model, which moves tokens after the position that they were drawn "
-        "at; leave it out.",
+        "is not supported by this model, which moves tokens away from where they were drawn; "
+        "leave it out.",
     )
 
     def __init__(self, mask_token_id: int, *, delete_token_id: int, split_token_id: int) -> None:

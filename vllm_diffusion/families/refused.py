@@ -55,7 +55,7 @@ class DreamEngineConfig(RefusedEngineConfig):
         if block_size is None:
             super().verify_and_update_model_config(model_config)
         raise ValueError(
-            f"DreamReasoner-8B (model_type='Dream' with block_size={block_size!r}) denoises blocks after "
+            f"DreamReasoner-8B (model_type='Dream' with block_size={block_size!r}) denoises blocks with "
             "an exact cache, but its loop is not implemented; serve a family of docs/use/families.md "
             "(SDAR-8B-Chat has the same layers), or add it by docs/develop/add-a-family.md."
         )

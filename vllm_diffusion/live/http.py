@@ -48,7 +48,9 @@ class _ParametersFirst(OpenAIServingChat):
     """
 
     async def render_chat_request(self, request: Any) -> Any:
-        self._check_parameters(request)
+        # Beams have parameters of their own.
+        if not request.use_beam_search:
+            self._check_parameters(request)
         return await super().render_chat_request(request)
 
     def _check_parameters(self, chat: Any) -> None:

@@ -202,12 +202,13 @@ class EmittedLogprobs:
             torch.empty(*shape, 0, device=slots.device),
             torch.zeros(shape, dtype=torch.int64, device=slots.device),
         )
-        # [R], bool, canvases that the pass commits.
+        # [R], bool, canvases that the pass commits, where a layout asks for them.
         self._committed: Tensor | None = None
 
     def begin_pass(self) -> None:
         """Remember the canvases that the pass commits; call it before the step is decided."""
-        self._committed = self._slots.phase == int(Phase.COMMITTING)
+        if self._slots.spec.layout.starts_from_commit:
+            self._committed = self._slots.phase == int(Phase.COMMITTING)
 
     def exchange(self, drawn: LogprobsTensors, step: StepOutput) -> LogprobsTensors:
         """Keep what this pass computed, and return what each request may emit now.

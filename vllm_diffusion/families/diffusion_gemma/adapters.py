@@ -61,7 +61,7 @@ class EncoderDecoderLora(LoRAModel):
 
 
 class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
-    """vLLM's manager with two places for each adapter: the encoder's, and as many after the decoder's."""
+    """vLLM's manager with two places for each adapter: the encoder's, then as many for the decoder's."""
 
     lora_config: LoRAConfig
 
