@@ -31,7 +31,7 @@ def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: 
 
 def masked_spec(length: int, **changes: Any) -> CanvasSpec:
     """Blocks of masks, as SDAR's."""
-    settings = {"reveal_threshold": 0.9, "strategy": "dynamic"}
+    settings = {"reveal_threshold": 0.9, "strategy": "dynamic", **Reveal.defaults}
     own = {"rule": Reveal(4), "max_denoising_steps": length, "settings": settings}
     return CanvasSpec(AlignedBlock(length), **(own | {"mask_token_id": 4} | changes))
 

@@ -18,6 +18,7 @@ from vllm_diffusion.decoding.rule import (
     StepInputs,
     VerifiedRule,
     behind_first,
+    in_budget,
     is_first,
 )
 
@@ -97,8 +98,8 @@ class EntropyBound(DecodingRule):
         # Positions beyond a narrow canvas sort last and take nothing from the budget.
         entropy = torch.where(inputs.valid, inputs.entropy, torch.inf)
         ascending, order = torch.sort(entropy, dim=-1, stable=True)
-        in_budget = ascending.cumsum(dim=-1) - ascending <= settings["entropy_bound"][:, None]
-        keep = torch.zeros_like(in_budget).scatter(-1, order, in_budget) & inputs.valid
+        accepted = in_budget(ascending, settings["entropy_bound"])
+        keep = torch.zeros_like(accepted).scatter(-1, order, accepted) & inputs.valid
 
         counted = inputs.counted(inputs.argmax)
         repeated = ((inputs.argmax == inputs.previous_result) | ~counted).all(dim=-1)

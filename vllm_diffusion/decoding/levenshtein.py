@@ -44,8 +44,8 @@ class Levenshtein(RevealAndEdit):
         **RevealAndEdit.settings,
         "strategy": Choice(
             STRATEGIES,
-            "what a step reveals: what is above the threshold, or the most probable or the leftmost "
-            "of an even schedule over `reveal_steps`",
+            "what a step reveals: what is above the threshold; the most probable, the leftmost or those "
+            "of least entropy of an even schedule over `reveal_steps`; or what an entropy budget holds",
         ),
         "max_post_steps": Setting(
             int, 0, 10_000, "a canvas ends after as many steps that found none of its first masks"

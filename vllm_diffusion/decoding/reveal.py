@@ -17,25 +17,39 @@ from vllm_diffusion.decoding.rule import (
     VerifiedRule,
     as_drawn,
     behind_first,
+    in_budget,
 )
 
-DYNAMIC, STATIC, SEQUENTIAL = STRATEGIES = ("dynamic", "static", "sequential")
+DYNAMIC, STATIC, SEQUENTIAL, ENTROPY, ENTROPY_BUDGET = STRATEGIES = (
+    "dynamic",
+    "static",
+    "sequential",
+    "entropy",
+    "entropy_budget",
+)
 
 
 class Reveal(DecodingRule):
-    """Reveal masks by the probability of the token drawn there; a revealed token stays.
+    """Reveal masks by their certainty or from the left; a revealed token stays.
 
     A canvas of C positions has N steps, N the step cap: step s is to reveal at least n[s] masks,
     which is C spread evenly over the steps, the larger numbers first; or, with ``spreads_masks``, the
-    masks that the canvas began with. ``dynamic``: every mask whose
-    probability is above ``reveal_threshold`` if these are n[s], else the n[s] most probable.
-    ``static``: the n[s] most probable. ``sequential``: the n[s] leftmost. The canvas is done when
-    nothing is masked; at the step cap the remaining masks take their drawn tokens. Among equals the
-    leftmost comes first.
+    masks that the canvas began with. A mask's probability is that of the token drawn there.
+
+    - ``dynamic``: every mask whose probability is above ``reveal_threshold`` if these are n[s], else
+      the n[s] most probable.
+    - ``static``: the n[s] most probable.
+    - ``sequential``: the n[s] leftmost.
+    - ``entropy``: the n[s] of least entropy.
+    - ``entropy_budget``: of the masks by ascending entropy the longest prefix whose sum, less its
+      largest entropy, is at most ``entropy_budget``, and no fewer than n[s].
+
+    The canvas is done when nothing is masked; at the step cap the remaining masks take their drawn
+    tokens. Among equals the leftmost comes first.
 
     Source: ``block_diffusion_generate`` of JetAstra/SDAR, ``generate.py`` at c2041a8; threshold and
-    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3. Deviations of a family are stated
-    in its start-up checks.
+    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3; the budget: arXiv:2505.24857, whose
+    gamma it is. Deviations of a family are stated in its start-up checks.
     """
 
     settings = {
@@ -44,10 +58,18 @@ class Reveal(DecodingRule):
         ),
         "strategy": Choice(
             STRATEGIES,
-            "what a step reveals: what is above the threshold, or the most probable or the leftmost "
-            "of an even schedule over the N steps",
+            "what a step reveals: what is above the threshold; the most probable, the leftmost or those "
+            "of least entropy of an even schedule over the N steps; or what an entropy budget holds",
+        ),
+        "entropy_budget": Setting(
+            float,
+            0.0,
+            10_000,
+            "nats: `entropy_budget` reveals masks by ascending entropy, as many as have at most this "
+            "without the last",
         ),
     }
+    defaults = {"entropy_budget": 0.1}
 
     def __init__(
         self,
@@ -131,25 +153,22 @@ class Reveal(DecodingRule):
             sub_block = torch.arange(length, device=masked.device) // self.sub_block_length
             first = torch.where(masked, sub_block, length).amin(dim=-1, keepdim=True)
             candidates = masked & (sub_block == first)
-        confidence = torch.where(candidates, inputs.drawn_confidence, -1.0)
-        order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
-        place = torch.empty_like(order).scatter_(
-            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        )
+        strategy = {name: settings["strategy"][:, None] == i for i, name in enumerate(STRATEGIES)}
+        position = torch.arange(masked.shape[-1], device=masked.device)
+        score = torch.where(strategy[SEQUENTIAL], -position, inputs.drawn_confidence)
+        by_entropy = strategy[ENTROPY] | strategy[ENTROPY_BUDGET]
+        score = torch.where(by_entropy, -inputs.entropy, score)
+        score = torch.where(candidates, score, -torch.inf)
+        descending, order = torch.sort(score, dim=-1, descending=True, stable=True)
+        place = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
         num_least = num_least[:, None]
-        most_confident = candidates & (place < num_least)
-        threshold = settings["reveal_threshold"][:, None]
+        affordable = in_budget(-descending, settings["entropy_budget"]) & strategy[ENTROPY_BUDGET]
+        in_order = candidates & (place < affordable.sum(dim=-1, keepdim=True).maximum(num_least))
+        confidence, threshold = inputs.drawn_confidence, settings["reveal_threshold"][:, None]
         passes = confidence >= threshold if self.includes_threshold else confidence > threshold
         confident = candidates & passes
         is_enough = confident.sum(dim=-1, keepdim=True) >= num_least
-        leftmost = candidates & (candidates.cumsum(dim=-1) <= num_least)
-        strategy = settings["strategy"][:, None]
-        chosen = torch.where(
-            strategy == STRATEGIES.index(STATIC),
-            most_confident,
-            torch.where(is_enough, confident, most_confident),
-        )
-        return torch.where(strategy == STRATEGIES.index(SEQUENTIAL), leftmost, chosen)
+        return torch.where(strategy[DYNAMIC] & is_enough, confident, in_order)
 
     def num_least(self, inputs: StepInputs, masked: Tensor) -> Tensor:
         """Return the least number of masks that the step reveals, [R], at least 1.

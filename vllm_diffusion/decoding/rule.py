@@ -130,7 +130,8 @@ class StepInputs(NamedTuple):
         drawn_confidence: [R, C], float32, its probability in the distribution that it was drawn
             from.
         argmax: [R, C], int64, the likeliest token.
-        entropy: [R, C], float32, nats.
+        entropy: [R, C], float32, nats, of all tokens at the temperature of judging; filters of the
+            request change nothing about it.
         previous_result: [R, C], int64, the result of the previous step; -1 on a canvas's first
             step.
         valid: [R, C], bool, positions that the request's canvas has.
@@ -225,6 +226,16 @@ def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
 
 
+def in_budget(ascending: Tensor, budget: Tensor) -> Tensor:
+    """Return the longest prefix whose sum, less its largest number, is at most a budget, [R, C], bool.
+
+    Args:
+        ascending: [R, C], float32, at least 0, sorted; infinite ones are in no budget.
+        budget: [R], float32.
+    """
+    return ascending.cumsum(dim=-1) - ascending <= budget[:, None]
+
+
 def is_first(canvas: Tensor) -> Tensor:
     """[C], bool: the first position of canvases, [R, C]."""
     return torch.arange(canvas.shape[-1], device=canvas.device) == 0
@@ -244,6 +255,7 @@ class DecodingRule(ABC):
 
     Attributes:
         settings: Settings of servers and requests, by name.
+        defaults: Values of settings that no checkpoint is published with, by name.
         presets: Sets of settings that go together, by name.
         memory: Tensors that are kept of a canvas from step to step, by name.
         refused_fields: Request fields that the rule cannot honour, each with the reason and the
@@ -258,6 +270,7 @@ class DecodingRule(ABC):
     """
 
     settings: ClassVar[Mapping[str, Setting | Choice]]
+    defaults: ClassVar[Mapping[str, float | str]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, float | str]]] = {}
     memory: ClassVar[Mapping[str, Memory]] = {}
     refused_fields: ClassVar[Mapping[str, str]] = {}

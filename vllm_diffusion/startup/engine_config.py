@@ -342,7 +342,7 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         length = canvases.canvas_length
         # A checkpoint's own file may have other values, under the same names.
         generation, source = generation_config(model_config)
-        values = {"max_denoising_steps": length, **published.settings}
+        values = {"max_denoising_steps": length, **rule.defaults, **published.settings}
         values |= {name: value for name, value in generation.items() if name in values}
         max_steps, of_rule = denoising_settings(
             settings, canvases.max_denoising_steps, rule, Published(values, source)

@@ -82,6 +82,7 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
         "editing_threshold": 0.0,
         "max_post_steps": 16,
         "reveal_steps": 32,
+        "entropy_budget": 0.1,
     }
 
 
@@ -220,6 +221,9 @@ MOVED_TOKENS = masked_spec(
     ("field", "value", "spec"),
     [
         ("diffusion_reveal_threshold", 1.5, BLOCKS),
+        ("diffusion_strategy", "leftmost", BLOCKS),
+        ("diffusion_entropy_budget", -0.1, BLOCKS),
+        ("diffusion_entropy_budget", "0.1", BLOCKS),
         ("diffusion_strategy", "random", BLOCKS),
         ("diffusion_strategy", 1, BLOCKS),
         ("diffusion_entropy_bound", 0.1, BLOCKS),

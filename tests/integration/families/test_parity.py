@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine import TracedEngine
-from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.cases import CASES, STRATEGIES, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
 from tests.support.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
@@ -150,6 +150,28 @@ def test_strategies_and_steps(family: Family) -> None:
     B = family.block_length
     wanted = [Wanted(2 * B, threshold=0.9, strategy=s, steps=n) for s, n in strategies]
     family.check(prompts, wanted)
+
+
+def test_entropy_budgets(family: Family) -> None:
+    """That hold one mask, a few, and all of a block, at the request's temperature."""
+    if "entropy_budget" not in family.case.strategies:
+        pytest.skip("the published loop has no budget")
+    budgets = [(0.0, 0.0), (1.0, 0.0), (3.0, 0.7), (5.0, 1.3), (10_000.0, 0.0)]
+    wanted = [
+        Wanted(2 * family.block_length, strategy="entropy_budget", entropy_budget=b, temperature=t)
+        for b, t in budgets
+    ]
+    family.check([prompt_of(33 + i, seed=i) for i in range(len(wanted))], wanted)
+
+
+def test_strategies_of_one_batch(family: Family) -> None:
+    """Equal prompts that differ in how masks are revealed get in one batch what each gets alone."""
+    wanted = [Wanted(2 * family.block_length, strategy=s) for s in STRATEGIES]
+    wanted += [replace(wanted[-1], entropy_budget=budget) for budget in (0.5, 8.0)]
+    prompt = prompt_of(41, seed=7)
+    together = family.generate([prompt] * len(wanted), wanted)
+    assert together == [family.generate([prompt], [one])[0] for one in wanted]
+    assert len(set(map(tuple, together))) > 1
 
 
 def test_frames_and_step_maps(family: Family) -> None:

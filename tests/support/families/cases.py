@@ -21,6 +21,8 @@ STRATEGIES = {
     "dynamic": "low_confidence_dynamic",
     "static": "low_confidence_static",
     "sequential": "sequential",
+    "entropy": "entropy",
+    "entropy_budget": "entropy_budget",
 }
 
 
@@ -32,6 +34,7 @@ class Wanted:
         max_tokens: Tokens.
         threshold: ``diffusion_reveal_threshold``.
         strategy: ``diffusion_strategy``.
+        entropy_budget: ``diffusion_entropy_budget``; ``None`` for the rule's own.
         steps: ``diffusion_max_steps``; ``None`` for the family's own number.
         editing_threshold: ``diffusion_editing_threshold``, of LLaDA2.1 and 2.2.
         max_post_steps: ``diffusion_max_post_steps``, of LLaDA2.1 and 2.2.
@@ -44,6 +47,7 @@ class Wanted:
     max_tokens: int = 20
     threshold: float = 0.3
     strategy: str = "dynamic"
+    entropy_budget: float | None = None
     steps: int | None = None
     editing_threshold: float | None = None
     max_post_steps: int | None = None
@@ -57,6 +61,7 @@ class Wanted:
         named = {
             "diffusion_reveal_threshold": self.threshold,
             "diffusion_strategy": self.strategy,
+            "diffusion_entropy_budget": self.entropy_budget,
             "diffusion_max_steps": self.steps,
             "diffusion_editing_threshold": self.editing_threshold,
             "diffusion_max_post_steps": self.max_post_steps,
@@ -181,6 +186,7 @@ def _sdar(asked: Asked) -> Run:
         denoising_steps=wanted.steps or asked.block_length,
         remasking_strategy=STRATEGIES[wanted.strategy],
         confidence_threshold=wanted.threshold,
+        entropy_budget=0.1 if wanted.entropy_budget is None else wanted.entropy_budget,
         stopping_criteria_idx=asked.ends,
     )
 

@@ -169,12 +169,23 @@ def probability(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
+def entropy_of(logits: Tensor, temperature: float) -> Tensor:
+    """[rows], nats: of the softmax at the temperature, at 1 where that is 0, without any filter."""
+    return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
+
+
+def num_affordable(entropy: Tensor, budget: float) -> int:
+    """How many of the least entropies have at most a budget as their sum without the largest."""
+    ordered = sorted(entropy.tolist())
+    return max(n for n in range(1, len(ordered) + 1) if sum(ordered[: n - 1]) <= budget)
+
+
 def most_confident(confidence: Tensor, candidates: Tensor, count: int) -> Tensor:
     """[rows], bool: the ``count`` candidates of highest confidence, all where there are fewer.
 
     Among equals the leftmost wins; the publishers' ``topk`` leaves that open.
     """
-    order = confidence.masked_fill(~candidates, -1.0).argsort(descending=True, stable=True)
+    order = confidence.masked_fill(~candidates, -torch.inf).argsort(descending=True, stable=True)
     chosen = torch.zeros_like(candidates)
     chosen[order[:count]] = True
     return chosen & candidates

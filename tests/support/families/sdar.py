@@ -18,9 +18,11 @@ from tests.support.families.run import (
     block_causal,
     block_draws,
     draw,
+    entropy_of,
     even_schedule,
     most_confident,
     multinomial,
+    num_affordable,
 )
 
 
@@ -38,6 +40,7 @@ def generate(
     top_p: float = 1.0,
     remasking_strategy: str = "low_confidence_dynamic",
     confidence_threshold: float = 0.85,
+    entropy_budget: float = 0.1,
     stopping_criteria_idx: Sequence[int] | None = None,
     sample: Sample = multinomial,
 ) -> Run:
@@ -60,7 +63,9 @@ def generate(
     - Among equally confident positions the leftmost is taken first.
     - A block that still has masks after all its steps, which takes a drawn mask token, is an error;
       there it is an index out of range.
-    - ``entropy_bounded`` is left out: it uses a name that was never assigned.
+    - ``entropy_bounded`` is left out: it uses a name that was never assigned. ``entropy`` and
+      ``entropy_budget`` are this package's own: the ``n[s]`` of least entropy, or as many more as have
+      at most ``entropy_budget`` as their sum without the largest.
 
     The publisher's evaluation (``opencompass/models/huggingface_bd3.py`` in the same commit) differs
     in one point from this function: its probability is that before ``top_k`` and ``top_p``.
@@ -97,6 +102,11 @@ def generate(
                 and int(confident.sum()) >= schedule[step]
             ):
                 reveal = confident
+            elif remasking_strategy in ("entropy", "entropy_budget"):
+                entropy, count = entropy_of(logits, temperature), schedule[step]
+                if remasking_strategy == "entropy_budget":
+                    count = max(count, num_affordable(entropy[masked], entropy_budget))
+                reveal = most_confident(-entropy, masked, count)
             else:
                 reveal = most_confident(p, masked, schedule[step])
             current[reveal] = tokens[reveal]

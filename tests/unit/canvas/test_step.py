@@ -202,6 +202,7 @@ def levenshtein_slots() -> CanvasSlots:
         "editing_threshold": 0.3,
         "max_post_steps": 3,
         "reveal_steps": 4,
+        **rule.defaults,
     }
     spec = masked_spec(CANVAS, rule=rule, settings=settings, max_denoising_steps=20)
     slots = CanvasSlots(3, spec, VOCAB, CPU)

@@ -25,6 +25,7 @@ PUBLISHED = {
     "editing_threshold": 0.0,
     "max_post_steps": 16,
     "reveal_steps": 32,
+    **RULE.defaults,
 }
 
 # The tokens of a block's prompt and of itself in, its logits [length, VOCAB] out.

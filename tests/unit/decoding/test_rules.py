@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 from tests.support.families.run import even_schedule, most_confident
 from tests.support.specs import step_inputs
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
-from vllm_diffusion.decoding.reveal import DYNAMIC, SEQUENTIAL, STATIC, STRATEGIES, Reveal
+from vllm_diffusion.decoding.reveal import (
+    DYNAMIC,
+    ENTROPY,
+    ENTROPY_BUDGET,
+    SEQUENTIAL,
+    STATIC,
+    STRATEGIES,
+    Reveal,
+)
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 
 MASK = 99
@@ -38,6 +47,7 @@ def reveal(
     chosen = {
         "reveal_threshold": torch.full((R,), threshold),
         "strategy": torch.full((R,), STRATEGIES.index(strategy)),
+        "entropy_budget": torch.full((R,), Reveal.defaults["entropy_budget"]),
     }
     return rule.decide(given_inputs, chosen, {})
 
@@ -130,6 +140,7 @@ def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
                 candidate=candidate,
                 canvas=canvas,
                 drawn_confidence=torch.rand(2, length, generator=generator),
+                entropy=torch.rand(2, length, generator=generator),
                 fixed=fixed,
                 step=torch.full((2,), step),
                 max_steps=torch.full((2,), steps),
@@ -193,8 +204,122 @@ def test_reveal_is_the_published_choice(seed, threshold, strategy, steps):
             return
 
 
+def _by_definition(
+    strategy: str,
+    candidates: list[int],
+    confidence: list[float],
+    entropy: list[float],
+    num_least: int,
+    threshold: float,
+    budget: float,
+) -> set[int]:
+    """Return the positions that a step reveals of those that it may."""
+    # Sorting is stable, so the leftmost of equals comes first.
+    by_confidence = sorted(candidates, key=lambda i: -confidence[i])
+    by_entropy = sorted(candidates, key=lambda i: entropy[i])
+    if strategy == SEQUENTIAL:
+        return set(candidates[:num_least])
+    if strategy == ENTROPY:
+        return set(by_entropy[:num_least])
+    if strategy == ENTROPY_BUDGET:
+        longest = 0
+        for length in range(1, len(by_entropy) + 1):
+            prefix = [entropy[i] for i in by_entropy[:length]]
+            if sum(prefix) - max(prefix) <= budget:
+                longest = length
+        return set(by_entropy[: max(longest, num_least)])
+    above = {i for i in candidates if confidence[i] > threshold}
+    if strategy == DYNAMIC and len(above) >= num_least:
+        return above
+    return set(by_confidence[:num_least])
+
+
+# Sums of these are exact in float32, in any order.
+_SIXTEENTHS = st.integers(0, 48).map(lambda n: n / 16)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from([None, 3]), st.booleans())
+def test_orders_of_one_batch(data, sub_block_length, spreads_masks):
+    """Each request reveals what its own strategy and budget say, in any company."""
+    R, C = len(STRATEGIES) + 2, 7
+
+    def table(element):
+        row = st.lists(element, min_size=C, max_size=C)
+        return data.draw(st.lists(row, min_size=R, max_size=R))
+
+    def column(element):
+        return data.draw(st.lists(element, min_size=R, max_size=R))
+
+    decided, fixed, entropy = table(st.booleans()), table(st.booleans()), table(_SIXTEENTHS)
+    confidence = table(st.integers(0, 16).map(lambda n: n / 16))
+    strategies = column(st.sampled_from(STRATEGIES))
+    thresholds, budgets = column(st.sampled_from([0.25, 0.5, 1.0])), column(_SIXTEENTHS)
+    num_valid, steps, caps = (column(st.integers(low, C)) for low in (1, 0, 1))
+    canvas = torch.where(torch.tensor(decided), 5, MASK)
+    decision = Reveal(MASK, sub_block_length=sub_block_length, spreads_masks=spreads_masks).decide(
+        step_inputs(
+            canvas=canvas,
+            candidate=torch.full((R, C), 7),
+            drawn_confidence=torch.tensor(confidence),
+            entropy=torch.tensor(entropy),
+            valid=torch.arange(C) < torch.tensor(num_valid)[:, None],
+            fixed=torch.tensor(fixed),
+            step=torch.tensor(steps),
+            max_steps=torch.tensor(caps),
+        ),
+        {
+            "reveal_threshold": torch.tensor(thresholds),
+            "strategy": torch.tensor([STRATEGIES.index(s) for s in strategies]),
+            "entropy_budget": torch.tensor(budgets),
+        },
+        {},
+    )
+    for r in range(R):
+        masks = [i for i in range(num_valid[r]) if not decided[r][i] and not fixed[r][i]]
+        if spreads_masks:
+            num_least = -(-len(masks) // max(caps[r] - steps[r], 1))
+        else:
+            num_least = C // caps[r] + (steps[r] < C % caps[r])
+        candidates = masks
+        if sub_block_length is not None:
+            first = min((i // sub_block_length for i in masks), default=0)
+            candidates = [i for i in masks if i // sub_block_length == first]
+        revealed = _by_definition(
+            strategies[r],
+            candidates,
+            confidence[r],
+            entropy[r],
+            max(num_least, 1),
+            thresholds[r],
+            budgets[r],
+        )
+        kept = {i for i in masks if decision.keep[r, i]}
+        assert kept == revealed, (r, strategies[r])
+
+
+@pytest.mark.parametrize(("budget", "num_revealed"), [(0.0, 2), (0.25, 3), (0.5, 3), (0.75, 4)])
+def test_budget_without_the_largest(budget, num_revealed):
+    """The largest entropy costs nothing; a budget of 0 still reveals it after certain masks."""
+    decision = Reveal(MASK).decide(
+        step_inputs(canvas=torch.full((1, 4), MASK), entropy=torch.tensor([[9.0, 0.5, 0.0, 0.25]])),
+        {
+            "reveal_threshold": torch.tensor([0.9]),
+            "strategy": torch.tensor([STRATEGIES.index(ENTROPY_BUDGET)]),
+            "entropy_budget": torch.tensor([budget]),
+        },
+        {},
+    )
+    order = [2, 3, 1, 0]
+    assert sorted(order[:num_revealed]) == decision.keep[0].nonzero()[:, 0].tolist()
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 8), st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from([STATIC, SEQUENTIAL]))
+@given(
+    st.integers(0, 8),
+    st.sampled_from([1, 2, 3, 5, 8]),
+    st.sampled_from([STATIC, SEQUENTIAL, ENTROPY]),
+)
 def test_a_canvas_s_own_masks_are_spread(num_known, steps, strategy):
     """As Nemotron's and Stable-DiffCoder's loops do: known positions take nothing of the schedule."""
     length = 8
@@ -207,6 +332,7 @@ def test_a_canvas_s_own_masks_are_spread(num_known, steps, strategy):
             step_inputs(
                 canvas=canvas,
                 drawn_confidence=torch.rand(1, length),
+                entropy=torch.rand(1, length),
                 step=torch.tensor([step]),
                 max_steps=torch.tensor([steps]),
             ),
