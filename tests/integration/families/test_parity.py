@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, STRATEGIES, Wanted, expected
-from tests.support.families.model import TinyModel, prompt_of
-from tests.support.families.run import Run
+from tests.support.families.model import MASK_ID, TinyModel, prompt_of
+from tests.support.families.run import Run, block_causal, suppress
 from tests.support.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
 from tests.support.generate import tokens_of_batch
 from vllm_diffusion.metrics import request_metrics
@@ -172,6 +173,39 @@ def test_strategies_of_one_batch(family: Family) -> None:
     together = family.generate([prompt] * len(wanted), wanted)
     assert together == [family.generate([prompt], [one])[0] for one in wanted]
     assert len(set(map(tuple, together))) > 1
+
+
+@pytest.mark.parametrize("family", in_both_orders(("sdar", "sdar-block-32"), OFTEN), indirect=True)
+def test_log_probabilities_where_revealed(family: Family) -> None:
+    """Each token has that of the step that revealed it, whichever strategy did."""
+    # The mask token is never drawn, and has no share of what is reported.
+    B, model = family.block_length, suppress(family.model, [MASK_ID])
+    wanted = [Wanted(2 * B, strategy=s, entropy_budget=2.0) for s in STRATEGIES]
+    prompts = [prompt_of(length, seed=length) for length in range(20, 20 + len(wanted))]
+    params = [one.sampling_params({"diffusion_trace": True}, logprobs=0) for one in wanted]
+    for prompt, output in zip(prompts, family.engine.outputs(prompts, params), strict=True):
+        completion = output.outputs[0]
+        known = prompt[: len(prompt) // B * B]
+        expected_logprobs: list[float] = []
+        for rows in completion.diffusion_trace:
+            length = len(known) + B
+            logprobs = torch.stack(
+                [
+                    model(torch.tensor(known + row), block_causal(length, B))[-B:].log_softmax(-1)
+                    for row in rows[:-1]
+                ]
+            )
+            steps = steps_of_trace([rows], 0)
+            expected_logprobs += [
+                float(logprobs[step - 1, i, rows[-1][i]]) for i, step in enumerate(steps)
+            ]
+            known = known + rows[-1]
+        given = len(prompt) % B
+        got = [
+            entry[token].logprob
+            for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        assert got == pytest.approx(expected_logprobs[given:][: len(got)], abs=2e-4)
 
 
 def test_frames_and_step_maps(family: Family) -> None:
