@@ -87,6 +87,11 @@ class Levenshtein(RevealAndEdit):
         self.delete_token_id = delete_token_id
         self.split_token_id = split_token_id
 
+    def faster(
+        self, values: Mapping[str, float | str], max_steps: int, length: int
+    ) -> Mapping[str, float | str]:
+        return super().faster(values, int(values["reveal_steps"]), length)
+
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:

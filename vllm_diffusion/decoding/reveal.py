@@ -27,6 +27,8 @@ DYNAMIC, STATIC, SEQUENTIAL, ENTROPY, ENTROPY_BUDGET = STRATEGIES = (
     "entropy",
     "entropy_budget",
 )
+# Threshold of a remedy, where a checkpoint's own reveals nothing: the one of most families.
+_USUAL_THRESHOLD = 0.9
 
 
 class Reveal(DecodingRule):
@@ -100,6 +102,18 @@ class Reveal(DecodingRule):
         self.judges_to_end = judges_to_end
         self.spreads_masks = spreads_masks
         self.sub_block_length = sub_block_length
+
+    def faster(
+        self, values: Mapping[str, float | str], max_steps: int, length: int
+    ) -> Mapping[str, float | str]:
+        if length == 1 or max_steps < length:
+            return {}
+        strategy = values["strategy"]
+        if strategy == ENTROPY_BUDGET:
+            return {} if float(values["entropy_budget"]) > 0 else self.defaults
+        has_threshold = float(values["reveal_threshold"]) < 1
+        threshold = {} if has_threshold else {"reveal_threshold": _USUAL_THRESHOLD}
+        return threshold if strategy == DYNAMIC else {"strategy": DYNAMIC, **threshold}
 
     def temperatures(
         self,

@@ -285,6 +285,18 @@ class DecodingRule(ABC):
         """Return the settings whose values do not go together, and the reason; ``None`` if all do."""
         return None
 
+    def faster(
+        self, values: Mapping[str, float | str], max_steps: int, length: int
+    ) -> Mapping[str, float | str]:
+        """Return settings that decide several tokens a step where ``values`` decide one; else none.
+
+        Args:
+            values: Values of all settings.
+            max_steps: The step cap.
+            length: Positions of a canvas.
+        """
+        return {}
+
     @abstractmethod
     def temperatures(
         self,

@@ -33,7 +33,7 @@ from vllm_diffusion.startup.options import check_options
 from vllm_diffusion.startup.pass_limits import choose_media, default_max_num_seqs
 from vllm_diffusion.startup.plan import DiffusionPlan, plan_of
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings, plugin_settings
-from vllm_diffusion.startup.published_runs import log_differences
+from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a_pass
 from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
 from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
@@ -350,6 +350,7 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         layout = (published.layout or cls.layout)(length)
         spec = CanvasSpec(layout, rule, max_steps, of_rule, mask_token_id=mask)
         log_differences(model_config, settings, spec, cls.chosen_rule(model_config, settings))
+        warn_of_one_a_pass(settings, spec)
         return spec
 
 

@@ -303,6 +303,63 @@ def test_what_a_request_gets(
 
 
 @pytest.mark.parametrize(
+    ("model", "generation", "settings", "words"),
+    [
+        ("sdar_32", {}, {}, []),
+        ("llada2", {}, {}, []),
+        ("sdar_32", {"reveal_threshold": 1.0}, {}, ["reveal_threshold=1.0", "0.9"]),
+        (
+            "sdar_32",
+            {"strategy": "static"},
+            {},
+            ["strategy='static'", '"dynamic"}', "32 positions"],
+        ),
+        ("sdar_32", {"strategy": "entropy"}, {}, ["strategy='entropy'", '"dynamic"}']),
+        (
+            "nemotron",
+            {"strategy": "sequential", "reveal_threshold": 1.0},
+            {},
+            [
+                "strategy='sequential' and reveal_threshold=1.0",
+                '"dynamic", "reveal_threshold": 0.9',
+            ],
+        ),
+        (
+            "sdar_32",
+            {"strategy": "entropy_budget", "entropy_budget": 0},
+            {},
+            ["entropy_budget=0", '"entropy_budget": 0.1'],
+        ),
+        ("sdar_32", {"strategy": "entropy_budget"}, {}, []),
+        ("sdar_32", {"strategy": "static", "max_denoising_steps": 16}, {}, []),
+        # LLaDA2.2's masks are revealed over its reveal_steps, whatever its step cap.
+        ("llada2_2", {"strategy": "static"}, {}, ["strategy='static'"]),
+        ("llada2_2", {"strategy": "static", "reveal_steps": 8}, {}, []),
+        # The operator's own choice.
+        ("sdar_32", {}, {"strategy": "static"}, []),
+        ("sdar_32", {"reveal_threshold": 1.0}, {"reveal_threshold": 1.0}, []),
+        ("sdar_32", {"reveal_threshold": 1.0}, {"max_denoising_steps": 8}, []),
+    ],
+)
+def test_one_token_a_pass(
+    model: str,
+    generation: dict[str, Any],
+    settings: dict[str, Any],
+    words: list[str],
+    tmp_path: Path,
+    start_log: pytest.LogCaptureFixture,
+) -> None:
+    """A checkpoint's own settings that decide no more are named, with those that would."""
+    checkpoint = MODELS[model]()
+    checkpoint.generation_config |= generation
+    configure(checkpoint.save(tmp_path), additional_config={"diffusion": settings})
+    lines = [r for r in start_log.records if "one token a pass" in r.getMessage()]
+    assert len(lines) == bool(words)
+    assert all(r.levelname == "WARNING" for r in lines)
+    assert all(word in lines[0].getMessage() for word in words)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("LLaDA2.0-mini", {}, ["rule='reveal' (LLaDA2.0's loop)", '"rule": "reveal_and_edit"']),
