@@ -59,18 +59,19 @@ FAMILIES = (
         "FastDLLMForCausalLM",
     ),
     _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
+    _family("DreamForCausalLM", "dream_reasoner", "DreamReasonerEngineConfig", "DreamConfig"),
 )
 
 
-def _refused(architecture: str, name: str) -> Family:
+def _refused(architecture: str, engine_config: str, config: str | None = None) -> Family:
     """Make a row whose model is any class: the configuration is refused before it is made."""
-    at = f"vllm_diffusion.families.refused:{name}"
+    at = "vllm_diffusion.families.refused:"
     model = "vllm.model_executor.models.llama:LlamaForCausalLM"
-    return Family(architecture, model, f"{at}EngineConfig", f"{at}Config")
+    return Family(architecture, model, f"{at}{engine_config}", config and f"{at}{config}")
 
 
 REFUSED = (
-    _refused("DreamModel", "Dream"),
-    _refused("DreamForCausalLM", "Dream"),
-    _refused("LLaDAModelLM", "LLaDA"),
+    # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
+    _refused("DreamModel", "DreamEngineConfig"),
+    _refused("LLaDAModelLM", "LLaDAEngineConfig", "LLaDAConfig"),
 )

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.checkpoints import random_checkpoint
-from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stable_diffcoder
+from tests.support.families import (
+    dream_reasoner,
+    fast_dllm,
+    llada2,
+    nemotron,
+    run,
+    sdar,
+    stable_diffcoder,
+)
 from tests.support.families import model as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID
 from tests.support.families.llada2_model import llada2 as tiny_llada2
@@ -178,9 +186,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _sdar(asked: Asked) -> Run:
+def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
     wanted = asked.wanted
-    return sdar.generate(
+    return generate(
         **asked.filtered,
         gen_length=wanted.max_tokens,
         denoising_steps=wanted.steps or asked.block_length,
@@ -284,6 +292,9 @@ CASES: dict[str, Case] = {
         ("dynamic", "static"),
         filters=(),
         stepped=("static",),
+    ),
+    "dream-reasoner": Case(
+        tiny.dream_reasoner, partial(_sdar, generate=dream_reasoner.generate), stepped=_ALL
     ),
 }
 

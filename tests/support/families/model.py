@@ -263,6 +263,26 @@ sdar_moe = replace(
     published=_one_tensor_per_expert,
 )
 
+# DreamReasoner: Qwen3 by Dream's name; its ``head_dim`` is null, and the heads divide the hidden size.
+dream_reasoner = replace(
+    sdar,
+    body=lambda config: _transformers("Qwen3")(config | {"head_dim": 32}),
+    block_length=32,
+    config=sdar.config
+    | {
+        "architectures": ["DreamForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamForCausalLM",
+            "AutoModelForCausalLM": "modeling_dream.DreamForCausalLM",
+        },
+        "model_type": "Dream",
+        "hidden_size": 128,
+        "head_dim": None,
+    },
+    eos_token_id=END_IDS[0],
+)
+
 # Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values; its heads divide the hidden size.
 fast_dllm = Maker(
     _transformers("Qwen2"),

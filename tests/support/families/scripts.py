@@ -10,7 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.support.families import fast_dllm, llada2, nemotron, run, sdar, stable_diffcoder
+from tests.support.families import (
+    dream_reasoner,
+    fast_dllm,
+    llada2,
+    nemotron,
+    run,
+    sdar,
+    stable_diffcoder,
+)
 from tests.support.families.model import scripted
 
 VOCAB, MASK, END = 100, 4, 1
@@ -99,4 +107,7 @@ stable_diffcoder_loop = partial(
     steps=8,
     gen_length=8,
     block_length=4,
+)
+dream_reasoner_loop = partial(
+    dream_reasoner.generate, prompt_ids=(), mask_id=MASK, gen_length=8, block_length=8
 )

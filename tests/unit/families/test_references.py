@@ -21,6 +21,7 @@ from tests.support.families.scripts import (
     blocks,
     constant,
     decreasing,
+    dream_reasoner_loop,
     fast_dllm_loop,
     linear_spec_loop,
     llada2_0_loop,
@@ -331,3 +332,30 @@ def test_stable_diffcoder_bad_lengths():
         stable_diffcoder_loop(decreasing(9), steps=7)
     with pytest.raises(ValueError, match="masks are left"):
         stable_diffcoder_loop(decreasing(8), steps=4, threshold=0.99)
+
+
+def test_dream_reasoner_steps():
+    """One a position, and one alone for the most confident, unless the call says otherwise."""
+    script = decreasing(8, first=0.97)
+    assert dream_reasoner_loop(script).revealed == [0, 0, 1, 2, 3, 4, 5, 6]
+    static = {"remasking_strategy": "low_confidence_static"}
+    assert dream_reasoner_loop(script, **static).revealed == [0] * 8
+    result = dream_reasoner_loop(script, **static, denoising_steps=3)
+    assert result.revealed == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("strategy", ["dynamic", "static", "sequential"])
+@pytest.mark.parametrize("num_given", [0, 1, 5])
+def test_dream_reasoner_last_step_leaves_no_mask(strategy, num_given):
+    """Its number of the schedule is all that is left, wherever in a block the prompt ends."""
+    name = strategy if strategy == "sequential" else f"low_confidence_{strategy}"
+    for steps in range(1, 10):
+        result = dream_reasoner_loop(
+            decreasing(16),
+            prompt_ids=[30] * num_given,
+            gen_length=8 - num_given,
+            remasking_strategy=name,
+            denoising_steps=steps,
+        )
+        assert MASK not in result.tokens
+        assert result.count("denoise") <= steps
