@@ -36,6 +36,7 @@ class Purpose(enum.IntEnum):
     INITIAL = 0
     CANDIDATE = 1
     RENOISE = 2
+    REVEAL = 3
 
 
 def philox(
@@ -133,7 +134,7 @@ def uniform_tokens(
         step: [num_reqs], integer below 2**24.
         length: Positions of a canvas.
         vocab_size: Number of vocabulary ids.
-        purpose: :attr:`Purpose.INITIAL` or :attr:`Purpose.RENOISE`.
+        purpose: Any but :attr:`Purpose.CANDIDATE`.
 
     Returns:
         [num_reqs, length], int64 with values in [0, vocab_size).

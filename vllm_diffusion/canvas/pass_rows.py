@@ -160,7 +160,7 @@ class BatchRequests(NamedTuple):
 class PassRows:
     """Rows of the pass that :meth:`lay_out` was last called for.
 
-    Sampled are canvas rows and, for a model whose canvases begin with a token that known ones give
+    Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose canvases begin with a token that known ones give
     (``CanvasLayout.starts_from_commit``), the last row of each request whose known tokens end in the pass: to the
     sampler that is a canvas of one row.
 
@@ -241,7 +241,10 @@ class PassRows:
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
         seeding = is_over & self.slots.spec.layout.starts_from_commit
-        starts = np.concatenate([[0], np.cumsum(num_canvas + seeding)])
+        num_sampled = self.slots.spec.layout.num_sampled(
+            num_canvas, input_batch.prefill_len_np[:n], self.slots.block_length[slots]
+        )
+        starts = np.concatenate([[0], np.cumsum(num_sampled + seeding)])
         self.requests = BatchRequests(slots, starts, seeding)
 
         held = np.zeros((len(_Numbers._fields), num_slots + 1), dtype=np.int32)
@@ -299,12 +302,12 @@ class PassRows:
         row = torch.arange(len(index), dtype=torch.int32, device=index.device)
         is_row = row < numbers.row_start[R]
         request = _last_at(numbers.row_start, row).clamp(max=R - 1)
-        within = row - numbers.row_start[request]
-        # Rows that are sampled are the last ones of their request.
-        start, end = numbers.query_start[request], numbers.query_start[request + 1]
-        at = end - numbers.row_start[request + 1] + row
-        index.copy_(torch.where(is_row, at, 0))
         slot.copy_(torch.where(is_row, numbers.slot[request], 0))
+        within = row - numbers.row_start[request] + layout.first_sampled(slots.num_given[slot])
+        # The rows of a canvas are the last ones of their request; a row that seeds one is the last.
+        start, end = numbers.query_start[request], numbers.query_start[request + 1]
+        at = end - numbers.num_canvas[request].clamp(min=1) + within
+        index.copy_(torch.where(is_row, at, 0))
         position.copy_(torch.where(is_row, within, 0))
         offset.copy_(torch.where(is_row, at - start, 0))
         if layout.predicts_next:

@@ -150,6 +150,7 @@ class CanvasSlots:
         pinned: [R, C], bool, positions that hold the token of the request's first canvas.
         rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
         requested: Arguments of the requests.
+        block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
         features: Features that slots use, on the host.
     """
 
@@ -186,6 +187,7 @@ class CanvasSlots:
             seed_canvas=zeros(R, C, dtype=torch.int64),
             end_tokens=zeros(R, MAX_END_TOKENS, dtype=torch.int64),
         )
+        self.block_length = np.full(R, C, dtype=np.int64)
         self.features = SlotFeatures()
         self._staged: dict[int, NewRequest] = {}
 
@@ -207,6 +209,7 @@ class CanvasSlots:
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
+        self.block_length[slot] = self.spec.block_length(request.arguments.settings)
         self.features.add_request(slot, request)
 
     def remove_request(self, slot: int) -> None:
@@ -293,8 +296,9 @@ class CanvasSlots:
 
     def _num_canvases(self, row: NewRequest) -> int:
         """Canvases that the request emitted before."""
-        width = row.arguments.canvas_length or self.canvas_length
-        return (self.spec.num_given(row.prompt_len) + row.num_generated) // width
+        arguments = row.arguments
+        length = arguments.canvas_length or self.spec.block_length(arguments.settings)
+        return self.spec.layout.num_before(row.prompt_len, row.num_generated, length)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, device=self.device)

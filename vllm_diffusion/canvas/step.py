@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.noise import Purpose
+from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.canvas.cuda_graphs import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.canvas_spec import SlotStatistics
@@ -68,6 +68,8 @@ class StepOutput(NamedTuple):
         decided: [R, C], bool, positions whose token this step wrote: the mask was decided or the
             token replaced; without a mask, another token became the likeliest.
         decided_step: [R, C], int32, the step that last wrote each position, from 1 on.
+        num_final: [R], int32, leading positions of each canvas that the step is about, where the rule denoises
+            a part of a canvas; ``None`` where it is all of them.
     """
 
     tokens: Tensor
@@ -80,6 +82,7 @@ class StepOutput(NamedTuple):
     kept: Tensor
     decided: Tensor
     decided_step: Tensor
+    num_final: Tensor | None = None
 
 
 def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +149,9 @@ class CanvasStep:
         done = done & (decision.done | (slots.step + 1 >= slots.requested.max_steps))
         emitted, finished = self._emitted(done, committed, decision)
         layout = self._spec.layout
-        num_final = layout.num_final(slots.canvas, statistics.candidate, slot_pass.num_rows)
+        num_final = decision.num_final
+        if num_final is None:
+            num_final = layout.num_final(slots.canvas, statistics.candidate, slot_pass.num_rows)
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
         before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
@@ -168,6 +173,7 @@ class CanvasStep:
             kept=kept | ~denoised[:, None] | done[:, None],
             decided=decided,
             decided_step=decided_step,
+            num_final=decision.num_final,
         )
 
         canvas = self._next_input(decision, kept, slot_pass, position)
@@ -198,10 +204,21 @@ class CanvasStep:
                 max_steps=slots.requested.max_steps,
                 confidence=statistics.confidence,
                 choices=statistics.choices,
+                uniform=self._uniform(slot_pass.seed),
             ),
             slots.requested.settings,
             slots.rule_memory,
         )
+
+    def _uniform(self, seed: Tensor) -> Tensor | None:
+        """[R, C], float32: random numbers above 0 and below 1, for a rule that draws positions."""
+        slots = self._slots
+        if not self._spec.rule.draws_positions:
+            return None
+        numbers = uniform_tokens(
+            seed, slots.canvas_idx, slots.step, slots.canvas_length, 2**23, Purpose.REVEAL
+        )
+        return (numbers.to(torch.float32) + 0.5) / 2**23
 
     def _emitted(
         self, done: Tensor, committed: Tensor, decision: StepDecision
@@ -260,12 +277,16 @@ class CanvasStep:
         position: Tensor,
     ) -> None:
         """Fill canvases that begin after another one, and put first tokens that were drawn now."""
-        slots = self._slots
+        slots, layout = self._slots, self._spec.layout
         seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
         initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
+        num_given = torch.zeros_like(slots.num_given)
+        if layout.holds_sequence:
+            initial = torch.where(position < num_final[:, None], slots.canvas, initial)
+            num_given = num_final
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        if self._spec.layout.starts_from_commit:
-            seed_position = self._spec.layout.seed_position(num_final)
+        if layout.starts_from_commit:
+            seed_position = layout.seed_position(num_final)
             drawn_by = torch.where(committed, seed_position, 0).long()[:, None]
             token = statistics.candidate.gather(-1, drawn_by)
             # A token that is pinned in the first canvas stands there from its first step on.
@@ -273,7 +294,7 @@ class CanvasStep:
             is_seed = is_seed & (position == 0)
             canvas = torch.where(is_seed, token, canvas)
         slots.canvas.copy_(canvas)
-        slots.num_given.copy_(torch.where(begins, 0, slots.num_given))
+        slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
         if self._spec.mask_token_id is not None:
             # Pins are of the first canvas: in another one their positions would stay masked. Without a
             # mask they hold in each, as in stock.

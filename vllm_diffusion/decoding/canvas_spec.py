@@ -89,6 +89,15 @@ class CanvasSpec:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
         return self.layout.num_given(num_known)
 
+    def block_length(self, settings: Mapping[str, float | str]) -> int:
+        """Return how many positions of a request's canvas are denoised at a time.
+
+        Args:
+            settings: Settings of the rule that the request brings, by name.
+        """
+        name = "block_length"
+        return int(settings.get(name, self.settings.get(name, self.length)))
+
     @property
     def never_drawn(self) -> tuple[int, ...]:
         """Token ids that no position draws; a verifying pass may draw any token."""

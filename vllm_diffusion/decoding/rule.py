@@ -145,6 +145,8 @@ class StepInputs(NamedTuple):
         choices: [R, C, K], int64, the K likeliest tokens, the likeliest first, K being the rule's
             ``num_choices``; a position with fewer possible ones repeats its last. ``None`` where that
             is 0.
+        uniform: [R, C], float32, a random number between 0 and 1 for each position; ``None`` unless the
+            rule draws positions.
     """
 
     canvas: Tensor
@@ -160,6 +162,7 @@ class StepInputs(NamedTuple):
     max_steps: Tensor
     confidence: Tensor | None = None
     choices: Tensor | None = None
+    uniform: Tensor | None = None
 
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
         """Return the positions by which a canvas is judged, [R, C], bool.
@@ -189,6 +192,8 @@ class StepDecision(NamedTuple):
         memory: New memory of the rule, by name, in the shapes of :class:`Memory`.
         has_final_kv: [R], bool, true if the keys and values that this pass wrote are those of
             ``result``; ``None`` if they never are.
+        num_final: [R], int32, leading positions that a canvas has emitted once it is done, given ones
+            among them; ``None`` for all.
     """
 
     keep: Tensor
@@ -197,6 +202,7 @@ class StepDecision(NamedTuple):
     done: Tensor
     memory: Mapping[str, Tensor]
     has_final_kv: Tensor | None = None
+    num_final: Tensor | None = None
 
 
 class Memory(NamedTuple):
@@ -265,6 +271,8 @@ class DecodingRule(ABC):
             likeliest and the drawn one suffice.
         can_finish_kv: True if the last step's keys and values may be those of the result, so that
             no pass need encode it.
+        draws_positions: True if a step draws which positions it reveals.
+        judges_filtered: True if a step's entropies are those of what the request's filters keep.
         judges_to_end: True if a canvas is always judged by its positions up to its first end token,
             whatever the server's ``converge_at_end`` is.
     """
@@ -277,6 +285,8 @@ class DecodingRule(ABC):
     refused_settings: ClassVar[Mapping[str, str]] = {}
     num_choices: ClassVar[int] = 0
     can_finish_kv: ClassVar[bool] = False
+    draws_positions: ClassVar[bool] = False
+    judges_filtered: ClassVar[bool] = False
     judges_to_end: bool = False
 
     def contradiction(

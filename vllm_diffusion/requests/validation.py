@@ -259,6 +259,9 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
     Raises:
         VLLMValidationError: Naming the field; the server answers 400.
     """
+    for name, reason in spec.layout.refused_arguments.items():
+        if value := (params.extra_args or {}).get(PREFIX + name):
+            refuse(PREFIX + name, reason, value)
     arguments = parse_arguments(
         params.extra_args,
         spec=spec,
@@ -271,9 +274,6 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         name = next(name for name in names if name in arguments.settings)
         refuse(PREFIX + name, f"does not go with the rest: {reason}.")
     _check_combination(params, arguments, spec)
-    for name, reason in spec.layout.refused_arguments.items():
-        if value := (params.extra_args or {}).get(PREFIX + name):
-            refuse(PREFIX + name, reason, value)
     width = arguments.canvas_length or spec.length
     if arguments.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.

@@ -6,6 +6,8 @@ the result. Our sampler projects for itself, a tile at a time, and takes masks f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +18,31 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 class CanvasRunner(GPUModelRunner):
     """vLLM's model runner for a model whose state has canvases."""
 
+    num_speculative_steps: int
+    decode_query_len: int
+
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         # Asked next for what leaves the device with tokens.
         self.aux_output_connector = self.sampler.views
         rows = self.sampler.select_rows(hidden_states)
         output = self.sampler(rows, input_batch, grammar_output)
         return output, output.num_sampled, output.num_rejected
+
+    @contextmanager
+    def short_drafts(self) -> Iterator[None]:
+        """While vLLM warms up: its requests have six times the draft tokens of a pass, and one.
+
+        Drafts as long as the longest sequence would be written beyond its tensors.
+        """
+        if not self.model_state.spec.layout.holds_sequence:
+            yield
+            return
+        own = self.num_speculative_steps, self.decode_query_len
+        self.num_speculative_steps = self.decode_query_len = max((self.max_model_len - 1) // 6, 1)
+        try:
+            yield
+        finally:
+            self.num_speculative_steps, self.decode_query_len = own
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:

@@ -31,6 +31,10 @@ class CanvasWorker(FiniteWeights, Worker):
         with leaving(plan_of(self.vllm_config).refusal_path):
             super().load_model(**options)
 
+    def compile_or_warm_up_model(self) -> Any:
+        with self.model_runner.short_drafts():
+            return super().compile_or_warm_up_model()
+
     def _make_model_runner(self) -> Any:
         if self.vllm_config.is_mm_encoder_only:
             return super()._make_model_runner()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.adapters import checking_manager
@@ -15,7 +16,13 @@ from vllm_diffusion.weights.loading import checked_loading
 
 
 class MaskedModel(Adaptable):
-    """Mixin that precedes the class of vLLM that has the layers."""
+    """Mixin that precedes the class of vLLM that has the layers.
+
+    Attributes:
+        published_names: Names of the checkpoint's tensors, to those of vLLM's class.
+    """
+
+    published_names: ClassVar[WeightsMapper] = WeightsMapper()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         checking_manager.install()
@@ -24,7 +31,7 @@ class MaskedModel(Adaptable):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load them as vLLM's class does."""
         with checked_loading(self, weights) as checked:  # type: ignore[arg-type]
-            return super().load_weights(checked)  # type: ignore[misc]
+            return super().load_weights(self.published_names.apply(checked))  # type: ignore[misc]
 
     @staticmethod
     def get_model_state_cls() -> type[BlockDiffusionModelState]:

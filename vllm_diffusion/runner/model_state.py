@@ -214,6 +214,8 @@ class BlockDiffusionModelState(ModelState):
         scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
         order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
         encode = "fused with the next canvas" if self.order.encode_with_step else "separate"
+        if self.spec.layout.holds_sequence:
+            encode = "never"
         logger.info_once(
             "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s "
             "(%s, encode %s)",

@@ -61,11 +61,12 @@ class CanvasViewConnector:
             return None
         assert self._output is not None
         assert self._began_from is not None
+        num_rows = self._output.num_final
         slot = async_tensor_h2d(slots[chosen].astype(np.int64), device=self._slots.device)
         views = pack(
             self._output,
             self._began_from,
-            self._num_rows,
+            self._num_rows if num_rows is None else num_rows,
             self._slots.requested.max_steps,
             self._entropy,
             slot,

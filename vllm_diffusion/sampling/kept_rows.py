@@ -118,6 +118,30 @@ def draw_filtered(
         [n] int64, their candidates, and [n] float32, the probabilities of these within what is kept,
         at the temperature of the draw; the schedule's where a request is greedy.
     """
+    candidate, share, _ = _drawn_and_kept(head, logits, draws, filters, vocab_size)
+    return candidate, share
+
+
+def draw_filtered_with_entropy(
+    head: OutputHead,
+    logits: RowLogits,
+    draws: RowDraws,
+    filters: CandidateFilters,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do as :func:`draw_filtered`, and return the entropies of what is kept too, [n], float32, nats."""
+    candidate, share, kept = _drawn_and_kept(head, logits, draws, filters, vocab_size)
+    return candidate, share, _kept_entropy(head, logits, *kept)
+
+
+def _drawn_and_kept(
+    head: OutputHead,
+    logits: RowLogits,
+    draws: RowDraws,
+    filters: CandidateFilters,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Draw; return what :func:`_kept_entropy` needs too."""
     impl = head.kernels.kept_rows
     divisor = draws.temperature * draws.rate
     # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
@@ -129,7 +153,28 @@ def draw_filtered(
     best, candidate, drawn, mass = head.gather(packed).unbind(-1)
     winner = best.argmax(dim=0, keepdim=True)
     share = drawn_share(drawn.gather(0, winner)[0], maximum, mass.sum(dim=0))
-    return candidate.gather(0, winner)[0].long(), share
+    return candidate.gather(0, winner)[0].long(), share, (divisor, maximum, keys)
+
+
+def _kept_entropy(
+    head: OutputHead, logits: RowLogits, divisor: Tensor, maximum: Tensor, keys: Tensor
+) -> Tensor:
+    """Entropies of what filters keep of n rows, [n], float32, nats.
+
+    Args:
+        head: Sums over the ranks.
+        logits: Of the rows, all ids of this rank.
+        divisor: [n], float32.
+        maximum: [n], float32, the largest logit of each row, of all ranks, over ``divisor``.
+        keys: [n], int64, from :func:`thresholds`.
+    """
+    scores = scaled_logits(logits, divisor, impl=head.kernels.kept_rows)
+    kept = ordered_keys(scores) >= keys[:, None]
+    scores = torch.where(kept, scores - maximum[:, None], 0.0)
+    weights = torch.where(kept, scores.exp(), 0.0)
+    sums = torch.stack([weights.sum(dim=-1), (weights * scores).sum(dim=-1)], dim=-1)
+    mass, weighed_scores = head.gather(sums).sum(dim=0).unbind(-1)
+    return mass.log() - weighed_scores / mass
 
 
 class RunningChoices:

@@ -2,7 +2,7 @@
 
 A pass in which no request uses more than temperatures and seeds is one function, the plain step. Any
 other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with filters,
-a canvas's length of them at a time, which need the statistics of the whole row; and the rows with
+a canvas's length of them at a time, or 256,, which need the statistics of the whole row; and the rows with
 log-probabilities, which need the tokens. The last two project their rows again. Their statistics are
 scattered to the positions of their canvases. A part without a graph is called, and then does no more
 than the pass uses.
@@ -23,7 +23,7 @@ from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.sampling.kept_rows import draw_filtered
+from vllm_diffusion.sampling.kept_rows import draw_filtered, draw_filtered_with_entropy
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs, row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
@@ -101,6 +101,8 @@ class RowStatistics:
 
 # Canvases of the largest pass with settings that has a graph of its adjusted rows.
 MOST_ADJUSTED_CANVASES = 8
+# Rows whose logits are held at once: those of DiffusionGemma's canvas.
+MOST_ROWS_AGAIN = 256
 # Log-probabilities that graphs report; a server that allows more has none of them.
 MAX_GRAPHED_LOGPROBS = 32
 
@@ -195,7 +197,7 @@ class PassGraphs:
             self.plain_step.capture(capture, hidden[: n * C])
         for n in sorted({min(n, MOST_ADJUSTED_CANVASES) for n in canvas_counts}, reverse=True):
             self.adjusted_rows.capture(capture, hidden[: n * C], used=everything)
-        some = torch.zeros(C, dtype=torch.int64, device=hidden.device)
+        some = torch.zeros(self._num_again, dtype=torch.int64, device=hidden.device)
         self.filtered_rows.capture(capture, some, hidden=hidden, used=everything)
         if 0 <= self._max_logprobs <= MAX_GRAPHED_LOGPROBS:
             self._reports = no_logprobs(len(hidden), 1 + self._max_logprobs, hidden.device)
@@ -230,15 +232,20 @@ class PassGraphs:
 
     def _filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
         some, statistics = self._settings.select(index), self._statistics.of_slots
-        candidate, drawn_confidence = draw_filtered(
+        slots = self._pass_rows.slots
+        judges_filtered = slots.spec.rule.judges_filtered
+        draw = draw_filtered_with_entropy if judges_filtered else draw_filtered
+        candidate, drawn_confidence, *entropy = draw(
             self._statistics.head,
             self._logits_again(some, hidden[index], used),
             self._settings.draws(some),
             rows_of(used.filters, some.slot),
-            self._pass_rows.slots.vocab_size,
+            slots.vocab_size,
         )
         statistics.candidate[some.slot, some.position] = candidate
         statistics.drawn_confidence[some.slot, some.position] = drawn_confidence
+        if entropy:
+            statistics.entropy[some.slot, some.position] = entropy[0]
 
     def _reported_rows(
         self, index: Tensor, hidden: Tensor, used: UsedSettings, reports: LogprobsTensors
@@ -311,8 +318,13 @@ class PassGraphs:
         if index is None:
             return []
         if is_graphed:
-            index = np.pad(index, (0, -len(index) % self._length), mode="edge")
-        return async_tensor_h2d(index, device=self._pass_rows.index.device).split(self._length)
+            index = np.pad(index, (0, -len(index) % self._num_again), mode="edge")
+        return async_tensor_h2d(index, device=self._pass_rows.index.device).split(self._num_again)
+
+    @property
+    def _num_again(self) -> int:
+        """Rows that are looked at again at once: a canvas's, but where it holds a whole sequence."""
+        return min(self._length, MOST_ROWS_AGAIN)
 
     @property
     def _length(self) -> int:

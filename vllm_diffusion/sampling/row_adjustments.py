@@ -73,6 +73,7 @@ class ConstraintTensors:
         )
         num_valid.fill(-1)
         masks: list[np.ndarray] = []
+        holds_sequence = places.slots.spec.layout.holds_sequence
         index = {req_id: i for i, req_id in enumerate(req_ids)}
         for req_id, constraint in zip(
             message.structured_output_request_ids, message.constraints, strict=True
@@ -82,6 +83,9 @@ class ConstraintTensors:
                 continue
             slot = int(places.requests.slots[i])
             start, end = int(starts[i]), int(starts[i + 1])
+            if holds_sequence:
+                # Its known tokens have no rows here.
+                start -= constraint.num_given
             first = start + constraint.num_given
             frontier = min(first + len(constraint.pinned), end)
             rows[first:frontier, _PIN] = constraint.pinned[: frontier - first]

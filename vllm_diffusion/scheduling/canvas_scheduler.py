@@ -83,9 +83,16 @@ class CanvasScheduling(Scheduler):
         """Return the request's step cap."""
         return arguments_of(request.sampling_params).max_steps or self.spec.max_denoising_steps
 
-    def _canvas_width(self, request: Request) -> int:
-        """Return the width of the request's canvases, in tokens."""
-        return arguments_of(request.sampling_params).canvas_length or self.spec.length
+    def _canvas_width(self, request: Request, num_known: int) -> int:
+        """Return the width of the request's canvas after ``num_known`` tokens, in tokens."""
+        arguments = arguments_of(request.sampling_params)
+        return self.spec.layout.width(
+            arguments.canvas_length,
+            request.num_prompt_tokens,
+            num_known,
+            request.max_tokens,
+            self.spec.block_length(arguments.settings),
+        )
 
     # A request arrives.
 
@@ -100,6 +107,11 @@ class CanvasScheduling(Scheduler):
             # The one canvas that is read may begin with the end of the prompt.
             num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_read)
+        if self.spec.layout.holds_sequence:
+            # Its canvas has no more: as many blocks as the model's length has room for.
+            num_prompt = request.num_prompt_tokens
+            most = self._canvas_width(request, num_prompt + request.max_tokens)
+            request.max_tokens = min(request.max_tokens, most - num_prompt)
         if request.lora_request is not None:
             request.lora_request = AdapterLoad.of(request.lora_request)
         super().add_request(request)
@@ -141,7 +153,9 @@ class CanvasScheduling(Scheduler):
         # Of the prompt, or of an emitted canvas; a pass in flight is assumed to emit its canvas.
         num_uncomputed = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
-        width = self._canvas_width(request)
+        width = self._canvas_width(request, request.num_tokens)
+        # A canvas of the whole sequence begins before the known tokens.
+        is_free = is_at_prompt or self.spec.layout.holds_sequence
         # If loaded blocks turn out to be missing, the pass is repeated; a canvas's step cannot be.
         may_be_repeated = (
             self.connector is not None
@@ -156,7 +170,7 @@ class CanvasScheduling(Scheduler):
             num_granted=num_new_tokens,
             num_left=self._num_rows_left,
             max_model_len=self.max_model_len,
-            canvas_width=width if is_at_prompt else min(len(request.spec_token_ids), width),
+            canvas_width=width if is_free else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
             narrows_later=request.num_output_placeholders > 0,
             shares_prompt=self.order.prompt_with_step and not may_be_repeated,
@@ -315,7 +329,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
             if not request.is_prefill_chunk:
-                request.spec_token_ids = [-1] * self._canvas_width(request)
+                request.spec_token_ids = [-1] * self._canvas_width(request, request.num_tokens)
         return outputs
 
 

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.messages import CanvasConstraint, CanvasConstraints
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.constrained_canvas import (
     ConstrainedCanvas,
     DeadEndError,
@@ -98,12 +99,17 @@ class Constraints(SchedulerFeature):
                 continue
             request = self._scheduler.requests[request_id]
             num_given = self._spec.num_given(request.num_tokens)
-            constraint = self._constraint(request, canvas, len(tokens) - num_given)
+            width = min(len(tokens) - num_given, self._block_length(request))
+            constraint = self._constraint(request, canvas, width)
             constraints[request_id] = replace(constraint, num_given=num_given)
         if not constraints:
             return None
         nothing = np.empty((0, 0), np.int32)
         return CanvasConstraints(list(constraints), nothing, None, list(constraints.values()))
+
+    def _block_length(self, request: Request) -> int:
+        """Return how many positions of the request's canvas are denoised at a time."""
+        return self._spec.block_length(arguments_of(request.sampling_params).settings)
 
     def _constraint(
         self, request: Request, canvas: ConstrainedCanvas, width: int

@@ -45,7 +45,13 @@ from vllm_diffusion.weights.weight_files import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, DiffusionConfig, ModelConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        DiffusionConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -129,6 +135,17 @@ class BlockDiffusionEngineConfig:
     @classmethod
     def apply_autoregressive_defaults(cls, vllm_config: VllmConfig) -> None:
         """Apply what vLLM chooses for the architecture whose weights the autoregressive mode runs."""
+
+    @classmethod
+    def default_max_num_seqs(cls, scheduler: SchedulerConfig, most: int, length: int) -> int:
+        """Return how many requests run at once if the operator sets no number.
+
+        Args:
+            scheduler: Configuration with the rows of a pass.
+            most: vLLM's default for other models.
+            length: Rows of a canvas.
+        """
+        return default_max_num_seqs(scheduler, most, length)
 
     @classmethod
     def canvas_spec(
@@ -252,8 +269,9 @@ class BlockDiffusionEngineConfig:
         scheduler.max_num_seqs = (
             max_num_seqs
             if plan.given.max_num_seqs
-            else default_max_num_seqs(scheduler, max_num_seqs, length)
+            else cls.default_max_num_seqs(scheduler, max_num_seqs, length)
         )
+        model_config.diffusion = plan
         check_options(vllm_config)
         is_set = plan.given.max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)

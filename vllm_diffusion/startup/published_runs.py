@@ -130,13 +130,14 @@ def log_differences(
 
 def warn_of_one_a_pass(chosen: PluginSettings, spec: CanvasSpec) -> None:
     """Warn where the checkpoint's own settings decide one token a pass, with those that decide more."""
-    faster = spec.rule.faster(spec.settings, spec.max_denoising_steps, spec.length)
+    length = spec.block_length({})
+    faster = spec.rule.faster(spec.settings, spec.max_denoising_steps, length)
     if not faster or faster.keys() & chosen.of_rule.keys():
         return
     logger.warning(
         "The checkpoint's own %s, with a step for each of a canvas's %d positions, decides one token a "
         "pass; --additional-config '%s' decides as many as the model is certain of.",
         " and ".join(f"{name}={spec.settings[name]!r}" for name in faster),
-        spec.length,
+        length,
         json.dumps({"diffusion": faster}),
     )

@@ -11,10 +11,13 @@ from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     CanvasLayout,
     FreeCanvas,
+    GrowingSequence,
     ScheduledRequest,
     SeededBlock,
     ShiftedBlock,
+    ShiftedSequence,
     VerifiedDraft,
+    WholeSequence,
 )
 
 LENGTH = 4
@@ -122,3 +125,54 @@ def test_seed_position() -> None:
     assert ShiftedBlock(LENGTH).seed_position(num_final).tolist() == [0] * 4
     for layout in (FreeCanvas, AlignedBlock):
         assert not layout.starts_from_commit
+
+
+@pytest.mark.parametrize("layout", [WholeSequence, ShiftedSequence])
+@given(
+    num_prompt=st.integers(1, 39),
+    max_tokens=st.integers(1, 60),
+    block_length=st.integers(1, 50),
+    num_left=st.integers(0, 60),
+)
+def test_a_whole_sequence(
+    layout: type[CanvasLayout],
+    num_prompt: int,
+    max_tokens: int,
+    block_length: int,
+    num_left: int,
+) -> None:
+    """Its canvas holds the prompt and the answer in whole blocks, as many as the model's length lets."""
+    own = layout(40)
+    width = own.width(None, num_prompt, num_prompt, max_tokens, block_length)
+    growing = GrowingSequence(40)
+    # It reaches the same width, a block at a time.
+    known, widths = num_prompt, []
+    while known < width:
+        known = growing.width(None, num_prompt, known, max_tokens, block_length)
+        widths.append(known)
+    steps = [b - a for a, b in zip([num_prompt, *widths], widths, strict=False)]
+    assert widths[-1] == width
+    assert set(steps[:-1]) <= {block_length}
+    room = 40 - num_prompt
+    assert num_prompt < width <= 40
+    if block_length > room:
+        assert width - num_prompt == min(max_tokens, room)
+    else:
+        assert (width - num_prompt) % block_length == 0
+        fits = -(-max_tokens // block_length) * block_length <= room
+        assert (width - num_prompt >= max_tokens) if fits else (width + block_length > 40)
+    request = ScheduledRequest(
+        num_tokens=num_prompt,
+        num_computed=0,
+        num_uncomputed=num_prompt,
+        num_granted=1,
+        num_left=num_left,
+        max_model_len=40,
+        canvas_width=width,
+        is_at_prompt=True,
+        narrows_later=False,
+        shares_prompt=True,
+        shares_encode=True,
+    )
+    rows = own.rows(request)
+    assert rows == ((width, width) if width <= num_left else (0, 0))

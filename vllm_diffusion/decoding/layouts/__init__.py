@@ -12,14 +12,22 @@ from vllm_diffusion.decoding.layouts.canvas_layout import (
     SampledRows,
     ScheduledRequest,
 )
+from vllm_diffusion.decoding.layouts.whole_sequence import (
+    GrowingSequence,
+    ShiftedSequence,
+    WholeSequence,
+)
 
 __all__ = [
     "AlignedBlock",
     "CanvasLayout",
     "FreeCanvas",
+    "GrowingSequence",
     "ScheduledRequest",
     "SampledRows",
     "SeededBlock",
     "ShiftedBlock",
+    "ShiftedSequence",
     "VerifiedDraft",
+    "WholeSequence",
 ]

@@ -15,6 +15,7 @@ from vllm_diffusion.decoding.layouts.canvas_layout import (
     SampledRows,
     ScheduledRequest,
     ScheduledRows,
+    from_first_free,
 )
 
 
@@ -94,10 +95,7 @@ class AlignedBlock(CanvasLayout):
         return num_canvas
 
     def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
-        # Positions after the canvas's end hold an arbitrary token of it.
-        position = torch.arange(result.shape[-1], device=result.device)[None, :]
-        source = position + num_given[:, None]
-        return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
+        return from_first_free(result, num_given)
 
 
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +86,16 @@ class ScheduledRows(NamedTuple):
     num_added: int = 0
 
 
+def from_first_free(result: Tensor, num_given: Tensor) -> Tensor:
+    """Shift ``result`` to begin at its first position that is not given, [R, C], int64.
+
+    Positions after the canvas's end hold an arbitrary token of it.
+    """
+    position = torch.arange(result.shape[-1], device=result.device)[None, :]
+    source = position + num_given[:, None]
+    return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
+
+
 @dataclass(frozen=True)
 class CanvasLayout:
     """Base of layouts; its own answers are those of a free canvas.
@@ -98,6 +109,7 @@ class CanvasLayout:
         starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
         predicts_next: True if a row's hidden state predicts the token after it, and not its own.
+        holds_sequence: True if a canvas holds all tokens of its request, and what is emitted stays in it.
     """
 
     length: int
@@ -108,6 +120,7 @@ class CanvasLayout:
     starts_from_commit: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
     predicts_next: ClassVar[bool] = False
+    holds_sequence: ClassVar[bool] = False
 
     # Start-up.
 
@@ -138,6 +151,35 @@ class CanvasLayout:
         return True
 
     # The scheduler.
+
+    def width(
+        self,
+        wanted: int | None,
+        num_prompt: int,
+        num_known: int,
+        max_tokens: int,
+        block_length: int,
+    ) -> int:
+        """Return the number of positions of a request's canvases, at most C.
+
+        Args:
+            wanted: Number that the request asks for; ``None`` for the server's.
+            num_prompt: Tokens of its prompt.
+            num_known: Tokens of it and of its answer so far.
+            max_tokens: Tokens of its answer at most.
+            block_length: Positions that are denoised at a time.
+        """
+        return wanted or self.length
+
+    def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
+        """Return how many canvases, or blocks of one, a request has emitted.
+
+        Args:
+            num_prompt: Tokens of its prompt.
+            num_generated: Tokens of its answer so far.
+            length: Positions of each of its canvases or blocks.
+        """
+        return (self.num_given(num_prompt) + num_generated) // length
 
     def num_given(self, num_known: int) -> int:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
@@ -188,6 +230,26 @@ class CanvasLayout:
             ``spans``; ``None`` if known tokens are causal.
         """
         return None
+
+    def num_sampled(
+        self, num_canvas: np.ndarray, num_known: np.ndarray, block_length: np.ndarray
+    ) -> np.ndarray:
+        """Return how many canvas rows of each request are projected onto the vocabulary, [n], int64.
+
+        Args:
+            num_canvas: [n], canvas rows of each request.
+            num_known: [n], tokens of its prompt, and what it had generated when it was preempted.
+            block_length: [n], positions that are denoised at a time.
+        """
+        return num_canvas
+
+    def first_sampled(self, num_given: Tensor) -> Tensor:
+        """Return the position of each canvas whose row is the first of these, integer as ``num_given``.
+
+        Args:
+            num_given: Given positions of each canvas.
+        """
+        return torch.zeros_like(num_given)
 
     def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:
         """Return the number of rows of each request that attend in both directions, [R], int32.

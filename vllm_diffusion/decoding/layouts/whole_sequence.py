@@ -1,0 +1,113 @@
+"""Layout of models that attend over prompt and answer in both directions: one canvas holds the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_diffusion.decoding.layouts.canvas_layout import (
+    CanvasLayout,
+    ScheduledRequest,
+    ScheduledRows,
+    from_first_free,
+)
+
+_WHOLE = (
+    "is not supported by this model, whose canvas is the prompt and its whole answer; leave it out."
+)
+
+
+@dataclass(frozen=True)
+class WholeSequence(CanvasLayout):
+    """A canvas begins at position 0 and holds all tokens, of which the known ones are given.
+
+    Every pass runs every row, since each key and value depends on all tokens: none is final before the last
+    token is, so that nothing is cached. The answer is cut into blocks, of which the first one that has
+    masks is denoised. A block is emitted when it is decided, and stays in the canvas.
+    """
+
+    summary: ClassVar[str] = "the whole sequence, in both directions; nothing is cached"
+    holds_sequence = True
+    refused_fields: ClassVar[Mapping[str, str]] = {
+        "prompt_logprobs": "(echo with logprobs) is not supported by this model, which attends in both "
+        "directions: no position of the prompt predicts the next one; leave it out."
+    }
+    refused_arguments: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("canvas_length", "seed_canvas", "pinned", "read_only", "constrained"), _WHOLE
+    )
+
+    def width(
+        self,
+        wanted: int | None,
+        num_prompt: int,
+        num_known: int,
+        max_tokens: int,
+        block_length: int,
+    ) -> int:
+        room = self.length - num_prompt
+        num_blocks = min(-(-max_tokens // block_length), room // block_length)
+        return num_prompt + (num_blocks * block_length or min(max_tokens, room))
+
+    def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
+        return num_generated // length
+
+    def allows_width(self, width: int) -> bool:
+        return False
+
+    def num_given(self, num_known: int) -> int:
+        return num_known
+
+    def rows(self, request: ScheduledRequest) -> ScheduledRows:
+        """Schedule the whole sequence; the stock scheduler grants the known tokens of it."""
+        width = request.canvas_width
+        return ScheduledRows(width, width) if width <= request.num_left else ScheduledRows(0)
+
+    def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:
+        return num_canvas
+
+    def num_sampled(
+        self, num_canvas: np.ndarray, num_known: np.ndarray, block_length: np.ndarray
+    ) -> np.ndarray:
+        return np.clip(num_canvas - num_known, 0, block_length)
+
+    def first_sampled(self, num_given: Tensor) -> Tensor:
+        return num_given
+
+    def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
+        return from_first_free(result, num_given)
+
+
+@dataclass(frozen=True)
+class ShiftedSequence(WholeSequence):
+    """A whole sequence in which a position's token comes from the row before it."""
+
+    summary: ClassVar[str] = f"{WholeSequence.summary}; rows shifted by one"
+    predicts_next = True
+
+    def shift(
+        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
+    ) -> Tensor:
+        return torch.zeros_like(position)
+
+
+@dataclass(frozen=True)
+class GrowingSequence(WholeSequence):
+    """A whole sequence without the blocks after the one that is denoised."""
+
+    summary: ClassVar[str] = f"{WholeSequence.summary}; no masks after the block"
+
+    def width(
+        self,
+        wanted: int | None,
+        num_prompt: int,
+        num_known: int,
+        max_tokens: int,
+        block_length: int,
+    ) -> int:
+        whole = super().width(wanted, num_prompt, num_known, max_tokens, block_length)
+        return min(whole, num_known + block_length)

@@ -1,0 +1,85 @@
+"""Start-up of models whose canvas holds the whole sequence."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm_diffusion.decoding.layouts import WholeSequence
+from vllm_diffusion.startup.engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.pass_limits import FEWEST
+from vllm_diffusion.startup.plan import plan_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+
+class WholeSequenceEngineConfig(MaskedEngineConfig):
+    """Base for a family that attends over prompt and answer in both directions.
+
+    Attributes:
+        context_length: Tokens of the longest sequence if the operator sets no ``--max-model-len``;
+            ``None`` for those that ``config.json`` names.
+    """
+
+    layout = WholeSequence
+    context_length: ClassVar[int | None] = None
+
+    @classmethod
+    def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
+        most = cls.context_length
+        if most is not None and model_config.original_max_model_len in (None, -1):
+            model_config.max_model_len = min(model_config.max_model_len, most)
+        model_config.hf_config.canvas_length = model_config.max_model_len
+
+    @classmethod
+    def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Have each pass hold the longest sequence, and turn off what needs final keys and values.
+
+        Raises:
+            ValueError: Naming an option that needs them.
+        """
+        from vllm.config import CUDAGraphMode
+
+        model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        if scheduler.async_scheduling:
+            raise ValueError(
+                "--async-scheduling does not go with this model, each of whose passes runs the whole sequence "
+                "and needs the last one's tokens; leave it out."
+            )
+        scheduler.async_scheduling = False
+        most = scheduler.max_num_batched_tokens
+        if not plan_of(vllm_config).given.max_num_batched_tokens:
+            scheduler.max_num_batched_tokens = max(most, model_config.max_model_len)
+        elif most < model_config.max_model_len:
+            logger.info(
+                "max_model_len=%d, not %d: a pass runs the whole sequence, and --max-num-batched-tokens is %d.",
+                most,
+                model_config.max_model_len,
+                most,
+            )
+            model_config.max_model_len = most
+        if vllm_config.cache_config.enable_prefix_caching:
+            logger.info(
+                "no prefix is cached: keys and values of a prompt depend on the answer after it."
+            )
+            vllm_config.cache_config.enable_prefix_caching = False
+        # A pass has as many rows as its sequences have tokens, which no captured size is near.
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        model_config.hf_config.canvas_length = model_config.max_model_len
+        super().apply_stock_defaults(vllm_config)
+        assert vllm_config.diffusion_config is not None
+        vllm_config.diffusion_config.canvas_length = model_config.max_model_len
+
+    @classmethod
+    def default_max_num_seqs(cls, scheduler: SchedulerConfig, most: int, length: int) -> int:
+        chosen = min(most, FEWEST)
+        logger.info(
+            "max_num_seqs=%d: a pass of max_num_batched_tokens=%d holds that many sequences or fewer; "
+            "--max-num-seqs sets another number.",
+            chosen,
+            scheduler.max_num_batched_tokens,
+        )
+        return chosen
