@@ -10,7 +10,7 @@ import importlib
 import logging
 from typing import Any
 
-from vllm_diffusion.families.registry import FAMILIES, REFUSED, Family
+from vllm_diffusion.families.registry import FAMILIES, Family
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.hooks.upstream import INSTALL
 from vllm_diffusion.startup.environment import is_disabled
@@ -44,7 +44,7 @@ def register() -> None:
         return
     _register_extensions()
     shared_failure = _register_shared()
-    for family in (*FAMILIES, *REFUSED):
+    for family in FAMILIES:
         entry, failure = _engine_config(family, BlockDiffusionEngineConfig), shared_failure
         # This comes first, so that our checks report every later failure.
         MODELS_CONFIG_MAP[family.architecture] = entry
@@ -116,7 +116,7 @@ def _register_config(path: str) -> None:
 def _by_model_type() -> dict[str, tuple[str, ...]]:
     """Return the served architectures for each ``model_type`` whose configuration is ours."""
     found: dict[str, tuple[str, ...]] = {}
-    for family in (*FAMILIES, *REFUSED):
+    for family in FAMILIES:
         if family.config is not None:
             served = (family.architecture,) if family in FAMILIES else ()
             model_type = imported(family.config).model_type

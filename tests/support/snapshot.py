@@ -14,11 +14,11 @@ import re
 import sys
 from typing import Any
 
-from vllm_diffusion.families.registry import FAMILIES, REFUSED
+from vllm_diffusion.families.registry import FAMILIES
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 # What is served, what is refused by name, and the draft for other models.
-OURS = {family.architecture for family in (*FAMILIES, *REFUSED)} | {"DFlashMaskedDraftModel"}
+OURS = {family.architecture for family in FAMILIES} | {"DFlashMaskedDraftModel"}
 
 
 def tables() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vllm_diffusion import metrics, plugin
 from vllm_diffusion.drafting.draft_check import ARCHITECTURE as DRAFT
 from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
-from vllm_diffusion.families.registry import FAMILIES, REFUSED
+from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.requests import validation
 
@@ -78,7 +78,7 @@ def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     def others() -> tuple[dict[str, Any], dict[str, Any]]:
-        ours = {family.architecture for family in (*FAMILIES, *REFUSED)} | {DRAFT}
+        ours = {family.architecture for family in FAMILIES} | {DRAFT}
         ours |= {prefix + name for prefix in ("", "DFlash") for name in NEMO_ARCHITECTURES}
         return (
             {name: value for name, value in MODELS_CONFIG_MAP.items() if name not in ours},

@@ -1,4 +1,4 @@
-"""The families that are served, and those that cannot be. A new one is a line here."""
+"""The families that are served. A new one is a line here."""
 
 from __future__ import annotations
 
@@ -60,18 +60,8 @@ FAMILIES = (
     ),
     _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
     _family("DreamForCausalLM", "dream_reasoner", "DreamReasonerEngineConfig", "DreamConfig"),
-)
-
-
-def _refused(architecture: str, engine_config: str, config: str | None = None) -> Family:
-    """Make a row whose model is any class: the configuration is refused before it is made."""
-    at = "vllm_diffusion.families.refused:"
-    model = "vllm.model_executor.models.llama:LlamaForCausalLM"
-    return Family(architecture, model, f"{at}{engine_config}", config and f"{at}{config}")
-
-
-REFUSED = (
     # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
-    _refused("DreamModel", "DreamEngineConfig"),
-    _refused("LLaDAModelLM", "LLaDAEngineConfig", "LLaDAConfig"),
+    _family("DreamModel", "dream", "DreamEngineConfig"),
+    _family("LLaDAModelLM", "llada", "LLaDAEngineConfig", "LLaDAConfig"),
+    _family("ILLaDAForCausalLM", "illada", "ILLaDAEngineConfig", "ILLaDAConfig"),
 )

@@ -15,7 +15,7 @@ from tests.support.adapters import LINEAR, adapt, rename
 from tests.support.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.llada2_model import SeparateExperts
-from tests.support.families.model import prompt_of
+from tests.support.families.model import LLaDA, prompt_of
 from tests.support.generate import tokens_of_batch
 
 pytestmark = pytest.mark.engine
@@ -79,6 +79,8 @@ class Adapted:
             assert adapted.base_model.model is model.body
             if name == "nemotron":
                 rename(path, lambda module: module.replace("model.", "encoder.", 1))
+            if name == "llada":
+                rename(path, LLaDA.published_name)
         wanted = [Wanted(), Wanted(temperature=1.0, seed=3)]
         self.work = [
             (i, prompt_of(n, seed=n), one) for i in self._models for n in (5, 33) for one in wanted

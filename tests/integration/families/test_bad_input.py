@@ -49,6 +49,8 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "sdar": tiny.sdar,
     "sdar_32": partial(tiny.sdar, block_length=32),
     "no_blocks": replace(tiny.sdar, block_length_key=None),
+    "dream": tiny.dream,
+    "llada": tiny.llada,
     "llada2": llada2,
     "llada2_2": llada2_2,
     "nemotron": tiny.nemotron,
@@ -194,8 +196,9 @@ def test_tensors(family: str, tmp_path: Path) -> None:
     CASES[family].make().save(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    norm = next(name for name in tensors if name.endswith("input_layernorm.weight"))
-    head = next(name for name in tensors if "head" in name)
+    ends = ("input_layernorm.weight", "attn_norm.weight")
+    norm = next(name for name in tensors if name.endswith(ends))
+    head = next(name for name in tensors if "head" in name or "transformer.ff_out" in name)
     changes: dict[str, dict[str, Any]] = {
         norm: {name: value for name, value in tensors.items() if name != norm},
         head: tensors | {head: tensors[head][:-1].clone()},

@@ -106,13 +106,14 @@ def in_both_orders(names: Iterable[str], often: Collection[tuple[str, str]]) -> 
         )
         for order in ("synchronous", "asynchronous")
         for name in names
+        if order == "synchronous" or CASES[name].is_asynchronous
     ]
 
 
 # One family for each way in which canvases lie and are decided, and of these one aligned and one seeded in
 # asynchronous order.
 OFTEN = [(name, "synchronous") for name in TIGHT]
-OFTEN += [("sdar", "asynchronous"), ("nemotron", "asynchronous")]
+OFTEN += [("llada", "synchronous"), ("sdar", "asynchronous"), ("nemotron", "asynchronous")]
 
 
 @pytest.fixture(scope="module", params=in_both_orders(CASES, OFTEN))
@@ -239,9 +240,16 @@ def test_frames_and_step_maps(family: Family) -> None:
         replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
         assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
         given = len(prompts[i]) % B if spec.layout.alignment > 1 else 0
-        traced = steps_of_trace(completion.diffusion_trace, given)
+        trace = completion.diffusion_trace
+        if spec.layout.holds_sequence:
+            # Each of its canvases begins with everything before it.
+            starts = range(len(prompts[i]), 10**6, B)
+            trace = [
+                [row[start:] for row in rows] for start, rows in zip(starts, trace, strict=False)
+            ]
+        traced = steps_of_trace(trace, given)
         assert traced[: len(tokens)] == replayed[: len(tokens)]
-        committed = [token for rows in completion.diffusion_trace for token in rows[-1]]
+        committed = [token for rows in trace for token in rows[-1]]
         assert committed[given:][: len(tokens)] == tokens
         assert [n for part in seen.step_maps[i, 0] for n in part.steps] == replayed[: len(tokens)]
         metrics = request_metrics(completion)
@@ -299,8 +307,11 @@ def test_prefix_cache(family: Family) -> None:
     prompts = [prompt, prompt[:70] + prompt_of(9, seed=42), prompt + answer + prompt_of(3, seed=43)]
     outputs = family.engine.outputs(prompts, wanted.sampling_params())
     for one, output in zip(prompts, outputs, strict=True):
-        assert output.num_cached_tokens >= 64
-        assert output.num_cached_tokens % family.block_length == 0 or not family.is_aligned
+        if family.engine.state.spec.layout.holds_sequence:
+            assert output.num_cached_tokens == 0
+        else:
+            assert output.num_cached_tokens >= 64
+            assert output.num_cached_tokens % family.block_length == 0 or not family.is_aligned
         tokens = list(output.outputs[0].token_ids)
         assert tokens == family.expected(one, wanted).tokens
 
@@ -354,7 +365,8 @@ def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None
 
     canvas = {"diffusion_seed_canvas": prompt_of(family.block_length, seed=7)}
     params = Wanted(max_tokens=4).sampling_params(canvas, **field)
-    with pytest.raises(VLLMValidationError, match="logprob"):
+    whole = family.engine.state.spec.layout.holds_sequence
+    with pytest.raises(VLLMValidationError, match="seed_canvas" if whole else "logprob"):
         family.engine.outputs([prompt_of(5, seed=5)], [params])
 
 
@@ -398,7 +410,7 @@ def test_chunks_and_preemption(tight: Family) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sdar", "nemotron", "llada2.1", "llada2.2", "fast-dllm"])
+@pytest.mark.parametrize("name", ["sdar", "nemotron", "llada2.1", "llada2.2", "fast-dllm", "llada"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Two processes with half of the heads and of the vocabulary each give the published loop's tokens."""
     case = CASES[name]

@@ -12,6 +12,7 @@ from tests.support.checkpoints import random_checkpoint
 from tests.support.families import (
     dream_reasoner,
     fast_dllm,
+    llada,
     llada2,
     nemotron,
     run,
@@ -176,6 +177,7 @@ class Case:
         filters: Of top-k and top-p those that its loop knows.
         stepped: Strategies that its loop has with fewer steps than positions.
         options: Of the engine.
+        is_asynchronous: Whether it is served in the asynchronous order too.
     """
 
     make: Callable[..., TinyModel]
@@ -184,6 +186,7 @@ class Case:
     filters: tuple[str, ...] = ("top_k", "top_p")
     stepped: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    is_asynchronous: bool = True
 
 
 def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
@@ -273,6 +276,26 @@ def _stable_diffcoder(asked: Asked) -> Run:
     )
 
 
+def _llada(asked: Asked, is_growing: bool = False) -> Run:
+    wanted, B = asked.wanted, asked.block_length
+    num_blocks, steps = -(-wanted.max_tokens // B), wanted.steps or B
+    common = asked.common | {
+        "gen_length": num_blocks * B,
+        "block_length": B,
+        "remasking": "random" if wanted.strategy == "random" else "low_confidence",
+        "threshold": wanted.threshold if wanted.strategy == "dynamic" else None,
+        "uniform": run.keyed_uniform(wanted.seed),
+    }
+    if is_growing:
+        return llada.var_generate(**common, steps=steps)
+    return llada.generate(**common, steps=steps * num_blocks)
+
+
+# A block's length is no part of these checkpoints; as many steps are the default.
+_IN_BLOCKS: dict[str, Any] = {
+    "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
+}
+
 # LLaDA2.1's rule has to be asked for where the folder is named otherwise.
 _EDITING: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "reveal_and_edit"}}}
 
@@ -295,6 +318,24 @@ CASES: dict[str, Case] = {
     ),
     "dream-reasoner": Case(
         tiny.dream_reasoner, partial(_sdar, generate=dream_reasoner.generate), stepped=_ALL
+    ),
+    "llada": Case(
+        tiny.llada,
+        _llada,
+        ("dynamic", "static", "random"),
+        filters=(),
+        stepped=("static", "random"),
+        options=_IN_BLOCKS,
+        is_asynchronous=False,
+    ),
+    "illada": Case(
+        tiny.illada,
+        partial(_llada, is_growing=True),
+        ("dynamic", "static", "random"),
+        filters=(),
+        stepped=("static", "random"),
+        options=_IN_BLOCKS,
+        is_asynchronous=False,
     ),
 }
 

@@ -324,6 +324,112 @@ stable_diffcoder = Maker(
 )
 
 
+class LLaDA(TinyModel):
+    """LLaDA: Llama, under names of its own."""
+
+    # Names of a Llama, to the published ones.
+    fields: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "intermediate_size": "mlp_hidden_size",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "max_position_embeddings": "max_sequence_length",
+        "hidden_act": "activation_type",
+        "tie_word_embeddings": "weight_tying",
+    }
+
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        super().__init__(maker, config, block_length)
+        config = {self.fields.get(name, name): value for name, value in config.items()}
+        self.config = config | {"embedding_size": VOCAB_SIZE}
+
+    @staticmethod
+    def published_name(name: str) -> str:
+        """The published name of a tensor or a module."""
+        at = "model.transformer."
+        names = {
+            "lm_head": f"{at}ff_out",
+            "model.embed_tokens": f"{at}wte",
+            "model.norm": f"{at}ln_f",
+            "model.layers": f"{at}blocks",
+            "self_attn.o_proj": "attn_out",
+            "self_attn.": "",
+            "mlp.down_proj": "ff_out",
+            "mlp.gate_proj": "ff_proj",
+            "mlp.": "",
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ff_norm",
+        }
+        for own, published in names.items():
+            name = name.replace(own, published)
+        return name
+
+    @classmethod
+    def published(cls, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by their published names."""
+        return {cls.published_name(name): tensor for name, tensor in state.items()}
+
+
+# iLLaDA: Llama, with one matrix for embedding and head.
+illada = Maker(
+    _transformers("Llama"),
+    16,
+    {
+        "architectures": ["ILLaDAForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_illada.ILLaDAConfig",
+            "AutoModelForCausalLM": "modeling_illada.ILLaDAForCausalLM",
+        },
+        "model_type": "illada",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    },
+    block_length_key=None,
+)
+
+# Dream: Qwen2.5, with biases on queries, keys and values.
+dream = Maker(
+    _transformers("Qwen2"),
+    32,
+    {
+        "architectures": ["DreamModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamModel",
+        },
+        "model_type": "Dream",
+        "hidden_size": 128,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    block_length_key=None,
+)
+
+llada = Maker(
+    _transformers("Llama"),
+    16,
+    {
+        "architectures": ["LLaDAModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            "AutoModel": "modeling_llada.LLaDAModelLM",
+            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+        },
+        "model_type": "llada",
+        "num_key_value_heads": 4,
+        "rope_theta": 500000.0,
+    },
+    block_length_key=None,
+    published=LLaDA.published,
+    kind=LLaDA,
+)
+
+
 class Nemotron(TinyModel):
     """Nemotron-Labs-Diffusion: Ministral3 with YaRN, scaled queries and an untied head.
 

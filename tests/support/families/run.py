@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attention_kernels.noise import gumbel_noise, random_words
+from attention_kernels.noise import Purpose, gumbel_noise, random_words, uniform_tokens
 
 
 class Model(Protocol):
@@ -113,6 +113,27 @@ def keyed_sample(seed: int) -> Sample:
         return (logits + gumbel_noise(words)).argmax(-1)
 
     return sample
+
+
+# Numbers between 0 and 1 of a block's step, by positions of the sequence.
+Uniform = Callable[[int, int, Tensor], Tensor]
+
+
+def torch_uniform(canvas: int, step: int, positions: Tensor) -> Tensor:
+    """Torch's generator decides, as in the publishers' loops."""
+    return torch.rand(len(positions))
+
+
+def keyed_uniform(seed: int) -> Uniform:
+    """This package's keyed numbers decide, as in :func:`keyed_sample`."""
+
+    def uniform(canvas: int, step: int, positions: Tensor) -> Tensor:
+        keys = (torch.tensor([number]) for number in (seed, canvas, step))
+        length = int(positions.max()) + 1
+        numbers = uniform_tokens(*keys, length, 2**23, Purpose.REVEAL)[0]
+        return ((numbers.to(torch.float32) + 0.5) / 2**23)[positions]
+
+    return uniform
 
 
 def block_draws(canvas: int, step: int, positions: Iterable[int]) -> Draws:

@@ -1,7 +1,7 @@
 """DreamReasoner: blocks of 32 masks, revealed by confidence.
 
 Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. Dream-7B
-has the same ``model_type`` and other layers; its ``config.json`` has no ``block_size``, and it is refused.
+has the same ``model_type``, another architecture and other layers; its ``config.json`` has no ``block_size``.
 
 Source: a third party's port of the checkpoint's own ``generation_utils.py``, which says that it is exact:
 Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``. Layers and configuration:
@@ -30,7 +30,6 @@ from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.families.refused import DreamEngineConfig
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
@@ -61,7 +60,11 @@ class DreamReasonerEngineConfig(MaskedEngineConfig):
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
         """Refuse a Dream without blocks."""
         if getattr(model_config.hf_config, cls.block_length_key, None) is None:
-            DreamEngineConfig.verify_and_update_model_config(model_config)
+            raise ValueError(
+                f"DreamForCausalLM without {cls.block_length_key} in config.json is no DreamReasoner, whose "
+                f"blocks are of {cls.block_length}. If it is a Dream-7B, --hf-overrides "
+                """'{"architectures": ["DreamModel"]}' serves it."""
+            )
         super().verify_and_update_model_config(model_config)
 
     @classmethod

@@ -1,0 +1,135 @@
+"""LLaDA: a Llama that attends in both directions over prompt and answer, revealed block by block.
+
+Source: ``generate.py`` of ML-GSAI/LLaDA at b7e6c35, ``generate``; ``threshold``: ``generate`` of NVlabs/Fast-dLLM's
+``llada/generate.py`` at 24cc59e, without its caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.families.run import (
+    Draws,
+    Model,
+    Pass,
+    Run,
+    Sample,
+    Uniform,
+    block_draws,
+    even_schedule,
+    most_confident,
+    multinomial,
+    probability,
+    torch_uniform,
+)
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt_ids: Sequence[int],
+    *,
+    steps: int = 128,
+    gen_length: int = 128,
+    block_length: int = 128,
+    temperature: float = 0.0,
+    mask_id: int = 126336,
+    remasking: str = "low_confidence",
+    threshold: float | None = None,
+    sample: Sample = multinomial,
+    uniform: Uniform = torch_uniform,
+) -> Run:
+    """Blocks behind the prompt, one after another, with masks in all later ones, which every pass sees.
+
+    ``steps`` is divided by the number of blocks. A step reveals as many of the block's masks as an even
+    schedule says, those whose drawn token is most probable at temperature 1; with a
+    ``threshold`` the most probable one, and every other that is not below it. No end token ends it.
+
+    Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly, which
+    is what its Gumbel noise in float64 amounts to; probabilities are float64; a mask in the prompt stays;
+    the leftmost of equally probable positions comes first; ``cfg_scale`` and what changes end tokens are
+    left out.
+
+    Raises:
+        ValueError: If ``gen_length`` is no multiple of ``block_length``, or ``steps`` none of the number of
+            blocks.
+    """
+    num_blocks = gen_length // block_length
+    if gen_length % block_length or steps % num_blocks:
+        raise ValueError(
+            f"{gen_length=} and {steps=} must be multiples of {block_length=} and {num_blocks=}"
+        )
+    run, start = Run(), len(prompt_ids)
+    x = torch.cat([torch.tensor(prompt_ids, dtype=torch.long), torch.full((gen_length,), mask_id)])
+    revealed = torch.full_like(x, -1)
+    everything = torch.ones(len(x), len(x), dtype=torch.bool)
+    for block in range(num_blocks):
+        first = start + block * block_length
+        rows = slice(first, first + block_length)
+        schedule = even_schedule(block_length, steps // num_blocks)
+        for step, count in enumerate(schedule):
+            masked = x[rows] == mask_id
+            if not masked.any():
+                break
+            run.passes.append(Pass("denoise", first, int(masked.sum())))
+            logits = model(x, everything)[rows]
+            if temperature == 0:
+                tokens = logits.argmax(-1)
+            else:
+                at = range(first, first + block_length)
+                tokens = sample(logits / temperature, block_draws(block, step, at))
+            p = probability(logits.double(), tokens)
+            if remasking == "random":
+                p = uniform(block, step, torch.arange(first, first + block_length)).double()
+            reveal = most_confident(p, masked, count if threshold is None else 1)
+            if threshold is not None:
+                reveal = reveal | (masked & (p >= threshold))
+            x[rows] = torch.where(reveal, tokens, x[rows])
+            revealed[rows][reveal] = step
+    run.tokens, run.revealed = x[start:].tolist(), revealed[start:].tolist()
+    return run
+
+
+def var_generate(
+    model: Model,
+    prompt_ids: Sequence[int],
+    *,
+    steps: int,
+    gen_length: int,
+    block_length: int,
+    **settings: Any,
+) -> Run:
+    """iLLaDA's: each block as an answer of its own, with no masks after it.
+
+    Source: ``var_generate`` of the publisher's ``generate.py``, as found in a public copy. Its ``steps`` are
+    those of a block. Stop strings and the boost of a thought's end are left out.
+    """
+    run, known = Run(), list(prompt_ids)
+    uniform, sample = settings.pop("uniform"), settings.pop("sample")
+    for block in range(gen_length // block_length):
+
+        def of_block(canvas: int, step: int, positions: Tensor, block: int = block) -> Tensor:
+            return uniform(block, step, positions)
+
+        def drawn(logits: Tensor, draws: Draws, block: int = block) -> Tensor:
+            return sample(logits, draws._replace(canvas=torch.full_like(draws.canvas, block)))
+
+        part = generate(
+            model,
+            known,
+            steps=steps,
+            gen_length=block_length,
+            block_length=block_length,
+            uniform=of_block,
+            sample=drawn,
+            **settings,
+        )
+        known += part.tokens
+        run.tokens += part.tokens
+        run.passes += part.passes
+        run.revealed += part.revealed
+    return run

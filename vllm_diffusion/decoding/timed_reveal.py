@@ -1,0 +1,130 @@
+"""Rule of models that reveal masks by a schedule in time, anywhere in the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_diffusion.decoding.rule import (
+    FLOAT32_MIN,
+    Choice,
+    DecodingRule,
+    Memory,
+    Setting,
+    StepDecision,
+    StepInputs,
+    as_drawn,
+)
+
+ORIGIN, MASKGIT_PLUS, ENTROPY = ALGORITHMS = ("origin", "maskgit_plus", "entropy")
+
+
+class TimedReveal(DecodingRule):
+    """Reveal masks as time runs from 1 to ``eps`` in N equal steps; a revealed token stays.
+
+    In the step from time t to s, M masks are left. ``maskgit_plus`` and ``entropy`` reveal M (1 - s / t) of
+    them, rounded down: the most probable ones, or those of least entropy, with ``alg_temp`` above 0 positions
+    drawn without replacement from the softmax of that confidence over it. ``origin`` reveals each with
+    probability 1 - s / t. The last step reveals all. A step whose number is 0 changes nothing and is left out,
+    so that no pass is run for it.
+
+    Source: ``_sample`` of ``generation_utils.py`` of Dream, as ZHZisZZ/dllm has it at ca17675.
+    """
+
+    settings = {
+        "algorithm": Choice(
+            ALGORITHMS, "what a step reveals: any mask, the most probable, the most certain"
+        ),
+        "eps": Setting(float, FLOAT32_MIN, 0.5, "the time at which the last step ends"),
+        "alg_temp": Setting(
+            float, 0.0, 1000.0, "temperature of the choice of positions; 0 takes the best"
+        ),
+    }
+    # Steps of the schedule that are over, those among them that were left out.
+    memory = {"time": Memory(torch.int32)}
+    draws_positions = True
+    judges_filtered = True
+
+    def __init__(self, mask_token_id: int) -> None:
+        """Set the mask token."""
+        self.mask_token_id = mask_token_id
+
+    def temperatures(
+        self,
+        settings: Mapping[str, Tensor],
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return as_drawn(requested)
+
+    def decide(
+        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+    ) -> StepDecision:
+        assert inputs.uniform is not None
+        masked = (inputs.canvas == self.mask_token_id) & inputs.valid & ~inputs.fixed
+        num_masks = masked.sum(dim=-1)
+        last = inputs.max_steps - 1
+        is_origin = settings["algorithm"] == ALGORITHMS.index(ORIGIN)
+        time = torch.where(
+            is_origin,
+            torch.minimum(memory["time"], last),
+            self._next_busy(memory["time"], num_masks, settings["eps"], inputs.max_steps),
+        )
+        share = self._share(time, settings["eps"], inputs.max_steps)
+        number = torch.where(time >= last, num_masks, (num_masks * share).long())
+
+        is_entropy = settings["algorithm"] == ALGORITHMS.index(ENTROPY)
+        score = torch.where(is_entropy[:, None], -inputs.entropy, inputs.drawn_confidence)
+        heat = settings["alg_temp"][:, None]
+        # The largest of scores with such noise are positions drawn without replacement.
+        noise = -torch.log(-torch.log(inputs.uniform))
+        score = torch.where(heat > 0, score / heat.clamp(min=FLOAT32_MIN) + noise, score)
+        score = torch.where(masked, score, float("-inf"))
+        order = torch.sort(score, dim=-1, descending=True, stable=True).indices
+        place = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        )
+        by_chance = (inputs.uniform < share[:, None]) | (time >= last)[:, None]
+        chosen = torch.where(is_origin[:, None], by_chance, place < number[:, None])
+
+        decided = (masked & chosen) | ~masked
+        tokens = torch.where(masked, inputs.candidate, inputs.canvas)
+        return StepDecision(
+            keep=decided,
+            tokens=tokens,
+            result=tokens,
+            done=decided.all(dim=-1),
+            memory={"time": time + 1},
+        )
+
+    @staticmethod
+    def _share(time: Tensor, eps: Tensor, num_steps: Tensor) -> Tensor:
+        """[R], float32: 1 - s / t of a step, in float32 as in the source.
+
+        Args:
+            time: [R], int32, which step of the schedule.
+            eps: [R], float32.
+            num_steps: [R], int32, N.
+        """
+
+        def at(index: Tensor) -> Tensor:
+            # As torch.linspace(1, eps, N + 1) has it.
+            width = (eps - 1) / num_steps
+            is_early = index < (num_steps + 1) // 2
+            return torch.where(is_early, 1 + width * index, eps - width * (num_steps - index))
+
+        return 1 - at(time + 1) / at(time)
+
+    def _next_busy(self, time: Tensor, num_masks: Tensor, eps: Tensor, num_steps: Tensor) -> Tensor:
+        """[R], int32: the first step from ``time`` on that reveals a mask, N - 1 at most."""
+        last = num_steps - 1
+        # M (1 - s / t) is 1 about here; rounding may shift it by one.
+        first = (num_steps / (1 - eps) - num_masks).floor().to(torch.int32) - 1
+        time = torch.minimum(torch.maximum(time, first), last)
+        for _ in range(3):
+            is_idle = num_masks * self._share(time, eps, num_steps) < 1
+            time = torch.where(is_idle & (time < last), time + 1, time)
+        return time
