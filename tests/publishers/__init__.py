@@ -1,0 +1,55 @@
+"""Publishers' own files as the oracle: nobody here wrote them, and nothing of them is copied here.
+
+    VLLM_DIFFUSION_PUBLISHERS=FOLDER pytest tests/publishers -m slow
+
+FOLDER holds checkouts under the names of their repositories: ``LLaDA`` (ML-GSAI/LLaDA at b7e6c35) and ``dllm``
+(ZHZisZZ/dllm at ca17675, which has the modelling files of LLaDA's and Dream's checkpoints). Without one a test is skipped by
+its name. Toy weights go into the publisher's class under the published names; it generates with its own
+loop, in float32, and the engine's tokens are compared with it, in one batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.families.model import MASK_ID
+
+VARIABLE = "VLLM_DIFFUSION_PUBLISHERS"
+
+
+def checkout(name: str) -> Path:
+    """A publisher's checkout; skips the test without it."""
+    folder = Path(os.environ.get(VARIABLE, "")) / name
+    if VARIABLE not in os.environ or not folder.is_dir():
+        pytest.skip(f"{VARIABLE} names no folder with a checkout {name}")
+    return folder
+
+
+def modules_of(folder: Path, name: str) -> Callable[[str], Any]:
+    """Import modules of a folder as those of one package, without what is above it.
+
+    Args:
+        folder: The folder.
+        name: A name for the package.
+    """
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
+    return lambda module: importlib.import_module(f"{name}.{module}")
+
+
+def without_mask(logits: Tensor) -> Tensor:
+    """No publisher's loop forbids the mask token; every engine must."""
+    logits = logits.clone()
+    logits[..., MASK_ID] = -torch.inf
+    return logits

@@ -1,0 +1,112 @@
+"""LLaDA and Dream: the tokens of their publishers' classes and loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.publishers import checkout, modules_of, without_mask
+from tests.publishers.llada import model_and_loop
+from tests.support.engine import TracedEngine
+from tests.support.families import model as tiny
+from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
+
+
+def answers(folder: Path, requests: list[tuple[list[int], int, dict[str, Any]]]) -> list[list[int]]:
+    """The engine's greedy answers, all in one batch: prompt, tokens and arguments of each."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=n, ignore_eos=True, detokenize=False, extra_args=arguments
+        )
+        for _, n, arguments in requests
+    ]
+    with TracedEngine(folder, **OPTIONS) as engine:
+        outputs = engine.outputs([prompt for prompt, *_ in requests], params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_llada(tmp_path: Path) -> None:
+    """``generate.py`` with the modelling file: blocks, steps and lengths."""
+    toy = tiny.llada()
+    model, generate = model_and_loop(toy)
+    requests, expected = [], []
+    for length, num_tokens, block, steps in (
+        (1, 32, 8, 8),
+        (7, 64, 16, 16),
+        (33, 64, 64, 64),
+        (33, 64, 32, 5),
+        (90, 96, 32, 32),
+        (120, 128, 128, 40),
+    ):
+        prompt = prompt_of(length, seed=length)
+        arguments = {
+            "diffusion_block_length": block,
+            "diffusion_max_steps": steps,
+            "diffusion_strategy": "static",
+        }
+        requests.append((prompt, num_tokens, arguments))
+        ids = generate(
+            model,
+            torch.tensor([prompt]),
+            steps=steps * (num_tokens // block),
+            gen_length=num_tokens,
+            block_length=block,
+            mask_id=MASK_ID,
+        )
+        expected.append(ids[0, length:].tolist())
+    assert answers(toy.save(tmp_path), requests) == expected
+    assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
+
+
+def default_rope(config: Any, device: Any = None, seq_len: Any = None) -> tuple[Tensor, float]:
+    """Frequencies of a rotary embedding that is not scaled, which transformers 5 has elsewhere."""
+    size = config.hidden_size // config.num_attention_heads
+    return config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+
+
+def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``diffusion_generate`` of the modelling file: algorithms, steps and lengths."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    load = modules_of(checkout("dllm") / "dllm/pipelines/dream/models", "publisher_dream")
+    toy = tiny.dream()
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
+    own = ("architectures", "auto_map", "model_type", "torch_dtype")
+    fields = {name: value for name, value in toy.config.items() if name not in own}
+    config = load("configuration_dream").DreamConfig(**fields, pad_token_id=0)
+    body = load("modeling_dream").DreamModel(config).float().eval()
+    body.load_state_dict(toy.tensors())
+    requests, expected = [], []
+    for length, num_tokens, steps, algorithm in (
+        (1, 24, 24, "entropy"),
+        (9, 40, 64, "entropy"),
+        (33, 64, 13, "entropy"),
+        (33, 64, 64, "maskgit_plus"),
+        (120, 100, 512, "maskgit_plus"),
+        (70, 48, 1, "maskgit_plus"),
+    ):
+        prompt = prompt_of(length, seed=length)
+        arguments = {"diffusion_max_steps": steps, "diffusion_algorithm": algorithm}
+        requests.append((prompt, num_tokens, arguments))
+        asked = load("generation_utils").DreamGenerationConfig(
+            max_new_tokens=num_tokens, steps=steps, alg=algorithm, mask_token_id=MASK_ID
+        )
+        ids = body.diffusion_generate(
+            torch.tensor([prompt]),
+            generation_config=asked,
+            generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
+        )
+        ids = getattr(ids, "sequences", ids)
+        expected.append(ids[0, length:].tolist())
+    assert answers(toy.save(tmp_path), requests) == expected
+    assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
