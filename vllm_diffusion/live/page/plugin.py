@@ -56,8 +56,8 @@ class LiveCanvasPage:
         """Describe the served model.
 
         Returns:
-            JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` and
-            ``max_model_len`` in tokens, its ``end_tokens``; ``tasks``, a sentence on what a shipped
+            JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` (of a canvas that holds
+            the whole sequence, the positions that are denoised at a time) and ``max_model_len`` in tokens, its ``end_tokens``; ``tasks``, a sentence on what a shipped
             checkpoint can do, empty for other models; ``settings``, what a request may set in
             ``vllm_xargs``, as :func:`offered_settings` describes it; and ``presets``: settings that go
             together, by the preset's name.
@@ -76,7 +76,7 @@ class LiveCanvasPage:
         return {
             "model": model_config.served_model_name,
             "architecture": model_config.architecture,
-            "canvas_length": spec.length,
+            "canvas_length": spec.block_length({}),
             "max_model_len": model_config.max_model_len,
             "end_tokens": self._end_tokens,
             "tasks": shipped_tasks(model_config.model),

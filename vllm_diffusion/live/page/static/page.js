@@ -197,7 +197,7 @@ async function answer(asked, values, panel, said, signal) {
 
 // A request may have narrower canvases than the server's.
 function canvasLength(values) {
-  return values.diffusion_canvas_length ?? model.canvas_length;
+  return values.diffusion_canvas_length ?? values.diffusion_block_length ?? model.canvas_length;
 }
 
 function titleOf(choices, index) {
