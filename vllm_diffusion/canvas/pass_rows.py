@@ -50,6 +50,7 @@ class _Numbers(NamedTuple):
             number of rows.
         row_start: [R + 1], the same among the rows that are sampled.
         num_canvas: [R + 1], canvas rows of each request.
+        num_known: [R + 1], tokens of each request's prompt, and what it had generated when it was preempted.
         is_encoding: [R + 1], whether its other rows are tokens of a finished canvas.
         num_rows: [R + 1], canvas rows of each slot.
         num_valid: [R + 1], of slots, as in :class:`SlotPass`. This and the next two start at their values
@@ -64,6 +65,7 @@ class _Numbers(NamedTuple):
     query_start: Any
     row_start: Any
     num_canvas: Any
+    num_known: Any
     is_encoding: Any
     num_rows: Any
     num_valid: Any
@@ -255,6 +257,7 @@ class PassRows:
         numbers.row_start[: n + 1] = starts
         numbers.row_start[n + 1 :] = starts[n]
         numbers.num_canvas[:n] = num_canvas
+        numbers.num_known[:n] = input_batch.prefill_len_np[:n]
         numbers.is_encoding[:n] = ~input_batch.is_prefilling_np[:n]
         numbers.num_rows[slots] = num_canvas
         numbers.seeding.view(np.bool_)[slots] = seeding
@@ -268,6 +271,17 @@ class PassRows:
             self.position[rows],
             self.offset[rows],
         )
+
+    def num_known(self, num_tokens: int) -> Tensor:
+        """[num_tokens], int32: of each row's request, its prompt and what it had generated when preempted.
+
+        Args:
+            num_tokens: Rows of the pass, those after the last request among them.
+        """
+        numbers = self._numbers
+        row = torch.arange(num_tokens, dtype=torch.int32, device=self.index.device)
+        request = _last_at(numbers.query_start, row).clamp(max=self.slots.num_slots - 1)
+        return numbers.num_known[request]
 
     def clear(self) -> None:
         """Lay out a pass without requests: what is run then changes no canvas."""

@@ -81,6 +81,7 @@ class Reveal(DecodingRule):
         at_request_temperature: bool = True,
         judges_to_end: bool = False,
         spreads_masks: bool = False,
+        rounds_to_even: bool = False,
         sub_block_length: int | None = None,
     ) -> None:
         """Set the options that a family fixes.
@@ -93,6 +94,8 @@ class Reveal(DecodingRule):
             judges_to_end: True if an end token with no mask before it ends the canvas.
             spreads_masks: True if a canvas's masks, without given positions, are spread over the
                 steps; false if its length is.
+            rounds_to_even: True if a step's share of masks that are spread is rounded, halves to even;
+                false if it is rounded up, so that larger numbers come first.
             sub_block_length: Positions of a sub-block; masks are revealed only in the first
                 sub-block that has any. ``None`` to reveal in the whole canvas.
         """
@@ -101,6 +104,7 @@ class Reveal(DecodingRule):
         self.at_request_temperature = at_request_temperature
         self.judges_to_end = judges_to_end
         self.spreads_masks = spreads_masks
+        self.rounds_to_even = rounds_to_even
         self.sub_block_length = sub_block_length
 
     def faster(
@@ -195,6 +199,10 @@ class Reveal(DecodingRule):
         if self.spreads_masks:
             # The rest of an even schedule, larger numbers first, begins with its mean rounded up.
             steps_left = (max_steps - inputs.step).clamp(min=1)
+            if self.rounds_to_even:
+                # A share below a half gives no step: it is left out, and the next one has a mask.
+                share = masked.sum(dim=-1).double() / steps_left
+                return share.round().long().clamp(min=1)
             least = (masked.sum(dim=-1) + steps_left - 1) // steps_left
         else:
             length = inputs.canvas.shape[-1]

@@ -108,7 +108,9 @@ class BlockDiffusionModelState(ModelState):
             [num_tokens, 2], int32, at an address that does not change between passes.
         """
         return self.spec.layout.row_spans(
-            input_batch.positions[:num_tokens], self._spans[:num_tokens]
+            input_batch.positions[:num_tokens],
+            self._spans[:num_tokens],
+            lambda: self.pass_rows.num_known(num_tokens),
         )
 
     # What the model runner calls.

@@ -164,12 +164,14 @@ class CanvasScheduling(Scheduler):
             and num_computed_tokens > 0
         )
         return ScheduledRequest(
+            num_prompt=request.num_prompt_tokens,
             num_tokens=request.num_tokens,
             num_computed=num_computed_tokens,
             num_uncomputed=max(num_uncomputed, 0),
             num_granted=num_new_tokens,
             num_left=self._num_rows_left,
             max_model_len=self.max_model_len,
+            next_width=self._canvas_width(request, request.num_tokens + width),
             canvas_width=width if is_free else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
             narrows_later=request.num_output_placeholders > 0,

@@ -258,6 +258,11 @@ class BlockDiffusionEngineConfig:
         spec = cls.canvas_spec(model_config, settings, canvases)
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)
+        if vllm_config.cache_config.enable_prefix_caching and not spec.layout.caches_prefixes:
+            logger.info(
+                "no prefix is cached: keys and values of a prompt depend on what is after it."
+            )
+            vllm_config.cache_config.enable_prefix_caching = False
         cls._check_skipping(settings)
         plan = replace(
             plan,

@@ -61,11 +61,6 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
                 most,
             )
             model_config.max_model_len = most
-        if vllm_config.cache_config.enable_prefix_caching:
-            logger.info(
-                "no prefix is cached: keys and values of a prompt depend on the answer after it."
-            )
-            vllm_config.cache_config.enable_prefix_caching = False
         # A pass has as many rows as its sequences have tokens, which no captured size is near.
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         model_config.hf_config.canvas_length = model_config.max_model_len

@@ -183,6 +183,13 @@ def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None
     assert not config.model_config.is_diffusion
 
 
+def test_an_mdlm_by_name(tmp_path: Path) -> None:
+    """Its fields are those of a BD3LM."""
+    folder = tiny.a2d().save(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1")
+    assert "attends over the whole sequence" in refusal(folder)
+    assert configure(tiny.a2d().save(tmp_path / "bd3lm")).model_config.is_diffusion
+
+
 def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     """Served where the operator says that it is one."""
     changed(tiny.sdar().save(tmp_path), block_size=6, use_regular_causal=False)

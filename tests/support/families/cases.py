@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.families import (
+    bd3lm,
     dream_reasoner,
     fast_dllm,
     llada,
@@ -291,6 +292,17 @@ def _llada(asked: Asked, is_growing: bool = False) -> Run:
     return llada.generate(**common, steps=steps * num_blocks)
 
 
+def _bd3lm(asked: Asked) -> Run:
+    wanted = asked.wanted
+    return bd3lm.generate(
+        **asked.common,
+        max_new_tokens=wanted.max_tokens,
+        block_size=asked.block_length,
+        steps_per_block=wanted.steps or asked.block_length,
+        threshold=None if wanted.strategy == "static" else wanted.threshold,
+    )
+
+
 # A block's length is no part of these checkpoints; as many steps are the default.
 _IN_BLOCKS: dict[str, Any] = {
     "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
@@ -319,6 +331,7 @@ CASES: dict[str, Case] = {
     "dream-reasoner": Case(
         tiny.dream_reasoner, partial(_sdar, generate=dream_reasoner.generate), stepped=_ALL
     ),
+    "a2d": Case(tiny.a2d, _bd3lm, ("dynamic", "static"), filters=(), stepped=("static",)),
     "llada": Case(
         tiny.llada,
         _llada,

@@ -283,6 +283,18 @@ dream_reasoner = replace(
     eos_token_id=END_IDS[0],
 )
 
+# A2D: Qwen3, with one matrix for embedding and head as in Qwen3-0.6B.
+a2d = replace(
+    sdar,
+    block_length=32,
+    config=sdar.config
+    | {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "auto_map": {},
+        "model_type": "a2d-qwen3",
+    },
+)
+
 # Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values; its heads divide the hidden size.
 fast_dllm = Maker(
     _transformers("Qwen2"),

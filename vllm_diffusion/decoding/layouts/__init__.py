@@ -2,6 +2,7 @@
 
 from vllm_diffusion.decoding.layouts.blocks import (
     AlignedBlock,
+    BlockAfterPrompt,
     SeededBlock,
     ShiftedBlock,
     VerifiedDraft,
@@ -20,6 +21,7 @@ from vllm_diffusion.decoding.layouts.whole_sequence import (
 
 __all__ = [
     "AlignedBlock",
+    "BlockAfterPrompt",
     "CanvasLayout",
     "FreeCanvas",
     "GrowingSequence",

@@ -68,7 +68,7 @@ class AlignedBlock(CanvasLayout):
         to_encode = max(request.num_uncomputed - self.num_given(request.num_tokens), 0)
         num_rows = min(request.num_granted, to_encode, request.num_left)
         if num_rows < to_encode:
-            num_rows = num_rows // self.length * self.length
+            num_rows = self._whole_blocks(request, num_rows)
         if to_encode == 0:
             has_canvas = True
         elif request.is_at_prompt:
@@ -76,16 +76,30 @@ class AlignedBlock(CanvasLayout):
             has_canvas = request.shares_prompt
         else:
             has_canvas = request.shares_encode
+        width = self._canvas_rows(request)
+        if request.narrows_later and request.next_width < width:
+            # The pass in flight may emit this canvas.
+            has_canvas = False
         fits = (
             num_rows == to_encode
-            and request.num_computed + num_rows + self.length <= request.max_model_len
-            and num_rows + self.length <= request.num_left
+            and request.num_computed + num_rows + width <= request.max_model_len
+            and num_rows + width <= request.num_left
         )
         if has_canvas and fits:
-            return ScheduledRows(num_rows + self.length, self.length)
+            return ScheduledRows(num_rows + width, width)
         return ScheduledRows(num_rows)
 
-    def row_spans(self, positions: Tensor, spans: Tensor) -> Tensor | None:
+    def _whole_blocks(self, request: ScheduledRequest, num_rows: int) -> int:
+        """Return the rows of known tokens, at most ``num_rows``, that end with a block."""
+        return num_rows // self.length * self.length
+
+    def _canvas_rows(self, request: ScheduledRequest) -> int:
+        """Return the rows of the canvas after the known tokens."""
+        return self.length
+
+    def row_spans(
+        self, positions: Tensor, spans: Tensor, num_known: Callable[[], Tensor]
+    ) -> Tensor | None:
         first = positions // self.length * self.length
         spans[:, 0].copy_(first)
         spans[:, 1].copy_(first + self.length)
@@ -96,6 +110,54 @@ class AlignedBlock(CanvasLayout):
 
     def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:
         return from_first_free(result, num_given)
+
+
+@dataclass(frozen=True)
+class BlockAfterPrompt(AlignedBlock):
+    """Blocks counted from the end of the prompt, so that its first block is the short one.
+
+    Keys and values of a prompt depend on its length, so that no prefix is cached. The last block
+    is as short as what is left of the answer.
+    """
+
+    summary: ClassVar[str] = "counted from the end of the prompt; in both directions"
+    caches_prefixes = False
+
+    @property
+    def alignment(self) -> int:
+        return 1
+
+    def width(
+        self,
+        wanted: int | None,
+        num_prompt: int,
+        num_known: int,
+        max_tokens: int,
+        block_length: int,
+    ) -> int:
+        return max(min(self.length, num_prompt + max_tokens - num_known), 1)
+
+    def num_given(self, num_known: int) -> int:
+        return 0
+
+    def _whole_blocks(self, request: ScheduledRequest, num_rows: int) -> int:
+        first = request.num_prompt % self.length
+        end = request.num_computed + num_rows
+        end = first + (end - first) // self.length * self.length if end >= first else 0
+        return max(end - request.num_computed, 0)
+
+    def _canvas_rows(self, request: ScheduledRequest) -> int:
+        return request.canvas_width
+
+    def row_spans(
+        self, positions: Tensor, spans: Tensor, num_known: Callable[[], Tensor]
+    ) -> Tensor | None:
+        # What was generated before a preemption are whole blocks.
+        origin = num_known() % self.length
+        first = (positions - origin) // self.length * self.length + origin
+        spans[:, 0].copy_(first.clamp(min=0))
+        spans[:, 1].copy_(first + self.length)
+        return spans
 
 
 def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:

@@ -24,6 +24,7 @@ class ScheduledRequest(NamedTuple):
     """State of a request when the scheduler composes a pass.
 
     Attributes:
+        num_prompt: Tokens of its prompt.
         num_tokens: Tokens of the request that are known.
         num_computed: Tokens whose keys and values are in the cache.
         num_uncomputed: Known tokens that are not computed yet.
@@ -31,12 +32,14 @@ class ScheduledRequest(NamedTuple):
         num_left: Rows that the pass has left for this request and those after it.
         max_model_len: Tokens of the longest sequence.
         canvas_width: Positions of the request's canvas.
+        next_width: Positions of the canvas after that one, if there is one.
         is_at_prompt: True if no canvas of the request has been scheduled yet.
         narrows_later: True if a pass in flight may move on to a last, narrower canvas.
         shares_prompt: True if the pass that ends the prompt may run the canvas after it.
         shares_encode: True if the pass that encodes a finished canvas may run the next one.
     """
 
+    num_prompt: int
     num_tokens: int
     num_computed: int
     num_uncomputed: int
@@ -44,6 +47,7 @@ class ScheduledRequest(NamedTuple):
     num_left: int
     max_model_len: int
     canvas_width: int
+    next_width: int
     is_at_prompt: bool
     narrows_later: bool
     shares_prompt: bool
@@ -109,6 +113,7 @@ class CanvasLayout:
         starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
         predicts_next: True if a row's hidden state predicts the token after it, and not its own.
+        caches_prefixes: True if keys and values of a prefix are those of another prompt that begins with it.
         holds_sequence: True if a canvas holds all tokens of its request, and what is emitted stays in it.
     """
 
@@ -120,6 +125,7 @@ class CanvasLayout:
     starts_from_commit: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
     predicts_next: ClassVar[bool] = False
+    caches_prefixes: ClassVar[bool] = True
     holds_sequence: ClassVar[bool] = False
 
     # Start-up.
@@ -219,12 +225,16 @@ class CanvasLayout:
 
     # The rows of a pass.
 
-    def row_spans(self, positions: Tensor, spans: Tensor) -> Tensor | None:
+    def row_spans(
+        self, positions: Tensor, spans: Tensor, num_known: Callable[[], Tensor]
+    ) -> Tensor | None:
         """Write the span in which each known token attends in both directions.
 
         Args:
             positions: [num_tokens], positions in the sequence.
             spans: [num_tokens, 2], int32, output.
+            num_known: Computes [num_tokens], int: tokens of the prompt of each row's request, and what
+                it had generated when it was preempted.
 
         Returns:
             ``spans``; ``None`` if known tokens are causal.

@@ -33,6 +33,7 @@ class WholeSequence(CanvasLayout):
 
     summary: ClassVar[str] = "the whole sequence, in both directions; nothing is cached"
     holds_sequence = True
+    caches_prefixes = False
     refused_fields: ClassVar[Mapping[str, str]] = {
         "prompt_logprobs": "(echo with logprobs) is not supported by this model, which attends in both "
         "directions: no position of the prompt predicts the next one; leave it out."

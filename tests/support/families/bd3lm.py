@@ -1,0 +1,84 @@
+"""BD3LM: block diffusion over a Qwen3, in blocks that are counted from the end of the prompt.
+
+Source: ``dllm/core/samplers/bd3lm.py`` and ``utils.py`` of ZHZisZZ/dllm at ca17675.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tests.support.families.run import (
+    Model,
+    Pass,
+    Run,
+    Sample,
+    block_draws,
+    most_confident,
+    multinomial,
+    probability,
+)
+
+
+def visible_of(length: int, num_prompt: int, block_length: int) -> Tensor:
+    """[length, length]: each position sees its whole block and the earlier ones."""
+    block = (torch.arange(length) - num_prompt).div(block_length, rounding_mode="floor")
+    return block[:, None] >= block[None, :]
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int = 128,
+    block_size: int = 32,
+    steps_per_block: int = 32,
+    temperature: float = 0.0,
+    mask_id: int = 151669,
+    threshold: float | None = None,
+    sample: Sample = multinomial,
+) -> Run:
+    """One request without padding; the last block is as short as what is left of ``max_new_tokens``.
+
+    A step reveals its share of the masks that are left, rounded, halves to even, those whose token is most
+    probable at temperature 1; a step whose share is 0 is left out. No end token ends it.
+
+    Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly,
+    probabilities are float64, the leftmost of equals comes first, the ends of answers are cut by the
+    caller, and a ``threshold`` reveals every mask that is not below it, one at least.
+    """
+    run, num_prompt = Run(), len(prompt_ids)
+    x = torch.tensor(prompt_ids, dtype=torch.long)
+    run.passes.append(Pass("prefill", 0, 0))
+    for block in range(-(-max_new_tokens // block_size)):
+        start = len(x)
+        length = min(block_size, num_prompt + max_new_tokens - start)
+        x = torch.cat([x, torch.full((length,), mask_id)])
+        revealed = torch.full((length,), -1)
+        visible = visible_of(len(x), num_prompt, block_size)
+        step = 0
+        for left in range(steps_per_block, 0, -1):
+            masked = x[start:] == mask_id
+            share = round(int(masked.sum()) / left)
+            if not masked.any() or share == 0:
+                continue
+            run.passes.append(Pass("denoise", start, int(masked.sum())))
+            logits = model(x, visible)[start:]
+            if temperature == 0:
+                tokens = logits.argmax(-1)
+            else:
+                tokens = sample(logits / temperature, block_draws(block, step, range(length)))
+            p = probability(logits.double(), tokens)
+            reveal = most_confident(p, masked, share if threshold is None else 1)
+            if threshold is not None:
+                reveal = reveal | (masked & (p >= threshold))
+            x[start:] = torch.where(reveal, tokens, x[start:])
+            revealed[reveal] = step
+            step += 1
+        run.passes.append(Pass("commit", start, 0))
+        run.revealed += revealed.tolist()
+    run.tokens = x[num_prompt:].tolist()
+    return run
