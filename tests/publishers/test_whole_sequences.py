@@ -10,29 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.publishers import checkout, modules_of, without_mask
+from tests.publishers.engine import answers
 from tests.publishers.llada import model_and_loop
-from tests.support.engine import TracedEngine
 from tests.support.families import model as tiny
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
-
-
-def answers(folder: Path, requests: list[tuple[list[int], int, dict[str, Any]]]) -> list[list[int]]:
-    """The engine's greedy answers, all in one batch: prompt, tokens and arguments of each."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(
-            temperature=0, max_tokens=n, ignore_eos=True, detokenize=False, extra_args=arguments
-        )
-        for _, n, arguments in requests
-    ]
-    with TracedEngine(folder, **OPTIONS) as engine:
-        outputs = engine.outputs([prompt for prompt, *_ in requests], params)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_llada(tmp_path: Path) -> None:

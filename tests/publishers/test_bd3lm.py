@@ -1,0 +1,56 @@
+"""A2D's BD3LM: the tokens of the publisher's class and sampler."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.publishers import checkout, modules_of, without_mask
+from tests.publishers.engine import answers
+from tests.support.families import model as tiny
+from tests.support.families.model import MASK_ID, prompt_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def test_bd3lm(tmp_path: Path) -> None:
+    """``bd3lm.py`` with the modelling file: lengths of prompts and answers, and steps."""
+    folder = checkout("dllm") / "dllm"
+    # Without the packages' own imports, which are of trainers.
+    for name in ("dllm", "dllm.core", "dllm.core.samplers"):
+        modules_of(folder.parent / name.replace(".", "/"), name)
+    sampler = importlib.import_module("dllm.core.samplers.bd3lm")
+    classes = modules_of(folder / "pipelines/a2d/models/qwen3", "publisher_a2d")("modeling_qwen3")
+    toy = tiny.a2d()
+    own = ("architectures", "auto_map", "model_type", "torch_dtype")
+    fields = {name: value for name, value in toy.config.items() if name not in own}
+    body = classes.A2DQwen3LMHeadModel(classes.A2DQwen3Config(**fields)).float().eval()
+    body.load_state_dict(toy.tensors())
+    # Which transformers 5 keeps elsewhere.
+    body.model.has_sliding_layers = False
+    for layer in body.model.layers:
+        layer.attention_type = "full_attention"
+    body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))
+    tokens = SimpleNamespace(mask_token_id=MASK_ID, bos_token_id=1, pad_token_id=0, eos_token_id=-7)
+    publisher = sampler.BD3LMSampler(model=body, tokenizer=tokens)
+    requests, expected = [], []
+    for length, num_tokens, steps in (
+        (1, 32, 32),
+        (9, 64, 32),
+        (32, 40, 32),
+        (33, 96, 5),
+        (70, 50, 8),
+        (130, 32, 1),
+    ):
+        prompt = prompt_of(length, seed=length)
+        requests.append((prompt, num_tokens, {"diffusion_max_steps": steps}))
+        ids = publisher.sample(
+            [prompt], max_new_tokens=num_tokens, block_size=32, steps_per_block=steps
+        )
+        expected.append(ids[0, -num_tokens:].tolist())
+    sys.modules.pop("dllm")
+    assert answers(toy.save(tmp_path), requests) == expected
