@@ -162,9 +162,9 @@ class BatchRequests(NamedTuple):
 class PassRows:
     """Rows of the pass that :meth:`lay_out` was last called for.
 
-    Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose canvases begin with a token that known ones give
-    (``CanvasLayout.starts_from_commit``), the last row of each request whose known tokens end in the pass: to the
-    sampler that is a canvas of one row.
+    Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose canvases
+    begin with a token that known ones give (``CanvasLayout.starts_from_commit``), the last row of each
+    request whose known tokens end in the pass: to the sampler that is a canvas of one row.
 
     Attributes:
         slots: The canvases.

@@ -18,6 +18,7 @@ from vllm_diffusion.decoding.rule import (
     as_drawn,
     behind_first,
     in_budget,
+    places,
 )
 
 DYNAMIC, STATIC, SEQUENTIAL, ENTROPY, ENTROPY_BUDGET = STRATEGIES = (
@@ -178,7 +179,7 @@ class Reveal(DecodingRule):
         score = torch.where(by_entropy, -inputs.entropy, score)
         score = torch.where(candidates, score, -torch.inf)
         descending, order = torch.sort(score, dim=-1, descending=True, stable=True)
-        place = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
+        place = places(order)
         num_least = num_least[:, None]
         affordable = in_budget(-descending, settings["entropy_budget"]) & strategy[ENTROPY_BUDGET]
         in_order = candidates & (place < affordable.sum(dim=-1, keepdim=True).maximum(num_least))

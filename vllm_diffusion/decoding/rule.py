@@ -130,8 +130,8 @@ class StepInputs(NamedTuple):
         drawn_confidence: [R, C], float32, its probability in the distribution that it was drawn
             from.
         argmax: [R, C], int64, the likeliest token.
-        entropy: [R, C], float32, nats, of all tokens at the temperature of judging; filters of the
-            request change nothing about it.
+        entropy: [R, C], float32, nats, at the temperature of judging: of all tokens, or where the rule
+            ``judges_filtered`` of what the request's filters keep.
         previous_result: [R, C], int64, the result of the previous step; -1 on a canvas's first
             step.
         valid: [R, C], bool, positions that the request's canvas has.
@@ -240,6 +240,16 @@ def in_budget(ascending: Tensor, budget: Tensor) -> Tensor:
         budget: [R], float32.
     """
     return ascending.cumsum(dim=-1) - ascending <= budget[:, None]
+
+
+def places(order: Tensor) -> Tensor:
+    """Return the place of each position in an order of them, [R, C], int64, the inverse of ``order``.
+
+    Args:
+        order: [R, C], int64, positions, the first one first.
+    """
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, place)
 
 
 def is_first(canvas: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from vllm_diffusion.decoding.rule import (
     StepDecision,
     StepInputs,
     as_drawn,
+    places,
 )
 
 ORIGIN, MASKGIT_PLUS, ENTROPY = ALGORITHMS = ("origin", "maskgit_plus", "entropy")
@@ -83,10 +84,7 @@ class TimedReveal(DecodingRule):
         noise = -torch.log(-torch.log(inputs.uniform))
         score = torch.where(heat > 0, score / heat.clamp(min=FLOAT32_MIN) + noise, score)
         score = torch.where(masked, score, float("-inf"))
-        order = torch.sort(score, dim=-1, descending=True, stable=True).indices
-        place = torch.empty_like(order).scatter_(
-            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        )
+        place = places(torch.sort(score, dim=-1, descending=True, stable=True).indices)
         by_chance = (inputs.uniform < share[:, None]) | (time >= last)[:, None]
         chosen = torch.where(is_origin[:, None], by_chance, place < number[:, None])
 

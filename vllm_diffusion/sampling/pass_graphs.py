@@ -197,7 +197,7 @@ class PassGraphs:
             self.plain_step.capture(capture, hidden[: n * C])
         for n in sorted({min(n, MOST_ADJUSTED_CANVASES) for n in canvas_counts}, reverse=True):
             self.adjusted_rows.capture(capture, hidden[: n * C], used=everything)
-        some = torch.zeros(self._num_again, dtype=torch.int64, device=hidden.device)
+        some = torch.zeros(self.num_again, dtype=torch.int64, device=hidden.device)
         self.filtered_rows.capture(capture, some, hidden=hidden, used=everything)
         if 0 <= self._max_logprobs <= MAX_GRAPHED_LOGPROBS:
             self._reports = no_logprobs(len(hidden), 1 + self._max_logprobs, hidden.device)
@@ -318,11 +318,11 @@ class PassGraphs:
         if index is None:
             return []
         if is_graphed:
-            index = np.pad(index, (0, -len(index) % self._num_again), mode="edge")
-        return async_tensor_h2d(index, device=self._pass_rows.index.device).split(self._num_again)
+            index = np.pad(index, (0, -len(index) % self.num_again), mode="edge")
+        return async_tensor_h2d(index, device=self._pass_rows.index.device).split(self.num_again)
 
     @property
-    def _num_again(self) -> int:
+    def num_again(self) -> int:
         """Rows that are looked at again at once: a canvas's, but where it holds a whole sequence."""
         return min(self._length, MOST_ROWS_AGAIN)
 

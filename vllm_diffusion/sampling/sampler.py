@@ -32,12 +32,7 @@ from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_graphs import (
-    MOST_ROWS_AGAIN,
-    PassGraphs,
-    RowStatistics,
-    StoreSoftEmbeds,
-)
+from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
@@ -198,8 +193,8 @@ class DiffusionSampler:
         zeros = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
         sample_rows(head, rows, draws, adjustments, self._num_likeliest, vocab_size)
-        # With filters and log-probabilities rows are looked at again, a canvas at a time.
-        some = slice(min(self.slots.canvas_length, MOST_ROWS_AGAIN))
+        # With filters and log-probabilities rows are looked at again.
+        some = slice(self.graphs.num_again)
         ones, zeros, draws = ones[some], zeros[some], rows_of(draws, some)
         logits = RowLogits(head.project_all(rows[some]), head.first_id, head.softcap, adjustments)
         draw_filtered(
