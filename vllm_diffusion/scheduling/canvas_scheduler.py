@@ -28,6 +28,7 @@ from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
 from vllm_diffusion.scheduling.features import PromptLogprobs, ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.grammars import CanvasGrammars
+from vllm_diffusion.scheduling.prefix_hashes import PrefixHashes
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.startup.engine_process import end_with_threads
@@ -63,6 +64,10 @@ class CanvasScheduling(Scheduler):
         self._num_rows_left = 0
         self._num_added: dict[str, int] = {}
         self._seeds = source_of_seeds(self.vllm_config)
+        self._prefix_hashes = None
+        if self.cache_config.enable_prefix_caching and spec.layout.crosses_cache_blocks:
+            size = self.hash_block_size
+            self._prefix_hashes = PrefixHashes(spec.layout, self.cache_config, size)
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = PassCounters()
@@ -114,6 +119,8 @@ class CanvasScheduling(Scheduler):
             request.max_tokens = min(request.max_tokens, most - num_prompt)
         if request.lora_request is not None:
             request.lora_request = AdapterLoad.of(request.lora_request)
+        if self._prefix_hashes is not None:
+            self._prefix_hashes.install(request)
         super().add_request(request)
         for feature in self._features:
             feature.add_request(request)

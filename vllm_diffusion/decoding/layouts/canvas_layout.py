@@ -113,7 +113,9 @@ class CanvasLayout:
         starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
         predicts_next: True if a row's hidden state predicts the token after it, and not its own.
-        caches_prefixes: True if keys and values of a prefix are those of another prompt that begins with it.
+        caches_prefixes: True if keys and values of a prefix may be those of another prompt that begins with it.
+        crosses_cache_blocks: True if blocks in which known tokens attend in both directions begin anywhere in a
+            block of the cache.
         holds_sequence: True if a canvas holds all tokens of its request, and what is emitted stays in it.
     """
 
@@ -126,6 +128,7 @@ class CanvasLayout:
     verifies: ClassVar[bool] = False
     predicts_next: ClassVar[bool] = False
     caches_prefixes: ClassVar[bool] = True
+    crosses_cache_blocks: ClassVar[bool] = False
     holds_sequence: ClassVar[bool] = False
 
     # Start-up.
