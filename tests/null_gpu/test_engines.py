@@ -76,8 +76,8 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
     found = outcome.checked()
     if family in LAYOUTS:
         assert_every_row(found["every_row"], LAYOUTS[family])
-    # Passes of whole sequences are as long as these are.
-    graphs = "FULL_AND_PIECEWISE" if CASES[family].is_asynchronous else "NONE"
+    # Attention of whole sequences reads how long these are.
+    graphs = "FULL_AND_PIECEWISE" if CASES[family].is_asynchronous else "PIECEWISE"
     assert found["chosen"]["graphs"] == graphs
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
     assert found["chosen"]["checked_kinds"] == found["chosen"]["kinds"]

@@ -138,6 +138,8 @@ class BlockDiffusionModelState(ModelState):
         from vllm.distributed.parallel_state import graph_capture
 
         most = self.most_captured()
+        if most == 0:
+            return
         try:
             # What captures allocate from here on they take from one another.
             torch.accelerator.empty_cache()
@@ -170,7 +172,9 @@ class BlockDiffusionModelState(ModelState):
         return "embedding with self-conditioning and sampling"
 
     def most_captured(self) -> int:
-        """Canvases of the largest graph."""
+        """Canvases of the largest graph; 0 where one is as long as a sequence."""
+        if self.spec.layout.holds_sequence:
+            return 0
         return min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
 
     def bytes_of_other_graphs(self) -> int:
@@ -180,7 +184,7 @@ class BlockDiffusionModelState(ModelState):
         """
         most = self.most_captured()
         sizes = 2 * (most - 1) + min(most, MOST_ADJUSTED_CANVASES) - 1
-        return sizes * BYTES_OF_A_GRAPH
+        return max(sizes, 0) * BYTES_OF_A_GRAPH
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         """Capture what a step does besides the backbone.

@@ -292,8 +292,12 @@ class BlockDiffusionEngineConfig:
             )
         if not current_platform.is_cpu():
             parallel.worker_cls = choose_worker(parallel.worker_cls, WORKER)
-        compilation = vllm_config.compilation_config
-        compilation.cudagraph_capture_sizes = choose_capture_sizes(compilation, scheduler, length)
+        if not spec.layout.holds_sequence:
+            # A pass of whole sequences is no number of canvases: vLLM's own sizes are as good.
+            compilation = vllm_config.compilation_config
+            compilation.cudagraph_capture_sizes = choose_capture_sizes(
+                compilation, scheduler, length
+            )
         if (most := limit_answers()) is not None:
             logger.info(
                 "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "

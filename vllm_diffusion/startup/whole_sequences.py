@@ -61,8 +61,10 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
                 most,
             )
             model_config.max_model_len = most
-        # A pass has as many rows as its sequences have tokens, which no captured size is near.
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            # Attention reads how long each sequence is; the rest is the same for any that fill the rows.
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         model_config.hf_config.canvas_length = model_config.max_model_len
         super().apply_stock_defaults(vllm_config)
         assert vllm_config.diffusion_config is not None
