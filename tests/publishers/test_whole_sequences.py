@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.publishers import checkout, modules_of, without_mask
 from tests.publishers.engine import answers
@@ -51,6 +53,73 @@ def test_llada(tmp_path: Path) -> None:
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
 
 
+def test_llada_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same loop with LLaDA-MoE's modelling file."""
+    toy = tiny.llada_moe()
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
+    load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada_moe")
+    generate = modules_of(checkout("LLaDA"), "publisher_llada_loop")("generate").generate
+    own = ("architectures", "auto_map", "model_type", "torch_dtype")
+    fields = {name: value for name, value in toy.config.items() if name not in own}
+    config = load("configuration_lladamoe").LLaDAMoEConfig(**fields)
+    config._attn_implementation = "eager"
+    body = load("modeling_lladamoe").LLaDAMoEModelLM(config).float().eval()
+    body.load_state_dict(toy.tensors())
+
+    def model(ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        return SimpleNamespace(logits=without_mask(body(ids).logits))
+
+    model.device = torch.device("cpu")  # type: ignore[attr-defined]
+    requests, expected = [], []
+    for length, num_tokens, block, steps in ((1, 32, 8, 8), (33, 64, 32, 5), (90, 96, 32, 32)):
+        prompt = prompt_of(length, seed=length)
+        arguments = {"diffusion_block_length": block, "diffusion_max_steps": steps}
+        requests.append((prompt, num_tokens, arguments))
+        ids = generate(
+            model,
+            torch.tensor([prompt]),
+            steps=steps * (num_tokens // block),
+            gen_length=num_tokens,
+            block_length=block,
+            mask_id=MASK_ID,
+        )
+        expected.append(ids[0, length:].tolist())
+    assert answers(toy.save(tmp_path), requests) == expected
+
+
+def test_held_back_ends(tmp_path: Path) -> None:
+    """``logits_eos_inf`` and ``confidence_eos_eot_inf``, which name tokens by the published ids."""
+    end, turn_end = 126081, 126348
+    toy = tiny.llada(vocab_size=126464, eos_token_id=end)
+    with torch.no_grad():
+        # So that both are often the likeliest.
+        toy.body.lm_head.weight[[end, turn_end]] *= 3
+    model, generate = model_and_loop(toy)
+    requests, expected = [], []
+    for i in range(8):
+        flags = {"logits_eos_inf": bool(i & 1), "confidence_eos_eot_inf": bool(i & 2)}
+        prompt = prompt_of(20 + i, seed=i)
+        arguments = {
+            "diffusion_block_length": 32,
+            "diffusion_max_steps": 32 if i < 4 else 8,
+            **{f"diffusion_{name}": int(value) for name, value in flags.items()},
+        }
+        requests.append((prompt, 64, arguments))
+        ids = generate(
+            model,
+            torch.tensor([prompt]),
+            steps=2 * arguments["diffusion_max_steps"],
+            gen_length=64,
+            block_length=32,
+            mask_id=MASK_ID,
+            **flags,
+        )
+        expected.append(ids[0, len(prompt) :].tolist())
+    assert any(end in tokens for tokens in expected)
+    assert any(turn_end in tokens for tokens in expected)
+    assert answers(toy.save(tmp_path), requests) == expected
+
+
 def default_rope(config: Any, device: Any = None, seq_len: Any = None) -> tuple[Tensor, float]:
     """Frequencies of a rotary embedding that is not scaled, which transformers 5 has elsewhere."""
     size = config.hidden_size // config.num_attention_heads
@@ -59,8 +128,6 @@ def default_rope(config: Any, device: Any = None, seq_len: Any = None) -> tuple[
 
 def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``diffusion_generate`` of the modelling file: algorithms, steps and lengths."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     load = modules_of(checkout("dllm") / "dllm/pipelines/dream/models", "publisher_dream")
     toy = tiny.dream()
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
@@ -77,6 +144,7 @@ def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (33, 64, 64, "maskgit_plus"),
         (120, 100, 512, "maskgit_plus"),
         (70, 48, 1, "maskgit_plus"),
+        (40, 60, 60, "topk_margin"),
     ):
         prompt = prompt_of(length, seed=length)
         arguments = {"diffusion_max_steps": steps, "diffusion_algorithm": algorithm}

@@ -172,6 +172,7 @@ def sampling_params(**changes: Any) -> SimpleNamespace:
         "all_stop_token_ids": set(),
         "allowed_token_ids": None,
         "has_penalties": False,
+        "extra_args": None,
     }
     return SimpleNamespace(**(defaults | changes))
 

@@ -208,6 +208,7 @@ class PassRows:
         self.of_slots = SlotPass(
             num_rows=numbers.num_rows[:R],
             seed=integers(R),
+            greedy=integers(R, torch.bool),
             seeding=numbers.seeding.view(torch.bool)[:R],
             num_valid=numbers.num_valid[:R],
             free_from=numbers.free_from[:R],

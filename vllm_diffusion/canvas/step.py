@@ -36,6 +36,7 @@ class SlotPass(NamedTuple):
     Attributes:
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
         seed: [R], int64, each request's seed.
+        greedy: [R], bool, requests whose temperature is 0.
         seeding: [R], bool, slots whose statistics at position 0 are of the last known token's row, which
             draws the canvas's first token.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
@@ -46,6 +47,7 @@ class SlotPass(NamedTuple):
 
     num_rows: Tensor
     seed: Tensor
+    greedy: Tensor
     seeding: Tensor
     num_valid: Tensor
     free_from: Tensor
@@ -205,6 +207,9 @@ class CanvasStep:
                 confidence=statistics.confidence,
                 choices=statistics.choices,
                 uniform=self._uniform(slot_pass.seed),
+                margin=statistics.margin,
+                named=statistics.named,
+                greedy=slot_pass.greedy,
             ),
             slots.requested.settings,
             slots.rule_memory,

@@ -14,7 +14,7 @@ from vllm_diffusion.decoding.rule import DecodingRule
 
 
 class SlotStatistics(NamedTuple):
-    """Statistics of each position of each slot, [R, C], and [R, C, K] of ``choices``.
+    """Statistics of each position of each slot, [R, C], [R, C, K] of ``choices`` and [R, C, M] of ``named``.
 
     The fields are those of :class:`StepInputs`. A slot without rows in the pass has what an earlier
     pass left there, and nothing reads it.
@@ -26,6 +26,8 @@ class SlotStatistics(NamedTuple):
     drawn_confidence: Tensor
     confidence: Tensor | None = None
     choices: Tensor | None = None
+    margin: Tensor | None = None
+    named: Tensor | None = None
 
     @property
     def num_likeliest(self) -> int:
@@ -34,30 +36,30 @@ class SlotStatistics(NamedTuple):
 
     @staticmethod
     def zeros(
-        num_slots: int, length: int, num_likeliest: int, device: torch.device
+        num_slots: int, length: int, rule: DecodingRule, device: torch.device
     ) -> SlotStatistics:
         """Allocate the statistics of R slots with canvases of C positions.
 
         Args:
             num_slots: R.
             length: C.
-            num_likeliest: K, the likeliest tokens that a rule looks at; 0 if it looks at none.
+            rule: What decides from them.
             device: Where the tensors are.
         """
 
         def zeros(dtype: torch.dtype, *width: int) -> Tensor:
             return torch.zeros(num_slots, length, *width, dtype=dtype, device=device)
 
-        statistics = SlotStatistics(
+        num_likeliest, num_named = rule.num_choices, len(rule.named_tokens)
+        return SlotStatistics(
             argmax=zeros(torch.int64),
             candidate=zeros(torch.int64),
             entropy=zeros(torch.float32),
             drawn_confidence=zeros(torch.float32),
-        )
-        if num_likeliest == 0:
-            return statistics
-        return statistics._replace(
-            confidence=zeros(torch.float32), choices=zeros(torch.int64, num_likeliest)
+            confidence=zeros(torch.float32) if num_likeliest else None,
+            choices=zeros(torch.int64, num_likeliest) if num_likeliest else None,
+            margin=zeros(torch.float32) if rule.judges_filtered else None,
+            named=zeros(torch.float32, num_named) if num_named else None,
         )
 
 
@@ -89,14 +91,17 @@ class CanvasSpec:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
         return self.layout.num_given(num_known)
 
+    def all_settings(self, own: Mapping[str, float | str]) -> dict[str, float | str]:
+        """Return the settings of a request: its own, and the server's for those that it leaves out."""
+        return {**self.settings, **own}
+
     def block_length(self, settings: Mapping[str, float | str]) -> int:
         """Return how many positions of a request's canvas are denoised at a time.
 
         Args:
             settings: Settings of the rule that the request brings, by name.
         """
-        name = "block_length"
-        return int(settings.get(name, self.settings.get(name, self.length)))
+        return int(self.all_settings(settings).get("block_length", self.length))
 
     @property
     def never_drawn(self) -> tuple[int, ...]:
@@ -124,4 +129,4 @@ class CanvasSpec:
             num_slots: R.
             device: Where the tensors are.
         """
-        return SlotStatistics.zeros(num_slots, self.length, self.rule.num_choices, device)
+        return SlotStatistics.zeros(num_slots, self.length, self.rule, device)

@@ -147,6 +147,11 @@ class StepInputs(NamedTuple):
             is 0.
         uniform: [R, C], float32, a random number between 0 and 1 for each position; ``None`` unless the
             rule draws positions.
+        margin: [R, C], float32, the probability of the likeliest token less that of the next one, of what the
+            request's filters keep; ``None`` unless the rule ``judges_filtered``. Only those of requests for
+            which it ``reads_margin`` are computed.
+        named: [R, C, M], float32, probabilities of the rule's ``named_tokens``; ``None`` if there are none.
+        greedy: [R], bool, requests whose temperature is 0.
     """
 
     canvas: Tensor
@@ -163,6 +168,9 @@ class StepInputs(NamedTuple):
     confidence: Tensor | None = None
     choices: Tensor | None = None
     uniform: Tensor | None = None
+    margin: Tensor | None = None
+    named: Tensor | None = None
+    greedy: Tensor | None = None
 
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
         """Return the positions by which a canvas is judged, [R, C], bool.
@@ -283,6 +291,8 @@ class DecodingRule(ABC):
             no pass need encode it.
         draws_positions: True if a step draws which positions it reveals.
         judges_filtered: True if a step's entropies are those of what the request's filters keep.
+        named_tokens: Token ids whose probabilities a step needs.
+        ends_thoughts: True if the token that ends a thought may be made likelier.
         judges_to_end: True if a canvas is always judged by its positions up to its first end token,
             whatever the server's ``converge_at_end`` is.
     """
@@ -297,7 +307,17 @@ class DecodingRule(ABC):
     can_finish_kv: ClassVar[bool] = False
     draws_positions: ClassVar[bool] = False
     judges_filtered: ClassVar[bool] = False
+    named_tokens: tuple[int, ...] = ()
+    ends_thoughts: ClassVar[bool] = False
     judges_to_end: bool = False
+
+    def reads_margin(self, values: Mapping[str, float | str]) -> bool:
+        """Return true if the steps of a request with these settings need :attr:`StepInputs.margin`."""
+        return False
+
+    def forbidden(self, values: Mapping[str, float | str]) -> tuple[int, ...]:
+        """Return the token ids that a request with these settings never draws."""
+        return ()
 
     def contradiction(
         self, values: Mapping[str, float | str]

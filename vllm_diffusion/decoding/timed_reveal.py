@@ -19,15 +19,21 @@ from vllm_diffusion.decoding.rule import (
     places,
 )
 
-ORIGIN, MASKGIT_PLUS, ENTROPY = ALGORITHMS = ("origin", "maskgit_plus", "entropy")
+ORIGIN, MASKGIT_PLUS, TOPK_MARGIN, ENTROPY = ALGORITHMS = (
+    "origin",
+    "maskgit_plus",
+    "topk_margin",
+    "entropy",
+)
 
 
 class TimedReveal(DecodingRule):
     """Reveal masks as time runs from 1 to ``eps`` in N equal steps; a revealed token stays.
 
-    In the step from time t to s, M masks are left. ``maskgit_plus`` and ``entropy`` reveal M (1 - s / t) of
-    them, rounded down: the most probable ones, or those of least entropy, with ``alg_temp`` above 0 positions
-    drawn without replacement from the softmax of that confidence over it. ``origin`` reveals each with
+    In the step from time t to s, M masks are left. ``maskgit_plus``, ``topk_margin`` and ``entropy`` reveal
+    M (1 - s / t) of them, rounded down: the most probable ones, those whose likeliest token is furthest above the
+    next, or those of least entropy; with ``alg_temp`` above 0 positions drawn without replacement from the
+    softmax of that confidence over it. ``origin`` reveals each with
     probability 1 - s / t. The last step reveals all. A step whose number is 0 changes nothing and is left out,
     so that no pass is run for it.
 
@@ -36,7 +42,9 @@ class TimedReveal(DecodingRule):
 
     settings = {
         "algorithm": Choice(
-            ALGORITHMS, "what a step reveals: any mask, the most probable, the most certain"
+            ALGORITHMS,
+            "what a step reveals: any mask, the most probable, those whose likeliest token is furthest above "
+            "the next, those of least entropy",
         ),
         "eps": Setting(float, FLOAT32_MIN, 0.5, "the time at which the last step ends"),
         "alg_temp": Setting(
@@ -51,6 +59,9 @@ class TimedReveal(DecodingRule):
     def __init__(self, mask_token_id: int) -> None:
         """Set the mask token."""
         self.mask_token_id = mask_token_id
+
+    def reads_margin(self, values: Mapping[str, float | str]) -> bool:
+        return values["algorithm"] == TOPK_MARGIN
 
     def temperatures(
         self,
@@ -77,8 +88,12 @@ class TimedReveal(DecodingRule):
         share = self._share(time, settings["eps"], inputs.max_steps)
         number = torch.where(time >= last, num_masks, (num_masks * share).long())
 
-        is_entropy = settings["algorithm"] == ALGORITHMS.index(ENTROPY)
-        score = torch.where(is_entropy[:, None], -inputs.entropy, inputs.drawn_confidence)
+        assert inputs.margin is not None
+        algorithm = settings["algorithm"][:, None]
+        score = torch.where(
+            algorithm == ALGORITHMS.index(TOPK_MARGIN), inputs.margin, inputs.drawn_confidence
+        )
+        score = torch.where(algorithm == ALGORITHMS.index(ENTROPY), -inputs.entropy, score)
         heat = settings["alg_temp"][:, None]
         # The largest of scores with such noise are positions drawn without replacement.
         noise = -torch.log(-torch.log(inputs.uniform))

@@ -64,5 +64,6 @@ FAMILIES = (
     # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
     _family("DreamModel", "dream", "DreamEngineConfig"),
     _family("LLaDAModelLM", "llada", "LLaDAEngineConfig", "LLaDAConfig"),
+    _family("LLaDAMoEModelLM", "llada", "LLaDAMoEEngineConfig", "LLaDAMoEConfig"),
     _family("ILLaDAForCausalLM", "illada", "ILLaDAEngineConfig", "ILLaDAConfig"),
 )

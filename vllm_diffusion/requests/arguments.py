@@ -19,6 +19,8 @@ from vllm_diffusion.decoding.rule import REQUESTED_STEPS, Choice, Setting
 from vllm_diffusion.requests.refusals import refuse
 
 PREFIX = "diffusion_"
+# Token ids of the longest end of a thought.
+MOST_THOUGHT_END = 16
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
 _PARSED = "vllm_diffusion"
 FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
@@ -34,6 +36,39 @@ _NAMES: tuple[str, ...] = (
     "diffusion_step_map",
     "diffusion_trace",
 )
+
+# Names of arguments in publishers' loops, to ours. Ignored, they would give another answer than the loop.
+_PUBLISHED_NAMES = {
+    "steps": "diffusion_max_steps",
+    "denoising_steps": "diffusion_max_steps",
+    "gen_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "block_length": "diffusion_block_length",
+    "remasking": "diffusion_strategy",
+    "remasking_strategy": "diffusion_strategy",
+    "threshold": "diffusion_reveal_threshold",
+    "confidence_threshold": "diffusion_reveal_threshold",
+    "alg": "diffusion_algorithm",
+    "alg_temp": "diffusion_alg_temp",
+    "eps": "diffusion_eps",
+    "logits_eos_inf": "diffusion_logits_eos_inf",
+    "confidence_eos_eot_inf": "diffusion_confidence_eos_eot_inf",
+}
+_CACHE = (
+    "is not served: an approximate cache changes tokens, and answers here are the exact loop's; leave it "
+    "out."
+)
+_LIKELIHOOD = (
+    "is not served: a likelihood that is estimated by drawing masks takes many passes for a number; score by "
+    "logprobs of a generated answer, or leave it out."
+)
+# Of publishers' arguments those that are not served, with the reason and the remedy.
+_NOT_SERVED = {
+    "cfg_scale": "is not served: guidance runs the model twice a step, on the prompt and without it; leave "
+    "it out.",
+    **dict.fromkeys(("use_cache", "dual_cache", "use_block_cache"), _CACHE),
+    **dict.fromkeys(("mc_num", "mc_iterations"), _LIKELIHOOD),
+}
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,6 +104,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
         settings: Settings of the decoding rule that it sets, by name, within the bounds of the rule.
+        thought_end: Token ids that end a thought, where their logits are boosted; none elsewhere.
     """
 
     max_steps: int | None = None
@@ -79,6 +115,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_ids: tuple[int, ...] | None = None
     shown: Shown = Shown()
     settings: Mapping[str, int | float | str] = msgspec.field(default_factory=dict)
+    thought_end: tuple[int, ...] = ()
 
 
 _NONE = RequestArguments()
@@ -168,8 +205,14 @@ def parse_arguments(
     """
     args = extra_args or {}
     names = argument_names(spec)
-    for name in args:
-        if name.startswith(PREFIX) and name not in names:
+    for name, value in args.items():
+        published = name.removeprefix(PREFIX)
+        if published in _NOT_SERVED and value:
+            refuse(name, _NOT_SERVED[published])
+        own = _PUBLISHED_NAMES.get(published)
+        if name not in names and own in (*names, "max_tokens"):
+            refuse(name, f"is {own} here.")
+        if name.startswith(PREFIX) and name not in names and published not in _NOT_SERVED:
             refuse(name, f"is not known; known are {', '.join(names)}.")
 
     width = _value(args, "diffusion_canvas_length", Setting(int, 1, spec.length))

@@ -18,8 +18,10 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import (
+    MOST_THOUGHT_END,
     PREFIX,
     RequestArguments,
+    arguments_of,
     attach_arguments,
     parse_arguments,
 )
@@ -33,6 +35,8 @@ _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids"
 MOST_LOGPROBS_BYTES = 2**30
 # A token id of 64 bits, and a float32.
 _BYTES_A_LOGPROB = 12
+# What ends a thought.
+THOUGHT_END = "</think>"
 # Values of fields that change nothing, where it is not None or an empty list.
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
@@ -63,6 +67,8 @@ def _checking_canvases(
     unaware.structured_outputs_config = None
     try:
         check_params(params, self)
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        _check_blocks(params, len(token_ids or ()), model_config)
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
     except Exception:
         # The next request with the same picture would leave it out, as one that the engine has.
@@ -88,9 +94,49 @@ def check_params(params: Any, processor: Any) -> None:
     # First, so that ours read numbers and token ids of the vocabulary.
     params.verify(unaware, processor.speculative_config, None, tokenizer)
     validate_sampling_params(params, model_config)
+    _attach_thought_end(params, model_config.diffusion.spec, tokenizer)
     check_logprobs(params, model_config, processor.scheduler_config.max_num_seqs)
     if params.structured_outputs is not None:
         _validate_constraint(params, unaware, processor.structured_outputs_config, tokenizer)
+
+
+def _attach_thought_end(params: Any, spec: CanvasSpec, tokenizer: Any) -> None:
+    """Have the engine know what ends a thought, for a request that has it made likelier.
+
+    Raises:
+        VLLMValidationError: Naming a field that changes the same logits.
+    """
+    arguments, name = arguments_of(params), "end_think_logit_boost"
+    if not spec.rule.ends_thoughts or not spec.all_settings(arguments.settings)[name]:
+        return
+    for field in ("logit_bias", "allowed_token_ids", "min_tokens"):
+        if value := getattr(params, field):
+            refuse(field, f"cannot be combined with {PREFIX}{name}; leave one of them out.", value)
+    tokens = tuple(tokenizer.encode(THOUGHT_END, add_special_tokens=False)) if tokenizer else ()
+    if not 0 < len(tokens) <= MOST_THOUGHT_END:
+        refuse(
+            PREFIX + name,
+            f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out.",
+        )
+    attach_arguments(params, msgspec.structs.replace(arguments, thought_end=tokens))
+
+
+def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:
+    """Refuse an answer of no whole blocks from a request that names their length, as LLaDA's loop does.
+
+    An answer of all that the model has room for was not asked for, but is vLLM's default.
+    """
+    spec, length = model_config.diffusion.spec, arguments_of(params).settings.get("block_length")
+    most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens
+    if length is None or max_tokens is None or max_tokens >= most:
+        return
+    if spec.layout.holds_sequence and max_tokens % int(length):
+        refuse(
+            "max_tokens",
+            f"must be a multiple of diffusion_block_length, {length}; got {max_tokens}. Leave diffusion_block_length "
+            "out for an answer that is cut.",
+            max_tokens,
+        )
 
 
 def _validate_constraint(
@@ -268,7 +314,7 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         vocab_size=vocab_size,
         logprob_token_ids=params.logprob_token_ids,
     )
-    if problem := spec.rule.contradiction({**spec.settings, **arguments.settings}):
+    if problem := spec.rule.contradiction(spec.all_settings(arguments.settings)):
         # Its settings contradict one another, or the server's for those that are left out.
         names, reason = problem
         name = next(name for name in names if name in arguments.settings)

@@ -18,6 +18,7 @@ from attention_kernels.vocab_statistics import (
     Impl,
     RowDraws,
     RowLogits,
+    RunningStatistics,
     draw,
     drawn_share,
     largest_key,
@@ -98,14 +99,33 @@ def thresholds(
     return keys
 
 
+class KeptDraw(NamedTuple):
+    """What rows with filters draw; n of them.
+
+    Attributes:
+        candidate: [n], int64.
+        share: [n], float32, its probability within what is kept, at the temperature of the draw; the
+            schedule's where a request is greedy.
+        entropy: [n], float32, nats, of what is kept; ``None`` unless it is judged.
+        margin: [n], float32, the probability of the likeliest token less that of the next one that is kept;
+            ``None`` unless it is judged.
+    """
+
+    candidate: Tensor
+    share: Tensor
+    entropy: Tensor | None = None
+    margin: Tensor | None = None
+
+
 def draw_filtered(
     head: OutputHead,
     logits: RowLogits,
     draws: RowDraws,
     filters: CandidateFilters,
     vocab_size: int,
-) -> tuple[Tensor, Tensor]:
-    """New draws for rows with a filter; an entry for each in every argument.
+    judges_kept: bool = False,
+) -> KeptDraw:
+    """Draw again for rows with a filter; an entry for each in every argument.
 
     Args:
         head: This rank's ids.
@@ -113,35 +133,8 @@ def draw_filtered(
         draws: Temperatures and keys.
         filters: What is kept of each row.
         vocab_size: Number of ids, of all ranks.
-
-    Returns:
-        [n] int64, their candidates, and [n] float32, the probabilities of these within what is kept,
-        at the temperature of the draw; the schedule's where a request is greedy.
+        judges_kept: True to measure what is kept too.
     """
-    candidate, share, _ = _drawn_and_kept(head, logits, draws, filters, vocab_size)
-    return candidate, share
-
-
-def draw_filtered_with_entropy(
-    head: OutputHead,
-    logits: RowLogits,
-    draws: RowDraws,
-    filters: CandidateFilters,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as :func:`draw_filtered`, and return the entropies of what is kept too, [n], float32, nats."""
-    candidate, share, kept = _drawn_and_kept(head, logits, draws, filters, vocab_size)
-    return candidate, share, _kept_entropy(head, logits, *kept)
-
-
-def _drawn_and_kept(
-    head: OutputHead,
-    logits: RowLogits,
-    draws: RowDraws,
-    filters: CandidateFilters,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Draw; return what :func:`_kept_entropy` needs too."""
     impl = head.kernels.kept_rows
     divisor = draws.temperature * draws.rate
     # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
@@ -152,29 +145,26 @@ def _drawn_and_kept(
     packed = torch.stack([own.best, own.candidate.float(), own.drawn, own.mass], dim=-1)
     best, candidate, drawn, mass = head.gather(packed).unbind(-1)
     winner = best.argmax(dim=0, keepdim=True)
-    share = drawn_share(drawn.gather(0, winner)[0], maximum, mass.sum(dim=0))
-    return candidate.gather(0, winner)[0].long(), share, (divisor, maximum, keys)
+    result = KeptDraw(
+        candidate.gather(0, winner)[0].long(),
+        drawn_share(drawn.gather(0, winner)[0], maximum, mass.sum(dim=0)),
+    )
+    if not judges_kept:
+        return result
 
-
-def _kept_entropy(
-    head: OutputHead, logits: RowLogits, divisor: Tensor, maximum: Tensor, keys: Tensor
-) -> Tensor:
-    """Entropies of what filters keep of n rows, [n], float32, nats.
-
-    Args:
-        head: Sums over the ranks.
-        logits: Of the rows, all ids of this rank.
-        divisor: [n], float32.
-        maximum: [n], float32, the largest logit of each row, of all ranks, over ``divisor``.
-        keys: [n], int64, from :func:`thresholds`.
-    """
-    scores = scaled_logits(logits, divisor, impl=head.kernels.kept_rows)
+    scores = scaled_logits(logits, divisor, impl=impl)
     kept = ordered_keys(scores) >= keys[:, None]
     scores = torch.where(kept, scores - maximum[:, None], 0.0)
     weights = torch.where(kept, scores.exp(), 0.0)
+    # A rank with one id has no second.
+    two = torch.nn.functional.pad(weights, (0, 1)).topk(2).values
     sums = torch.stack([weights.sum(dim=-1), (weights * scores).sum(dim=-1)], dim=-1)
-    mass, weighed_scores = head.gather(sums).sum(dim=0).unbind(-1)
-    return mass.log() - weighed_scores / mass
+    of_ranks = head.gather(torch.cat([sums, two], dim=-1))
+    total, weighted_scores = of_ranks[..., :2].sum(dim=0).unbind(-1)
+    first, second = of_ranks[..., 2:].transpose(0, 1).flatten(1).topk(2).values.unbind(-1)
+    return result._replace(
+        entropy=total.log() - weighted_scores / total, margin=(first - second) / total
+    )
 
 
 class RunningChoices:
@@ -226,3 +216,34 @@ class RunningChoices:
             is_possible = self._scores[:, i] > IMPOSSIBLE
             choices.append(torch.where(is_possible, self._ids[:, i], choices[-1]))
         return torch.stack(choices, dim=-1)
+
+
+class NamedLogits:
+    """Logits of a few tokens that a rule names, from the tiles so far."""
+
+    def __init__(self, num_rows: int, token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._token_ids = token_ids
+        self._scores = torch.full((num_rows, len(token_ids)), IMPOSSIBLE, device=device)
+
+    def update(self, rows: RowLogits, divisor: Tensor, impl: Impl = "auto") -> None:
+        """Take one tile; arguments as in :meth:`RunningChoices.update`."""
+        for i, token_id in enumerate(self._token_ids):
+            place = token_id - rows.first_id
+            if 0 <= place < rows.projected.shape[1]:
+                # Rows begin at a multiple of 4.
+                first = place // 4 * 4
+                some = rows.projected[:, first : first + 4].contiguous()
+                near = rows._replace(projected=some, first_id=rows.first_id + first)
+                self._scores[:, i] = scaled_logits(near, divisor, impl=impl)[:, place - first]
+
+    def probabilities(self, head: OutputHead, running: RunningStatistics) -> Tensor:
+        """[num_rows, num_named], float32; 0 for a token that is impossible, or none of the vocabulary's.
+
+        Args:
+            head: Combines the ranks.
+            running: Statistics of all tiles and ranks.
+        """
+        scores = self._scores
+        if head.num_shards > 1:
+            scores = head.gather(scores).amax(dim=0)
+        return drawn_share(scores, running.maximum[:, None], running.total[:, None])

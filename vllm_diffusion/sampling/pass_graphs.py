@@ -23,7 +23,7 @@ from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.sampling.kept_rows import draw_filtered, draw_filtered_with_entropy
+from vllm_diffusion.sampling.kept_rows import draw_filtered
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs, row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
@@ -61,6 +61,7 @@ class RowStatistics:
         self.head = head
         self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
         self._vocab_size = slots.vocab_size
+        self._named_tokens = slots.spec.rule.named_tokens
         self._constraints = constraints
         self._store_soft_embeds = store_soft_embeds
 
@@ -81,7 +82,13 @@ class RowStatistics:
         """
         slot, position, statistics = selected.slot, selected.position, self.of_slots
         results = sample_rows(
-            self.head, rows, draws, adjustments, statistics.num_likeliest, self._vocab_size
+            self.head,
+            rows,
+            draws,
+            adjustments,
+            statistics.num_likeliest,
+            self._vocab_size,
+            named_tokens=self._named_tokens,
         )
         statistics.argmax[slot, position] = results.argmax
         statistics.candidate[slot, position] = results.candidate
@@ -91,6 +98,8 @@ class RowStatistics:
             statistics.confidence[slot, position] = results.confidence
         if statistics.choices is not None and results.choices is not None:
             statistics.choices[slot, position] = results.choices
+        if statistics.named is not None and results.named is not None:
+            statistics.named[slot, position] = results.named
         if results.soft_embeds is not None:
             soft_embeds = results.soft_embeds
             if adjustments is not None:
@@ -233,19 +242,20 @@ class PassGraphs:
     def _filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
         some, statistics = self._settings.select(index), self._statistics.of_slots
         slots = self._pass_rows.slots
-        judges_filtered = slots.spec.rule.judges_filtered
-        draw = draw_filtered_with_entropy if judges_filtered else draw_filtered
-        candidate, drawn_confidence, *entropy = draw(
+        drawn = draw_filtered(
             self._statistics.head,
             self._logits_again(some, hidden[index], used),
             self._settings.draws(some),
             rows_of(used.filters, some.slot),
             slots.vocab_size,
+            judges_kept=slots.spec.rule.judges_filtered,
         )
-        statistics.candidate[some.slot, some.position] = candidate
-        statistics.drawn_confidence[some.slot, some.position] = drawn_confidence
-        if entropy:
-            statistics.entropy[some.slot, some.position] = entropy[0]
+        statistics.candidate[some.slot, some.position] = drawn.candidate
+        statistics.drawn_confidence[some.slot, some.position] = drawn.share
+        if drawn.entropy is not None and drawn.margin is not None:
+            assert statistics.margin is not None
+            statistics.entropy[some.slot, some.position] = drawn.entropy
+            statistics.margin[some.slot, some.position] = drawn.margin
 
     def _reported_rows(
         self, index: Tensor, hidden: Tensor, used: UsedSettings, reports: LogprobsTensors

@@ -13,6 +13,7 @@ from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import temperatures
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.kept_rows import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
@@ -24,7 +25,8 @@ class UsedSettings:
 
     Attributes:
         adjusted: Adjustments of logits; ``None`` if no request has any.
-        filtered: [num_filtered], int64, ascending: rows with filters; ``None`` if there are none.
+        filtered: [num_filtered], int64, ascending: rows with filters, or whose margin is judged; ``None`` if
+            there are none.
         filters: [R] each, filters that some of these rows have.
         reported: [num_reported], int64, ascending: rows with log-probabilities; ``None`` if there are
             none.
@@ -137,12 +139,17 @@ class PassSettings:
         mode = stock_sampler.logprobs_mode
         self._reports_logits = mode in ("raw_logits", "processed_logits")
         self._reports_raw = mode in ("raw_logits", "raw_logprobs")
+        # By slot: its steps need margins.
+        self._reads_margin = np.zeros(R, dtype=bool)
         self._is_staged = False
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
         """Stage the settings of ``slot``'s new owner."""
         self._is_staged = True
         self.states.add_request(slot, sampling_params)
+        spec = self._slots.spec
+        settings = spec.all_settings(arguments_of(sampling_params).settings)
+        self._reads_margin[slot] = spec.rule.reads_margin(settings)
         self.token_ids.add_request(slot, sampling_params)
 
     def apply_staged_writes(self) -> None:
@@ -159,6 +166,7 @@ class PassSettings:
         R = len(self.temperature)
         self._pass_rows.of_slots.seed.copy_(states.seeds.gpu[:R])
         self.temperature.copy_(states.temperature.gpu[:R])
+        torch.eq(self.temperature, 0, out=self._pass_rows.of_slots.greedy)
         top_k.copy_(states.top_k.gpu[:R])
         top_p.copy_(states.top_p.gpu[:R])
         min_p.copy_(states.min_p.gpu[:R])
@@ -181,7 +189,9 @@ class PassSettings:
         names_ids = self.token_ids.num_token_ids.np[slots] > 0
         used = UsedSettings(
             self.adjustments.used_by(slots[requests.num_rows > 0], num_masks),
-            filtered=requests.rows_of(np.logical_or.reduce(has_filter)),
+            filtered=requests.rows_of(
+                np.logical_or.reduce((*has_filter, self._reads_margin[slots]))
+            ),
             reported=requests.rows_of((num_logprobs >= 0) | names_ids),
         )
         if used.filtered is not None:

@@ -20,6 +20,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from attention_kernels.vocab_statistics import NO_ID, LogitAdjustments
 from vllm_diffusion.canvas.messages import CanvasConstraints
 from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.requests.arguments import arguments_of
+from vllm_diffusion.sampling.thought_ends import ThoughtEnds
 
 _PIN, _MASK, _RESTART = range(3)
 
@@ -113,11 +115,12 @@ _FORBIDDEN = float("-inf")
 # Entries of a list, with the last that ends it: at most 1,024 biases and 128 end tokens (``requests/validation.py``).
 _LIST_LENGTH = 2048
 # Lists of a slot.
-_ALWAYS, _EARLY, _READABLE = range(3)
+_ALWAYS, _EARLY, _READABLE, _BOOSTED = range(4)
+_NUM_LISTS = 4
 
 
 class _Lists(NamedTuple):
-    """Lists of ids of all slots, three a slot; see :class:`LogitAdjustments`."""
+    """Lists of ids of all slots, four a slot; see :class:`LogitAdjustments`."""
 
     ids: Tensor
     offsets: Tensor
@@ -125,11 +128,11 @@ class _Lists(NamedTuple):
 
     @staticmethod
     def empty(num_slots: int, device: torch.device) -> _Lists:
-        size = (3 * num_slots, _LIST_LENGTH)
+        size = (_NUM_LISTS * num_slots, _LIST_LENGTH)
         return _Lists(
             torch.full(size, NO_ID, dtype=torch.int32, device=device),
             torch.zeros(size, device=device),
-            torch.zeros(3 * num_slots, device=device),
+            torch.zeros(_NUM_LISTS * num_slots, device=device),
         )
 
     def write(self, row: int, listed: dict[int, float], other: float) -> None:
@@ -157,6 +160,7 @@ class _SlotNumbers(NamedTuple):
         always: List that is added to the request's logits from ``min_length`` on.
         early: List that is added before it.
         readable: List of the ids that a read-only canvas is asked about, as part of what it reports.
+        boosted: List of the one id that ends a thought.
         min_length: Tokens of prompt and answer.
         penalty_idx: The slot itself, where it has penalties.
     """
@@ -166,6 +170,7 @@ class _SlotNumbers(NamedTuple):
     readable: Any
     min_length: Any
     penalty_idx: Any = -1
+    boosted: Any = -1
 
 
 class UsedAdjustments(NamedTuple):
@@ -191,6 +196,7 @@ class RowAdjustments:
         self,
         stock_sampler: Any,
         constraints: ConstraintTensors,
+        thought_ends: ThoughtEnds | None = None,
         *,
         num_slots: int,
         vocab_size: int,
@@ -201,6 +207,7 @@ class RowAdjustments:
         Args:
             stock_sampler: vLLM's.
             constraints: Of the last pass.
+            thought_ends: Tokens that are boosted; ``None`` if the rule boosts none.
             num_slots: Of requests.
             vocab_size: Number of token ids.
             device: Of the tables.
@@ -211,6 +218,7 @@ class RowAdjustments:
         # vLLM's runner counts committed tokens in it.
         self._state = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
+        self._thought_ends = thought_ends
         self._lists = _Lists.empty(num_slots, device)
         # By slot.
         self._listed: dict[int, _SlotNumbers] = {}
@@ -228,7 +236,11 @@ class RowAdjustments:
         )
 
     def add_request(
-        self, slot: int, sampling_params: Any, readable: tuple[int, ...] | None = None
+        self,
+        slot: int,
+        sampling_params: Any,
+        readable: tuple[int, ...] | None = None,
+        forbidden: tuple[int, ...] = (),
     ) -> None:
         """Take the adjustments that a new owner of ``slot`` asks for.
 
@@ -236,12 +248,25 @@ class RowAdjustments:
             slot: Its row in every state.
             sampling_params: vLLM's.
             readable: The only ids that a read-only canvas is asked about; ``None`` for all.
+            forbidden: Ids that its settings forbid.
         """
         self.remove_request(slot)
         self._is_staged = True
         if self._state.add_request(slot, sampling_params):
             self._penalised.add(slot)
+        boost = self._thought_ends
+        if boost is not None and (tokens := arguments_of(sampling_params).thought_end):
+            num_prompt = int(self._prompt_len.np[slot])
+            boost.add_request(slot, tokens, num_prompt, sampling_params.max_tokens)
+            # No other list goes with it.
+            boosted = _NUM_LISTS * slot + _BOOSTED
+            self._lists.write(boosted, {}, 0.0)
+            self._listed[slot] = _SlotNumbers(-1, -1, -1, 0, boosted=boosted)
+            return
         bias, allowed = sampling_params.logit_bias, sampling_params.allowed_token_ids
+        barred = [i for i in forbidden if i < self._vocab_size]
+        if barred:
+            bias = {**(bias or {}), **dict.fromkeys(barred, _FORBIDDEN)}
         ends: list[int] = []
         if sampling_params.min_tokens > 0:
             # A request may name ids that the model does not have.
@@ -253,7 +278,7 @@ class RowAdjustments:
         readable_row = always = early = -1
         if readable is not None:
             listed, other = dict.fromkeys(readable, 0.0), _FORBIDDEN
-            readable_row = always = 3 * slot + _READABLE
+            readable_row = always = _NUM_LISTS * slot + _READABLE
             self._lists.write(readable_row, listed, other)
         if allowed:
             # Of ids that are readable, those that are allowed.
@@ -262,11 +287,11 @@ class RowAdjustments:
         if bias:
             listed |= {i: value for i, value in bias.items() if other == 0.0 or i in listed}
         if allowed or bias:
-            always = 3 * slot + _ALWAYS
+            always = _NUM_LISTS * slot + _ALWAYS
             self._lists.write(always, listed, other)
         early = always
         if ends:
-            early = 3 * slot + _EARLY
+            early = _NUM_LISTS * slot + _EARLY
             self._lists.write(early, listed | dict.fromkeys(ends, _FORBIDDEN), other)
         min_length = int(self._prompt_len.np[slot]) + sampling_params.min_tokens
         self._listed[slot] = _SlotNumbers(always, early, readable_row, min_length)
@@ -274,6 +299,8 @@ class RowAdjustments:
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``'s settings; the device's are not read until it has an owner."""
         self._listed.pop(slot, None)
+        if self._thought_ends is not None:
+            self._thought_ends.remove_request(slot)
         self._penalised.discard(slot)
 
     def apply_staged_writes(self) -> None:
@@ -302,7 +329,9 @@ class RowAdjustments:
         """
         owned = [self._listed[slot] for slot in slots.tolist() if slot in self._listed]
         found = UsedAdjustments(
-            tuple(sorted({i for own in owned for i in (own.always, own.early) if i >= 0})),
+            tuple(
+                sorted({i for own in owned for i in (own.always, own.early, own.boosted) if i >= 0})
+            ),
             not self._penalised.isdisjoint(slots.tolist()),
             num_masks is not None,
             num_masks or 0,
@@ -313,6 +342,14 @@ class RowAdjustments:
         """Adjustments that any batch may use, for a graph that serves each."""
         lists = tuple(range(len(self._lists.others)))
         return UsedAdjustments(lists, True, True, len(self._constraints.masks))
+
+    def place_thought_ends(self) -> None:
+        """Put the boosted token of each slot, and its offset, where the rows of the pass read them."""
+        ends = self._thought_ends
+        if ends is not None and ends.is_used:
+            ends.update()
+            self._lists.ids[_BOOSTED::_NUM_LISTS, 0] = ends.token.int()
+            self._lists.offsets[_BOOSTED::_NUM_LISTS, 0] = ends.offset
 
     def bind(
         self, used: UsedAdjustments, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
@@ -330,6 +367,9 @@ class RowAdjustments:
             numbers = self._numbers
             is_early = drawn_at < numbers.min_length[slot]
             list_idx = torch.where(is_early, numbers.early[slot], numbers.always[slot])
+            if self._thought_ends is not None and self._thought_ends.is_used:
+                is_end = drawn_at == self._thought_ends.position[slot]
+                list_idx = torch.where(is_end, numbers.boosted[slot], list_idx)
             adjustments = adjustments._replace(**self._read(list_idx, used.lists))
         if used.penalties:
             adjustments = adjustments._replace(

@@ -28,6 +28,7 @@ from vllm_diffusion.canvas.cuda_graphs import Capture
 from vllm_diffusion.canvas.messages import CanvasConstraints
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest, row_logprobs
@@ -35,6 +36,7 @@ from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
+from vllm_diffusion.sampling.thought_ends import ThoughtEnds
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
@@ -77,6 +79,7 @@ class DiffusionSampler:
         self.adjustments = RowAdjustments(
             stock_sampler,
             self.constraints,
+            ThoughtEnds(slots) if slots.spec.rule.ends_thoughts else None,
             num_slots=slots.num_slots,
             vocab_size=slots.vocab_size,
             device=slots.device,
@@ -96,7 +99,10 @@ class DiffusionSampler:
         """Stage the settings of ``slot``'s new owner, which the model state has seen before."""
         self.settings.add_request(slot, sampling_params)
         readable = self.slots.features.allowed_ids.get(slot)
-        self.adjustments.add_request(slot, sampling_params, readable)
+        spec = self.slots.spec
+        settings = spec.all_settings(arguments_of(sampling_params).settings)
+        forbidden = spec.rule.forbidden(settings)
+        self.adjustments.add_request(slot, sampling_params, readable, forbidden)
 
     def remove_request(self, slot: int) -> None:
         """Forget what the host keeps of a slot; vLLM's states are rewritten by the next owner."""
@@ -140,6 +146,7 @@ class DiffusionSampler:
 
         if num_masks is None:
             self.constraints.clear()
+        self.adjustments.place_thought_ends()
         if used.reported is not None:
             self.emitted_logprobs.begin_pass()
         logprobs = self.graphs.sample(rows, used)

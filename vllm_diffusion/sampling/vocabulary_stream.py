@@ -25,7 +25,7 @@ from attention_kernels.vocab_statistics import (
     least_weight,
     update_statistics,
 )
-from vllm_diffusion.sampling.kept_rows import RunningChoices
+from vllm_diffusion.sampling.kept_rows import NamedLogits, RunningChoices
 from vllm_diffusion.sampling.output_head import OutputHead
 
 # Ids of a tile, on a CPU and on a GPU. Measured as a graph on an H100, at a hidden size of 2816 in bf16, of
@@ -49,6 +49,8 @@ class RowResults:
             probability; ``None`` for a model without self-conditioning.
         choices: [num_rows, num_likeliest], int64, the likeliest tokens, the likeliest first; ``None`` if
             the rule looks at none.
+        named: [num_rows, num_named], float32, probabilities of the tokens that the rule names; ``None`` if it
+            names none.
     """
 
     argmax: Tensor
@@ -58,6 +60,7 @@ class RowResults:
     drawn_confidence: Tensor
     soft_embeds: Tensor | None
     choices: Tensor | None = None
+    named: Tensor | None = None
 
 
 def sample_rows(
@@ -68,6 +71,7 @@ def sample_rows(
     num_likeliest: int,
     vocab_size: int,
     tile_size: int | None = None,
+    named_tokens: tuple[int, ...] = (),
 ) -> RowResults:
     """Project rows to the vocabulary and take from it what the step needs.
 
@@ -79,6 +83,7 @@ def sample_rows(
         num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
         vocab_size: Number of ids, of all ranks.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
+        named_tokens: Tokens whose probabilities the decoding rule needs, of every row.
     """
     num_rows, device = len(rows), rows.device
     if tile_size is None:
@@ -86,6 +91,7 @@ def sample_rows(
         tile_size = TILE_ON_GPU if rows.is_cuda else TILE
     running = RunningStatistics.empty(num_rows, device)
     choices = RunningChoices(num_rows, num_likeliest, device) if num_likeliest > 0 else None
+    named = NamedLogits(num_rows, named_tokens, device) if named_tokens else None
     embedding, soft_embeds = head.embedding, None
     if embedding is not None:
         soft_embeds = torch.zeros(num_rows, embedding.shape[1], device=device)
@@ -114,6 +120,8 @@ def sample_rows(
         )
         if choices is not None:
             choices.update(of_tile, draws.temperature, head.kernels.kept_rows)
+        if named is not None:
+            named.update(of_tile, draws.temperature, head.kernels.kept_rows)
         if soft_embeds is None or weights is None or embedding is None:
             continue
         if occupied is None and (not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT):
@@ -132,6 +140,7 @@ def sample_rows(
         running.drawn_confidence(),
         soft_embeds,
         None if choices is None else choices.of_all_ranks(head),
+        None if named is None else named.probabilities(head, running),
     )
 
 

@@ -73,12 +73,12 @@ BATCHES = {
     "algorithms": [
         {"length": 9 + i, "max_tokens": 30, "steps": 20, "alg": alg, "temperature": t}
         for i, (alg, t) in enumerate(
-            (a, t) for a in ("origin", "maskgit_plus", "entropy") for t in (0.0, 0.8)
+            (a, t) for a in ("origin", "maskgit_plus", "topk_margin", "entropy") for t in (0.0, 0.8)
         )
     ],
     "filters": [
         {"length": 12, "max_tokens": 20, "steps": 10, "alg": alg, **filters}
-        for alg in ("entropy", "maskgit_plus", "origin")
+        for alg in ("entropy", "maskgit_plus", "topk_margin", "origin")
         for filters in (
             {"temperature": 0.2, "top_p": 0.95},
             {"temperature": 1.0, "top_k": 5, "top_p": 0.8},
@@ -86,7 +86,7 @@ BATCHES = {
     ],
     "alg_temp": [
         {"length": 12, "max_tokens": 20, "steps": 10, "alg": alg, "alg_temp": heat}
-        for alg in ("entropy", "maskgit_plus")
+        for alg in ("entropy", "maskgit_plus", "topk_margin")
         for heat in (0.1, 1.0)
     ],
 }

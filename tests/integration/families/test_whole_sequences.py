@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
 
 from tests.support.engine import TracedEngine
+from tests.support.families import llada, run
 from tests.support.families import model as tiny
 from tests.support.families.cases import CASES, Wanted, expected
-from tests.support.families.model import prompt_of
+from tests.support.families.model import END_IDS, MASK_ID, prompt_of
 from tests.support.vllm_configs import configure
 
 pytestmark = pytest.mark.engine
@@ -57,3 +60,105 @@ def test_little_memory(tmp_path: Path) -> None:
     for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert tokens == expected(case, model, prompt, one).tokens, len(prompt)
+
+
+def test_end_tokens_that_are_held_back(tmp_path: Path) -> None:
+    """``logits_eos_inf`` and ``confidence_eos_eot_inf``: the loop's tokens, mixed in one batch."""
+    made = tiny.llada(eot_token_id=END_IDS[1])
+    with torch.no_grad():
+        # So that end tokens are often the likeliest.
+        made.body.lm_head.weight[list(END_IDS)] *= 4
+    options = [
+        {"logits_eos_inf": eos, "confidence_eos_eot_inf": confidence}
+        for eos in (0, 1)
+        for confidence in (0, 1)
+    ]
+    asked = [
+        (Wanted(max_tokens=48, strategy="static", temperature=heat, seed=i), own)
+        for i, heat in enumerate((0.0, 0.8))
+        for own in options
+    ]
+    prompts = [prompt_of(20 + i, seed=i) for i in range(len(asked))]
+    params = [
+        one.sampling_params(
+            extra_args=one.extra_args()
+            | {f"diffusion_{name}": value for name, value in own.items()}
+        )
+        for one, own in asked
+    ]
+    with TracedEngine(made.save(tmp_path), max_num_seqs=8, **CASES["llada"].options) as engine:
+        outputs = engine.outputs(prompts, params)
+        # A block that the request names must divide the answer, as in the loop.
+        cut = Wanted(max_tokens=40).sampling_params({"diffusion_block_length": 16})
+        with pytest.raises(
+            VLLMValidationError, match="multiple of diffusion_block_length, 16"
+        ) as it:
+            engine.outputs(prompts[:1], [cut])
+        assert it.value.parameter == "max_tokens"
+    answers = []
+    for prompt, (one, own), output in zip(prompts, asked, outputs, strict=True):
+        loop = llada.generate(
+            run.suppress(made, [MASK_ID]),
+            prompt,
+            steps=48,
+            gen_length=48,
+            block_length=16,
+            temperature=one.temperature,
+            mask_id=MASK_ID,
+            eos_id=END_IDS[0],
+            eot_id=END_IDS[1],
+            sample=run.keyed_sample(one.seed),
+            **{name: bool(value) for name, value in own.items()},
+        )
+        assert list(output.outputs[0].token_ids) == loop.tokens, (one, own)
+        answers.append((loop.tokens, loop.revealed))
+    for i in range(0, len(asked), len(options)):
+        plain, last, never, _ = answers[i : i + len(options)]
+        assert END_IDS[0] in plain[0]
+        assert END_IDS[0] not in never[0]
+        assert plain != last
+
+
+def test_the_end_of_a_thought(tmp_path: Path) -> None:
+    """iLLaDA's boost: the loop's tokens, with and without it in one batch."""
+    case, made = CASES["illada"], CASES["illada"].make()
+    boosts = [(0.0, 2.0), (30.0, 0.5), (30.0, 3.0), (12.0, 1.0)]
+    asked = [
+        (Wanted(max_tokens=64, strategy="static", temperature=heat, seed=i), *boost)
+        for heat in (0.0, 0.8)
+        for i, boost in enumerate(boosts)
+    ]
+    prompts = [prompt_of(20 + i, seed=i) for i in range(len(asked))]
+    params = [
+        one.sampling_params(
+            {"diffusion_end_think_logit_boost": boost, "diffusion_end_think_boost_power": power}
+        )
+        for one, boost, power in asked
+    ]
+    with TracedEngine(made.save(tmp_path), max_num_seqs=8, **case.options) as engine:
+        outputs = engine.outputs(prompts, params)
+        end = engine.llm.get_tokenizer().encode("</think>", add_special_tokens=False)
+        biased = asked[1][0].sampling_params(
+            {"diffusion_end_think_logit_boost": 1.0}, logit_bias={7: 1.0}
+        )
+        with pytest.raises(VLLMValidationError, match="logit_bias cannot be combined") as it:
+            engine.outputs(prompts[:1], [biased])
+        assert it.value.parameter == "logit_bias"
+    assert len(end) > 1
+    for prompt, (one, boost, power), output in zip(prompts, asked, outputs, strict=True):
+        loop = llada.var_generate(
+            run.suppress(made, [MASK_ID]),
+            prompt,
+            steps=16,
+            gen_length=64,
+            block_length=16,
+            temperature=one.temperature,
+            mask_id=MASK_ID,
+            end_think_token_ids=end,
+            end_think_logit_boost=boost,
+            end_think_boost_power=power,
+            uniform=run.keyed_uniform(one.seed),
+            sample=run.keyed_sample(one.seed),
+        )
+        assert list(output.outputs[0].token_ids) == loop.tokens, (one, boost, power)
+        assert llada.contains(torch.tensor(loop.tokens), end) == (boost == 30.0)

@@ -341,6 +341,15 @@ CASES: dict[str, Case] = {
         options=_IN_BLOCKS,
         is_asynchronous=False,
     ),
+    "llada-moe": Case(
+        tiny.llada_moe,
+        _llada,
+        ("dynamic", "static", "random"),
+        filters=(),
+        stepped=("static", "random"),
+        options=_IN_BLOCKS,
+        is_asynchronous=False,
+    ),
     "illada": Case(
         tiny.illada,
         partial(_llada, is_growing=True),

@@ -45,7 +45,7 @@ def generate(
 
     Differs from the publisher's: a step that reveals nothing is not run, and does not count in the keys of
     draws; ``alg_temp`` draws by adding Gumbel noise, which is the same law; entropies are exact; the
-    leftmost of equals comes first; ``topk_margin`` is left out.
+    leftmost of equals comes first.
     """
     run, start = Run(), len(prompt_ids)
     x = torch.cat(
@@ -71,8 +71,11 @@ def generate(
         if alg == "origin":
             chosen = masked & ((uniform(0, count, answer) < share) | torch.tensor(is_last))
         else:
+            kept = logits if temperature == 0 else filtered(logits / temperature, top_k, top_p)
+            if alg == "topk_margin":
+                first, second = kept.softmax(dim=-1).topk(2).values.unbind(-1)
+                confidence = first - second
             if alg == "entropy":
-                kept = logits if temperature == 0 else filtered(logits / temperature, top_k, top_p)
                 confidence = -torch.distributions.Categorical(logits=kept).entropy()
             if alg_temp > 0:
                 noise = -torch.log(-torch.log(uniform(0, count, answer)))

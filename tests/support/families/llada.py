@@ -40,6 +40,15 @@ def generate(
     mask_id: int = 126336,
     remasking: str = "low_confidence",
     threshold: float | None = None,
+    logits_eos_inf: bool = False,
+    confidence_eos_eot_inf: bool = False,
+    eos_id: int = 126081,
+    eot_id: int = 126348,
+    end_think_token_ids: Sequence[int] = (),
+    end_think_logit_boost: float = 0.0,
+    end_think_boost_power: float = 2.0,
+    end_think_context_start: int = 0,
+    end_think_total_gen_length: int = 0,
     sample: Sample = multinomial,
     uniform: Uniform = torch_uniform,
 ) -> Run:
@@ -51,8 +60,9 @@ def generate(
 
     Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly, which
     is what its Gumbel noise in float64 amounts to; probabilities are float64; a mask in the prompt stays;
-    the leftmost of equally probable positions comes first; ``cfg_scale`` and what changes end tokens are
-    left out.
+    the leftmost of equally probable positions comes first; ``cfg_scale`` is left out. That
+    ``confidence_eos_eot_inf`` holds for ``eos_id`` at temperature 0 alone is the publisher's: there noised and
+    plain logits are one tensor.
 
     Raises:
         ValueError: If ``gen_length`` is no multiple of ``block_length``, or ``steps`` none of the number of
@@ -76,12 +86,24 @@ def generate(
             if not masked.any():
                 break
             run.passes.append(Pass("denoise", first, int(masked.sum())))
-            logits = model(x, everything)[rows]
+            logits = model(x, everything)[rows].clone()
+            if end_think_logit_boost and not contains(
+                x[end_think_context_start:], end_think_token_ids
+            ):
+                at = int(masked.int().argmax())
+                known = x[end_think_context_start : first + at].tolist()
+                token = next_of(known, end_think_token_ids)
+                progress = min((len(known) + 1) / end_think_total_gen_length, 1.0)
+                logits[at, token] += end_think_logit_boost * progress**end_think_boost_power
+            if logits_eos_inf:
+                logits[:, eos_id] = -torch.inf
             if temperature == 0:
                 tokens = logits.argmax(-1)
             else:
                 at = range(first, first + block_length)
                 tokens = sample(logits / temperature, block_draws(block, step, at))
+            if confidence_eos_eot_inf:
+                logits[:, [eot_id] if temperature else [eos_id, eot_id]] = -torch.inf
             p = probability(logits.double(), tokens)
             if remasking == "random":
                 p = uniform(block, step, torch.arange(first, first + block_length)).double()
@@ -92,6 +114,20 @@ def generate(
             revealed[rows][reveal] = step
     run.tokens, run.revealed = x[start:].tolist(), revealed[start:].tolist()
     return run
+
+
+def contains(tokens: Tensor, sequence: Sequence[int]) -> bool:
+    """Whether a sequence stands anywhere in a text."""
+    text = tokens.tolist()
+    return any(text[i : i + len(sequence)] == list(sequence) for i in range(len(text)))
+
+
+def next_of(known: Sequence[int], sequence: Sequence[int]) -> int:
+    """The token with which the longest beginning of a sequence that a text ends with goes on."""
+    for length in range(min(len(sequence) - 1, len(known)), 0, -1):
+        if list(known[-length:]) == list(sequence[:length]):
+            return sequence[length]
+    return sequence[0]
 
 
 def var_generate(
@@ -106,7 +142,7 @@ def var_generate(
     """iLLaDA's: each block as an answer of its own, with no masks after it.
 
     Source: ``var_generate`` of the publisher's ``generate.py``, as found in a public copy. Its ``steps`` are
-    those of a block. Stop strings and the boost of a thought's end are left out.
+    those of a block. Stop strings are left out.
     """
     run, known = Run(), list(prompt_ids)
     uniform, sample = settings.pop("uniform"), settings.pop("sample")
@@ -126,6 +162,8 @@ def var_generate(
             block_length=block_length,
             uniform=of_block,
             sample=drawn,
+            end_think_context_start=len(prompt_ids),
+            end_think_total_gen_length=gen_length,
             **settings,
         )
         known += part.tokens

@@ -354,7 +354,7 @@ class LLaDA(TinyModel):
     def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
         super().__init__(maker, config, block_length)
         config = {self.fields.get(name, name): value for name, value in config.items()}
-        self.config = config | {"embedding_size": VOCAB_SIZE}
+        self.config = config | {"embedding_size": config["vocab_size"]}
 
     @staticmethod
     def published_name(name: str) -> str:
@@ -439,6 +439,55 @@ llada = Maker(
     block_length_key=None,
     published=LLaDA.published,
     kind=LLaDA,
+)
+
+
+class LLaDAMoE(TinyModel):
+    """LLaDA-MoE: Qwen3-MoE without normalised weights of experts, under names of its own."""
+
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        super().__init__(maker, config, block_length)
+        own = ("intermediate_size", "moe_intermediate_size", "mlp_only_layers", "head_dim")
+        self.config = {name: value for name, value in config.items() if name not in own} | {
+            "dense_intermediate_size": config["intermediate_size"],
+            "expert_intermediate_size": config["moe_intermediate_size"],
+            "shared_expert_intermediate_size": None,
+            "moe_layer_freq": [
+                int(i not in config["mlp_only_layers"]) for i in range(config["num_hidden_layers"])
+            ],
+            "moe_router_enable_expert_bias": False,
+            "norm_topk_prob": None,
+            "qk_layernorm": True,
+            "partial_rotary_factor": 1,
+        }
+
+
+llada_moe = Maker(
+    _transformers("Qwen3Moe"),
+    16,
+    {
+        "architectures": ["LLaDAMoEModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_lladamoe.LLaDAMoEConfig",
+            "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM",
+        },
+        "model_type": "lladamoe",
+        "hidden_size": 128,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+        "attention_bias": False,
+        "rope_theta": 50000.0,
+        "rope_scaling": None,
+    },
+    block_length_key=None,
+    published=_one_tensor_per_expert,
+    kind=LLaDAMoE,
 )
 
 

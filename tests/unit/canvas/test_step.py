@@ -27,6 +27,7 @@ def idle_pass(num_slots: int) -> SlotPass:
     return SlotPass(
         num_rows=torch.zeros(num_slots, dtype=torch.int32),
         seed=torch.zeros(num_slots, dtype=torch.int64),
+        greedy=torch.zeros(num_slots, dtype=torch.bool),
         seeding=torch.zeros(num_slots, dtype=torch.bool),
         num_valid=torch.full((num_slots,), -1, dtype=torch.int32),
         free_from=torch.zeros(num_slots, dtype=torch.int32),

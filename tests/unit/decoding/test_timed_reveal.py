@@ -54,6 +54,7 @@ def test_the_number_of_masks_of_each_step(
             fixed=fixed,
             max_steps=torch.tensor([num_steps], dtype=torch.int32),
             uniform=torch.full((1, length), 0.5),
+            margin=torch.zeros(1, length),
         )
         decision = rule.decide(inputs, settings, memory)
         after = torch.where(decision.keep, decision.tokens, MASK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.support.specs import SETTINGS, diffusion_gemma_spec
+from tests.support.specs import SETTINGS, diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.rule import MAX_STEPS
 from vllm_diffusion.requests.arguments import (
@@ -117,3 +118,33 @@ def test_parameters_that_are_used_again() -> None:
     del params.extra_args["diffusion_max_steps"]
     validate_diffusion_arguments(params, spec, 64)
     assert arguments_of(params) == RequestArguments()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("steps", 32, "steps is diffusion_max_steps here"),
+        ("diffusion_steps", 32, "diffusion_steps is diffusion_max_steps here"),
+        ("gen_length", 128, "gen_length is max_tokens here"),
+        ("remasking", "low_confidence", "remasking is diffusion_strategy here"),
+        ("cfg_scale", 1.5, "cfg_scale is not served: guidance"),
+        ("diffusion_cfg_scale", 1.5, "diffusion_cfg_scale is not served: guidance"),
+        ("dual_cache", 1, "dual_cache is not served: an approximate cache"),
+        ("diffusion_mc_num", 128, "diffusion_mc_num is not served: a likelihood"),
+    ],
+)
+def test_names_of_published_loops(name: str, value: Any, reason: str) -> None:
+    """Ignored, each would be answered by another loop than the one that was asked for."""
+    with pytest.raises(VLLMValidationError, match=re.escape(reason)) as caught:
+        parse_arguments({name: value}, spec=masked_spec(4), vocab_size=64)
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{"cfg_scale": 0.0}, {"use_cache": 0}, {"alg": "entropy"}, {"top_n_sigma": 1.0}],
+    ids=str,
+)
+def test_names_that_ask_for_nothing(sent: Any) -> None:
+    """What is off, and what no setting of this model stands for."""
+    assert parse_arguments(sent, spec=masked_spec(4), vocab_size=64) == RequestArguments()

@@ -41,7 +41,7 @@ def params(**changes: Any) -> SimpleNamespace:
         "all_stop_token_ids": set(),
         "repetition_penalty": 1.0,
     }
-    return SimpleNamespace(**(defaults | changes))
+    return SimpleNamespace(**({"extra_args": None} | defaults | changes))
 
 
 @dataclass

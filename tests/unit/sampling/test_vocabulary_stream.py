@@ -66,7 +66,8 @@ def test_candidates_follow_the_exact_distribution(params):
     expected = filtered_probs(logits[None].double(), divisor, rows_of(filters, slice(1)))[0]
     draws = row_draws(rows, temperature, torch.arange(rows) * 7919)
     head = identity_head(vocab)
-    drawn, _ = draw_filtered(head, logits_of(head, logits.expand(rows, -1)), draws, filters, vocab)
+    again = logits_of(head, logits.expand(rows, -1))
+    drawn = draw_filtered(head, again, draws, filters, vocab).candidate
     counts = torch.bincount(drawn, minlength=vocab).double()
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
@@ -188,7 +189,7 @@ def test_never_drawn_ids(dtype, temperatures, borders):
         def run(head: Any, draws: RowDraws = draws, filters: Any = filters) -> Any:
             head = replace(head, never_drawn=never, embedding=None)
             results = sample_rows(head, rows, draws, None, 0, vocab, 4)
-            return results, *draw_filtered(head, logits_of(head, rows), draws, filters, vocab)
+            return results, *draw_filtered(head, logits_of(head, rows), draws, filters, vocab)[:2]
 
         logits = (rows @ weight[others].T).double() / temperature
         entropy = torch.distributions.Categorical(logits=logits).entropy()
@@ -208,7 +209,7 @@ def test_a_filter_leaves_its_neighbours_alone():
     plain = sample_rows(head, logits, draws, None, 0, vocab)
     top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
     filters = CandidateFilters(top_k, None, None)
-    candidate, _ = draw_filtered(head, logits_of(head, logits), draws, filters, vocab)
+    candidate = draw_filtered(head, logits_of(head, logits), draws, filters, vocab).candidate
     assert torch.equal(candidate[1::2], plain.candidate[1::2])
     assert torch.equal(candidate[::2], logits.argmax(-1)[::2])
 
@@ -228,7 +229,7 @@ def test_nothing_possible_is_no_nan():
     assert results.confidence.tolist() == [0.0, 1.0]
     assert results.drawn_confidence.tolist() == [0.0, 1.0]
     filters = all_filters([5, 5], [0.5, 0.5], [0.1, 0.1])
-    _, drawn_confidence = draw_filtered(head, logits_of(head, rows, bound), draws, filters, 16)
+    drawn_confidence = draw_filtered(head, logits_of(head, rows, bound), draws, filters, 16).share
     assert drawn_confidence.tolist() == [0.0, 1.0]
 
 

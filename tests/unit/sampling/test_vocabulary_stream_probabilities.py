@@ -93,7 +93,7 @@ def test_min_p_of_one_draws_the_argmax(implementation):
     draws = row_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
     filters = CandidateFilters(None, None, torch.ones(rows))
     again = logits_of(head, logits)
-    candidate, drawn_confidence = draw_filtered(head, again, draws, filters, vocab)
+    candidate, drawn_confidence, *_ = draw_filtered(head, again, draws, filters, vocab)
     assert torch.equal(candidate, logits.argmax(-1))
     # Nothing else is kept.
     assert torch.equal(drawn_confidence, torch.ones(rows))

@@ -12,7 +12,7 @@ and ``alg="entropy"`` (DreamLM/Dream at fac0a7f), where the function's default i
 - The number of masks of a step is computed in float32 as there; where it is within rounding of a whole number (7 of
   524,288 pairs of step and masks with 512 steps) it may be one more or less.
 - The mask token is never drawn, and one in the prompt stays; among equals the leftmost comes first.
-- ``alg="topk_margin"`` and DreamOn's growing canvas are left out.
+- DreamOn's growing canvas is left out.
 """
 
 from __future__ import annotations

@@ -5,17 +5,19 @@ public copies; blocks of 32 in 32 steps, as its published settings. The file wit
 found; ``illada`` is what others' tests give it. It differs as LLaDA does (``llada/startup.py``), and in this:
 
 - An answer ends with the first end token of a finished block; there stop strings are looked for in its text.
-- ``end_think_logit_boost`` is left out.
+- ``logits_eos_inf`` and ``confidence_eos_eot_inf`` are left out: they name tokens of LLaDA's vocabulary there.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from transformers import LlamaConfig
 
 from vllm_diffusion.decoding.layouts import GrowingSequence
-from vllm_diffusion.families.llada.startup import RULE
+from vllm_diffusion.decoding.reveal_in_blocks import RevealWithThoughts
+from vllm_diffusion.families.llada.startup import OPTIONS
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
@@ -35,7 +37,7 @@ class ILLaDAEngineConfig(WholeSequenceEngineConfig):
 
     rules = {
         "reveal_in_blocks": PublishedRule(
-            RULE,
+            partial(RevealWithThoughts, **OPTIONS),
             {
                 "reveal_threshold": 0.9,
                 "strategy": "static",

@@ -1,10 +1,11 @@
-"""LLaDA on vLLM's Llama, whose layers it has under other names."""
+"""LLaDA on vLLM's Llama, whose layers it has under other names, and LLaDA-MoE on Qwen3-MoE."""
 
 from __future__ import annotations
 
 import re
 
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_diffusion.families.llada.startup import IN_LAYERS, MODULES
@@ -28,3 +29,7 @@ class LLaDAModelLM(MaskedModel, LlamaForCausalLM):
     published_names = _NAMES
     # Read for names in ignore lists of quantised checkpoints too.
     hf_to_vllm_mapper = _NAMES | LlamaForCausalLM.hf_to_vllm_mapper
+
+
+class LLaDAMoEModelLM(MaskedModel, Qwen3MoeForCausalLM):
+    """LLaDA-MoE-7B-A1B."""

@@ -1,4 +1,4 @@
-"""LLaDA-8B and LLaDA-1.5: the whole sequence in both directions, the answer revealed block by block.
+"""LLaDA-8B, LLaDA-1.5, LLaDA-MoE: the whole sequence in both directions, the answer revealed block by block.
 
 Source: ML-GSAI/LLaDA at b7e6c35, ``generate.py``, with its defaults: blocks of 128 in 128 steps, even counts of the
 most probable tokens (``remasking="low_confidence"``, here ``strategy="static"``; ``"random"`` is ``"random"``). Blocks after the one that is
@@ -12,25 +12,39 @@ denoised are masks, and attended. It differs:
 - Probabilities are float32; there they have the model's dtype, in which many are equal.
 - The mask token is never drawn, and one in the prompt stays; among equally confident positions the leftmost
   comes first.
-- ``cfg_scale``, ``logits_eos_inf`` and ``confidence_eos_eot_inf`` are left out.
+- ``cfg_scale`` is left out.
+
+LLaDA-MoE has the same loop; ``logits_eos_inf`` and ``confidence_eos_eot_inf`` name tokens of LLaDA-8B's vocabulary there,
+and are left out. Its layers, by ``modeling_lladamoe.py`` as ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's whose weights
+of experts are not normalised, whatever ``norm_topk_prob`` is in ``config.json``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
-from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
+from vllm_diffusion.decoding.reveal_in_blocks import RevealEndsLast, RevealInBlocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
-# Of LLaDA and iLLaDA.
-RULE = partial(
-    RevealInBlocks, includes_threshold=True, at_request_temperature=False, spreads_masks=True
-)
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+    from vllm_diffusion.startup.plugin_settings import PluginSettings
+
+# Options of LLaDA's rule and of iLLaDA's.
+OPTIONS: dict[str, Any] = {
+    "includes_threshold": True,
+    "at_request_temperature": False,
+    "spreads_masks": True,
+}
+# The loop's own; ``config.json`` has the first one too.
+_ENDS = {"end_token_id": 126081, "turn_end_token_id": 126348}
 # Names of a Llama's modules, to the published ones.
 MODULES = {
     "lm_head": "model.transformer.ff_out",
@@ -64,6 +78,48 @@ _FIELDS = {
 }
 
 
+# Fields of ``config.json`` of LLaDA-MoE whose layers vLLM's class does not have, with the values that mean none.
+_WITHOUT: dict[str, tuple[Any, ...]] = {
+    "shared_expert_intermediate_size": (None, 0, -1),
+    "moe_router_enable_expert_bias": (None, False),
+    "clip_qkv": (None,),
+    "partial_rotary_factor": (None, 1, -1),
+}
+
+
+class LLaDAMoEConfig(Qwen3MoeConfig):
+    """Qwen3-MoE's, by other names."""
+
+    model_type = "lladamoe"
+
+    def __init__(
+        self,
+        expert_intermediate_size: int = 1024,
+        dense_intermediate_size: int = 8192,
+        moe_layer_freq: tuple[int, ...] | list[int] = (),
+        **fields: Any,
+    ) -> None:
+        """Take the fields of ``config.json``."""
+        # Saved again, a configuration has Qwen3-MoE's names too.
+        own = {
+            "moe_intermediate_size": expert_intermediate_size,
+            "intermediate_size": dense_intermediate_size,
+            "mlp_only_layers": [i for i, is_sparse in enumerate(moe_layer_freq) if not is_sparse],
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "head_dim": fields.get("hidden_size", 2048) // fields.get("num_attention_heads", 16),
+        }
+        self.not_served = {
+            name: fields.pop(name)
+            for name, none in _WITHOUT.items()
+            if fields.get(name) not in none
+        }
+        if not fields.get("qk_layernorm", True):
+            self.not_served["qk_layernorm"] = False
+        rest = {name: value for name, value in fields.items() if name not in _WITHOUT}
+        super().__init__(**(rest | own))
+
+
 class LLaDAConfig(LlamaConfig):
     """Llama's, by other names."""
 
@@ -72,6 +128,13 @@ class LLaDAConfig(LlamaConfig):
     def __init__(self, **fields: Any) -> None:
         """Take the fields of ``config.json``."""
         super().__init__(**{_FIELDS.get(name, name): value for name, value in fields.items()})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make LLaDA-MoE's of a file that has its fields with this ``model_type``, as one copy has."""
+        if "num_experts" in config_dict:
+            return LLaDAMoEConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
 
 class _Tensors(BodyTensors):
@@ -93,7 +156,7 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
 
     rules = {
         "reveal_in_blocks": PublishedRule(
-            RULE,
+            partial(RevealEndsLast, **OPTIONS, **_ENDS),
             {
                 "reveal_threshold": 0.9,
                 "strategy": "static",
@@ -106,5 +169,46 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
     block_length = 128
 
     @classmethod
+    def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:
+        published, config = super().published_rule(model_config, settings), model_config.hf_config
+        ends = {
+            "end_token_id": config.eos_token_id,
+            "turn_end_token_id": getattr(config, "eot_token_id", None),
+        }
+        of_checkpoint = {name: token for name, token in ends.items() if isinstance(token, int)}
+        return replace(published, rule=partial(published.rule, **of_checkpoint))
+
+    @classmethod
     def tensor_rules(cls) -> TensorRules:
         return _Tensors("LlamaForCausalLM")
+
+
+class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
+    """The entry of ``LLaDAMoEModelLM``."""
+
+    rules = {
+        "reveal_in_blocks": PublishedRule(
+            partial(RevealInBlocks, **OPTIONS),
+            {
+                "reveal_threshold": 0.9,
+                "strategy": "static",
+                "block_length": 128,
+                "max_denoising_steps": 128,
+            },
+        )
+    }
+    mask_token_id = 156895
+    block_length = 128
+
+    @classmethod
+    def check_model(cls, model_config: ModelConfig) -> None:
+        super().check_model(model_config)
+        for name, value in model_config.hf_config.not_served.items():
+            raise ValueError(
+                f"{name}={value!r} in config.json gives layers that are not served; the LLaDA-MoE that is "
+                "published has none."
+            )
+
+    @classmethod
+    def tensor_rules(cls) -> TensorRules:
+        return BodyTensors("Qwen3MoeForCausalLM")
