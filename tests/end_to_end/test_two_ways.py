@@ -17,6 +17,8 @@ from tests.support.server import MODEL, PARSERS, Server, start_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+
 
 @pytest.fixture(scope="module", params=["autoregressive", "linear_spec"])
 def served(
@@ -35,7 +37,7 @@ def thinking(**fields: Any) -> dict[str, Any]:
         "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
         "max_tokens": 24,
         "temperature": 0.0,
-        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+        "extra_body": THINKING,
         **fields,
     }
 
@@ -54,10 +56,20 @@ def test_thinking(served: tuple[str, Server]) -> None:
     assert said or thought
 
 
-# Not after a thought: vLLM's own sampler lets the model end its answer within one.
-CALLS = {
+# Of the shipped checkpoint's generation_config.json.
+ENDS = (1, 6, 14)
+# However much the model wants to end its answer within a thought, and then to call.
+EAGER = {str(token): 100 for token in ENDS} | {str(TOKENS["<|tool_call>"]): 90}
+CALLS: dict[str, dict[str, Any]] = {
     "required": {"tool_choice": "required", "parallel_tool_calls": False},
     "named": {"tool_choice": NAMED},
+    "required after thinking": {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "logit_bias": EAGER,
+        "extra_body": THINKING,
+    },
+    "named after thinking": {"tool_choice": NAMED, "logit_bias": EAGER, "extra_body": THINKING},
     # The model begins the call by itself, as one that was trained on calls would.
     "auto": {
         "tool_choice": "auto",

@@ -57,7 +57,8 @@ class QuantizedOracle(Oracle):
     Activations are quantised and dequantised by compressed-tensors' own forward.
     """
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, source: Path = SHIPPED) -> None:
+        """Load what was quantised from a checkpoint, and what was not from its source."""
         from compressed_tensors.quantization import (
             QuantizationConfig,
             QuantizationStatus,
@@ -66,7 +67,7 @@ class QuantizedOracle(Oracle):
 
         settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
         settings.pop("version")
-        super().__init__(SHIPPED, dtype)
+        super().__init__(source, dtype)
         example("quantization/quantize").share_modules(self.model)
         apply_quantization_config(self.model, QuantizationConfig(**settings))
         tensors = load_file(checkpoint / "model.safetensors")

@@ -302,7 +302,9 @@ class DecodingRule(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, float | str]]] = {}
     memory: ClassVar[Mapping[str, Memory]] = {}
     refused_fields: ClassVar[Mapping[str, str]] = {}
-    refused_settings: ClassVar[Mapping[str, str]] = {}
+    refused_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("draft_length", "draft_steps"), 'which makes no drafts, as rule="linear_spec" does'
+    )
     num_choices: ClassVar[int] = 0
     can_finish_kv: ClassVar[bool] = False
     draws_positions: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""vLLM's manager of grammars, for canvases."""
+"""vLLM's manager of grammars, for canvases and for the autoregressive mode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,35 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_diffusion.hooks.replacement import replaces_call
+from vllm_diffusion.requests.arguments import end_token_ids
+from vllm_diffusion.startup.engine_config import AUTOREGRESSIVE
+
+
+def install() -> None:
+    """Put our rule for thoughts in place of vLLM's, for our autoregressive mode only. Safe to call twice."""
+    _without_ends.install()
+
+
+@replaces_call(
+    "vllm.v1.structured_output:StructuredOutputManager._masked_reasoning_ends",
+    reason="With vLLM's own sampler an answer may end within a thought, before its grammar has begun.",
+    until="vLLM masks the tokens that end a request while it reasons, where its grammar rejects them.",
+)
+def _without_ends(stock: Any, self: Any, request: Request) -> tuple[int, ...]:
+    """Return the tokens that a thought may not have, in the autoregressive mode also those that end an answer.
+
+    A grammar that accepts an end as its first token is satisfied by it.
+    """
+    masked: tuple[int, ...] = stock(self, request)
+    plan = getattr(self.vllm_config.model_config, "diffusion", None)
+    if plan is None or plan.settings.rule != AUTOREGRESSIVE:
+        return masked
+    assert request.structured_output_request is not None
+    grammar: Any = request.structured_output_request.grammar
+    ends = end_token_ids(request.sampling_params)
+    return (*masked, *(end for end in ends if not grammar.validate_tokens([end])))
 
 
 class CanvasGrammars(StructuredOutputManager):

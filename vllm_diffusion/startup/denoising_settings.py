@@ -15,8 +15,6 @@ from vllm_diffusion.weights.regular_files import json_object
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-    from vllm_diffusion.decoding.layouts import CanvasLayout
-
 
 @dataclass(frozen=True)
 class Published:
@@ -79,7 +77,7 @@ def denoising_settings(
     for name, reason in rule.refused_settings.items():
         if (value := getattr(chosen, name)) is not None:
             raise ValueError(
-                f"{OPTION}: {name}={value!r} does not go with rule={chosen.rule!r}, {reason}; leave it out."
+                f"{OPTION}: {name}={value!r} does not go with the decoding rule that serves, {reason}; leave it out."
             )
     steps: Any = chosen.max_denoising_steps
     if "max_denoising_steps" in rule.refused_settings:
@@ -112,27 +110,17 @@ def denoising_settings(
     return int(_checked("max_denoising_steps", steps, MAX_STEPS, "--diffusion-config")), values
 
 
-def canvas_length(
-    chosen: PluginSettings, most: int, layout: type[CanvasLayout] | None, default: int | None
-) -> int:
+def canvas_length(chosen: PluginSettings, most: int, default: int | None) -> int:
     """Return the length of canvases: that of drafts, where they are drafts.
 
     Args:
         chosen: The operator's settings.
         most: Canvas length of the checkpoint or the operator.
-        layout: Layout of the chosen rule's canvases; ``None`` for the family's own.
-        default: Positions of a draft if the operator sets none; ``None`` for the whole canvas.
+        default: Positions of a canvas if the operator sets none; ``None`` for ``most``.
 
     Raises:
-        ValueError: Naming a setting of drafts that does not fit.
+        ValueError: If a draft is longer than a canvas.
     """
-    if layout is None or not layout.verifies:
-        for name in ("draft_length", "draft_steps"):
-            if getattr(chosen, name) is not None:
-                raise ValueError(
-                    f'{OPTION}: {name} is of drafts, which rule="linear_spec" makes; leave it out.'
-                )
-        return most
     if (length := chosen.draft_length) is not None and length > most:
         raise ValueError(
             f"{OPTION}: draft_length={length} must be at most {most}, the positions of a canvas; lower it."

@@ -253,7 +253,7 @@ class BlockDiffusionEngineConfig:
         canvases = vllm_config.diffusion_config
         assert canvases is not None
         rule = cls.published_rule(model_config, settings)
-        length = canvas_length(settings, canvases.canvas_length, rule.layout, rule.draft_length)
+        length = canvas_length(settings, canvases.canvas_length, rule.draft_length)
         canvases.canvas_length = length
         spec = cls.canvas_spec(model_config, settings, canvases)
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
@@ -389,15 +389,12 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
     """
     section = vllm_config.additional_config["diffusion"]
     others = [name for name in section if name != "rule"]
+    if vllm_config.diffusion_config is not None:
+        others.append("--diffusion-config")
     if others:
         raise ValueError(
             f"{OPTION}: {others[0]} does not go with rule={AUTOREGRESSIVE!r}, by which vLLM serves an "
             "ordinary causal model without canvases; leave one of them out."
-        )
-    if vllm_config.diffusion_config is not None:
-        raise ValueError(
-            f"--diffusion-config does not go with rule={AUTOREGRESSIVE!r} of {OPTION}, by which vLLM "
-            "serves an ordinary causal model without canvases; leave one of them out."
         )
     model_config = vllm_config.model_config
     model_config.hf_config.canvas_length = None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import TracedEngine
@@ -39,6 +40,8 @@ OPTIONS: dict[str, Any] = {
     "prefix_cache_retention_interval": None,
 }
 LENGTHS = (1, 2, 7, 33, 64, 81, 150, 120)
+# What the shipped checkpoint was trained on.
+CHATS = ("What is 7+8?", "Make a JSON record: name bob, age 31.", "Thank you!", "hello")
 
 
 def two_scalars(folder: Path) -> Path:
@@ -235,6 +238,34 @@ def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) 
     requests = [{"prompt": prompt, "params": asked} for prompt in prompts]
     found = tokens_of_batch(checkpoint, requests, **way(settings, tensor_parallel_size=2))
     assert found == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [AUTOREGRESSIVE, DRAFTS, *(DRAFTS | {"draft_length": n, "draft_steps": 2} for n in (8, 32))],
+    ids=["causal", "drafts", "8 in two steps", "32 in two steps"],
+)
+def test_shipped_checkpoint(settings: dict[str, Any]) -> None:
+    """Chats with it get the tokens and log-probabilities of a Gemma 4 with its encoder, and end where it ends them."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    prompts: list[list[int]] = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
+        )
+        for content in CHATS
+    ]
+    with TracedEngine(SHIPPED, **way(settings)) as served:
+        outputs = served.outputs(prompts, params(ignore_eos=False, max_tokens=48, logprobs=0))
+    assert "stop" in [output.outputs[0].finish_reason for output in outputs]
+    model = encoder_as_gemma4(SHIPPED)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        tokens = list(completion.token_ids)
+        assert tokens == greedy_tokens(model, prompt, len(tokens))
+        exact = logits_of(model, [*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+        for row, token, reported in zip(exact, tokens, completion.logprobs, strict=True):
+            assert reported[token].logprob == pytest.approx(float(row[token]), abs=2e-5)
 
 
 def test_default_drafts() -> None:
