@@ -85,13 +85,6 @@ def start_clients(server: Server) -> list[Waiting]:
     return clients
 
 
-def process_named(server: Server, name: str) -> psutil.Process:
-    """The first process of the server whose command line starts with ``name``."""
-    found = [p for p in server.processes() if "".join(p.cmdline()[:1]).startswith(name)]
-    assert found, f"{name} is not among {[p.cmdline()[:1] for p in server.processes()]}"
-    return found[0]
-
-
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     """Files that other processes could map too."""
     paths = {mapped.path for process in processes for mapped in process.memory_maps()}
@@ -129,23 +122,6 @@ def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Se
     log = tmp_path / "server.log"
     with start_server(SHIPPED, log, *SMALL_CACHE, *options, **variables) as server:
         yield server
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("killed", "options"),
-    [("VLLM::EngineCore", ()), ("VLLM::Worker", ("--tensor-parallel-size", "2"))],
-    ids=["the core", "a worker of two"],
-)
-def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    """Every client is told, and the whole server goes, as it does with any model of vLLM."""
-    with small_server(tmp_path, *options) as server:
-        clients = start_clients(server)
-        with leaves_nothing(server):
-            process_named(server, killed).kill()
-            endings = assert_all_end(clients)
-        # A stream that is cut short by an error event ends as well.
-        assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
 
 
 @pytest.mark.parametrize("thread", ["input", pytest.param("output", marks=pytest.mark.slow)])
@@ -218,22 +194,3 @@ def test_short_of_kv_cache(tmp_path: Path) -> None:
         assert server.metric("vllm:num_preemptions_total") > 0
         server.wait_until_idle()
         assert [_text(server, request) for request in requests[::4]] == together[::4]
-
-
-@pytest.mark.slow
-def test_no_more_memory(tmp_path: Path) -> None:
-    """Where the core gets no more memory, clients are answered or told, and nothing hangs."""
-    with small_server(tmp_path) as server:
-        core = process_named(server, "VLLM::EngineCore")
-        core.rlimit(psutil.RLIMIT_AS, (core.memory_info().vms, psutil.RLIM_INFINITY))
-        clients = [start_client(server, index, stream=True) for index in range(12)]
-        processes = server.processes()
-        assert_all_end(clients)
-        if not server.process.poll() and core.is_running() and core.status() != "zombie":
-            core.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
-            server.wait_until_idle()
-            server.assert_alive()
-        else:
-            server.process.wait(WAIT_SECONDS)
-            _, left = psutil.wait_procs(processes, WAIT_SECONDS)
-            assert not left
