@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.server import start_server
 from tests.support.tiny_pair import dflash, greedy_answer, greedy_answers, serving
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -92,16 +91,6 @@ def test_tokens(
         if drafting.get("adaptive") and layout == DATA:
             assert "adaptive=true is off" in log
             assert drafted == spec["num_speculative_tokens"] * verified
-
-
-@pytest.mark.parametrize("order", ["--async-scheduling", "--no-async-scheduling"])
-def test_stages_without_a_draft(order: str, expected: dict[str, list[int]], tmp_path: Path) -> None:
-    """vLLM's own relay between stages is right on the CPU platform, in both orders."""
-    with start_server(shipped_checkpoint("qwen3"), tmp_path / "log", *PIPELINE, order) as server:
-        assert {question: greedy_answer(server, question) for question in expected} == expected
-        with ThreadPoolExecutor(len(expected)) as pool:
-            answers = pool.map(lambda question: greedy_answer(server, question), expected)
-            assert dict(zip(expected, answers, strict=True)) == expected
 
 
 @pytest.mark.parametrize(
