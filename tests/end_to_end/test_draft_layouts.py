@@ -91,37 +91,3 @@ def test_tokens(
         if drafting.get("adaptive") and layout == DATA:
             assert "adaptive=true is off" in log
             assert drafted == spec["num_speculative_tokens"] * verified
-
-
-@pytest.mark.parametrize(
-    ("spec", "drafting", "options", "remedy"),
-    [
-        pytest.param(
-            DFLASH,
-            {},
-            (*PIPELINE, "--no-async-scheduling"),
-            "leave --no-async-scheduling out",
-            id="stages in step",
-        ),
-        pytest.param(
-            DFLASH, {"steps": 9}, (), "set steps to 1..7", id="more passes than positions"
-        ),
-    ],
-)
-def test_refused(
-    spec: dict[str, Any],
-    drafting: dict[str, Any],
-    options: tuple[str, ...],
-    remedy: str,
-    tmp_path: Path,
-) -> None:
-    """Said before anything is loaded: vLLM's synchronous scheduler hands stages no drafts in time."""
-    with pytest.raises(RuntimeError) as refused, serving(tmp_path, spec, drafting, options):
-        pass
-    log = str(refused.value)
-    assert remedy in log
-    assert "Loading weights" not in log
-    if drafting:
-        # A setting of ours: one line, without a trace.
-        assert log.rstrip().splitlines()[-1].startswith("vllm-diffusion: --additional-config")
-        assert "Traceback" not in log

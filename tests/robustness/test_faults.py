@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,48 +148,3 @@ def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
         with leaves_nothing(server):
             server.process.send_signal(signal.SIGTERM)
             assert_all_end(clients)
-
-
-@pytest.mark.slow
-def test_full_disk(tmp_path: Path) -> None:
-    """No file can be written any more: requests are answered as before, and the server ends."""
-    with small_server(tmp_path) as server:
-        requests = [{"prompt": f"Count from {i}", "max_tokens": 50, "seed": i} for i in range(8)]
-        expected = [_text(server, request) for request in requests]
-        for process in server.processes():
-            # What a full disk does to every write, of its log too.
-            process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
-        assert [_text(server, request) for request in requests] == expected
-        refused = server.post("/v1/completions", {"prompt": "a", "vllm_xargs": {"diffusion_x": 1}})
-        assert refused.status_code == 400
-        server.wait_until_idle()
-        with leaves_nothing(server):
-            server.process.send_signal(signal.SIGTERM)
-
-
-def _text(server: Server, request: dict[str, Any]) -> str:
-    response = server.post("/v1/completions", request)
-    assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["text"]
-    return text
-
-
-@pytest.mark.slow
-def test_short_of_kv_cache(tmp_path: Path) -> None:
-    """Long requests that push one another out are all answered, as they are alone."""
-    with small_server(tmp_path) as server:
-        requests = [
-            {
-                "prompt": [30 + index] * (150 + 20 * index),
-                "max_tokens": 200,
-                "seed": index,
-                "ignore_eos": True,
-                "vllm_xargs": {"diffusion_max_steps": 2},
-            }
-            for index in range(24)
-        ]
-        with ThreadPoolExecutor(len(requests)) as pool:
-            together = list(pool.map(lambda request: _text(server, request), requests))
-        assert server.metric("vllm:num_preemptions_total") > 0
-        server.wait_until_idle()
-        assert [_text(server, request) for request in requests[::4]] == together[::4]

@@ -189,6 +189,7 @@ def test_server_stubborn(is_impatient: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert_gone(log)
 
 
+@pytest.mark.slow
 def test_vllm_command() -> None:
     """What was imported is not looked at for garbage, what is made later is, and the engine is forked."""
     told = (
